@@ -1,0 +1,26 @@
+"""memprof: where the memory of a PyTorch run goes, without a GPU and with one.
+
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        ...            # your code, unmodified; "cuda" is the virtual card
+    print(gpu.report())
+
+The public names are imported when first used, so that `import memprof` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "profile", "virtual_gpu"]
+
+if TYPE_CHECKING:
+    from memprof.pipeline import profile, virtual_gpu
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("profile", "virtual_gpu"):
+        from memprof import pipeline
+
+        return getattr(pipeline, name)
+    raise AttributeError(f"module 'memprof' has no attribute {name!r}")

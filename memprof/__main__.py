@@ -1,0 +1,6 @@
+"""`python -m memprof`."""
+
+from memprof.cli.main import run
+
+if __name__ == "__main__":
+    run()

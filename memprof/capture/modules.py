@@ -1,0 +1,135 @@
+"""Which module is running, what it is called, and what part it plays in its model.
+
+Module calls are seen by wrapping `nn.Module.__call__` for the length of the run: unlike global hooks this also sees
+modules whose forward raises, and it leaves torch's fast path for hook-less modules alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.trace.events import NONE, EventKind, Module, ModuleRole
+
+
+class ModuleTracker:
+    """Keeps the stack of running modules and the table of those that ran."""
+
+    def __init__(self) -> None:
+        self.table: list[Module] = []
+        self.current = NONE
+        """Index of the innermost running module, NONE outside all modules."""
+        self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
+        self.on_root: Callable[[nn.Module], None] = lambda root: None
+        self.on_outermost: Callable[[], None] = lambda: None
+        """A module is about to be called from outside all others."""
+        self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._parameter_module: dict[int, int] = {}
+
+    def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for `nn.Module.__call__`."""
+        tracker = self
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            index = tracker._known.get(module)
+            if index is None:
+                index = tracker._register(module)
+            outer = tracker.current
+            if outer == NONE:
+                tracker.on_outermost()
+            tracker.current = index
+            tracker.listener(EventKind.ENTER, index)
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                tracker.current = outer
+                tracker.listener(EventKind.EXIT, index)
+
+        return __call__
+
+    def module_of(self, parameter: torch.Tensor) -> int:
+        """Index of the module that owns `parameter`, NONE if it is not known."""
+        return self._parameter_module.get(id(parameter), NONE)
+
+    def add_root(self, root: nn.Module) -> None:
+        """Name all modules below `root`, before its first call (a model that was just built)."""
+        if root not in self._known:
+            self._add_tree(root)
+
+    def _register(self, module: nn.Module) -> int:
+        if self.current == NONE:
+            self._add_tree(module)
+            self.on_root(module)
+        else:
+            # Created during the forward, or reached past its parent's children: named after who calls it.
+            parent = self.table[self.current]
+            path = f"{parent.path}.{type(module).__name__}".lstrip(".")
+            self._add(module, path, ModuleRole.OTHER, parent.stack)
+        return self._known[module]
+
+    def _add(self, module: nn.Module, path: str, role: ModuleRole, stack: str) -> None:
+        index = self._known[module] = len(self.table)
+        self.table.append(Module(path, type(module).__name__, role, stack))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._parameter_module.setdefault(id(parameter), index)
+
+    def _add_tree(self, root: nn.Module) -> None:
+        stacks = dict(_stacks(root))
+        head = _head(root, stacks)
+        for path, module in root.named_modules():
+            if module in self._known:
+                continue
+            stack, _, item = path.rpartition(".")
+            role = ModuleRole.OTHER
+            if module is root:
+                role = ModuleRole.ROOT
+            elif module is head:
+                role = ModuleRole.HEAD
+            elif stack in stacks and item.isdecimal():
+                role = ModuleRole.LAYER
+            elif isinstance(module, nn.Embedding):
+                role = ModuleRole.EMBEDDING
+            elif "norm" in type(module).__name__.lower():
+                role = ModuleRole.NORM
+            elif not stacks and "." not in path:
+                role = ModuleRole.CHILD
+            self._add(module, path, role, stack if role is ModuleRole.LAYER else "")
+
+
+def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost lists of alike, parameterised modules: a transformer's layers, a ResNet's blocks."""
+    for name, child in root.named_children():
+        path = f"{prefix}{name}"
+        members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+        alike = len({type(member) for member in members}) == 1
+        if len(members) > 1 and alike and all(next(m.parameters(), None) is not None for m in members):
+            # A Sequential of bare Linear layers is a network, not a stack of layers.
+            if isinstance(child, nn.ModuleList) or any(True for _ in members[0].children()):
+                yield path, child
+                continue
+        yield from _stacks(child, f"{path}.")
+
+
+def _head(root: nn.Module, stacks: dict[str, nn.Module]) -> nn.Module | None:
+    """The module that produces the logits: what the model says, else the last Linear outside its layers."""
+    getter = getattr(root, "get_output_embeddings", None)
+    if callable(getter):
+        try:
+            head = getter()
+        except (AttributeError, NotImplementedError):
+            head = None
+        if isinstance(head, nn.Module):
+            return head
+    if not stacks:
+        return None
+    last = None
+    for path, module in root.named_modules():
+        inside = any(path == stack or path.startswith(stack + ".") for stack in stacks)
+        if isinstance(module, nn.Linear) and not inside:
+            last = module
+    return last

@@ -1,0 +1,34 @@
+"""Patches that leave no trace: every attribute that a run replaces is put back, whatever happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MISSING = object()
+
+
+class Patches:
+    """Attributes replaced for the length of a run, restored in reverse order."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> Any:
+        """Replace `owner.name` by `value`; returns what it was (None if it was inherited or absent)."""
+        before = vars(owner).get(name, _MISSING)
+        self._undo.append((owner, name, before))
+        setattr(owner, name, value)
+        return None if before is _MISSING else before
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            owner, name, before = self._undo.pop()
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+    def describe(self) -> list[str]:
+        """The names of what is replaced at present."""
+        return [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in self._undo]

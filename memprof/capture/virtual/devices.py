@@ -1,0 +1,239 @@
+"""The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for CUDA to meta.
+
+Property reads (`t.device`, `t.is_cuda`) are answered with the device that the program believes in; device arguments
+that name CUDA become meta, and the recording mode is told what was asked for. Composite functions whose choices C++
+makes by device before any dispatch mode sees them are handed to composites.py.
+
+torch's own Python functions (`torch.nn.functional` and friends) hand themselves to an active mode and then run with the
+mode taken off, so that a factory inside them would be missed. `python_functions_run_inside` keeps them from doing that:
+they run as plain Python under the mode, which then sees the C++ functions that they call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memprof.capture.virtual.recording import RecordingMode
+from memprof.trace.events import GPU, HOST
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+_CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+_NoTorchFunction = torch._C.DisableTorchFunction
+
+
+class DeviceMode(TorchFunctionMode):
+    """Answers for the virtual GPU at the level of torch functions."""
+
+    def __init__(self, recording: RecordingMode, composites: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._recording = recording
+        self._factories = torch.utils._device._device_constructors()
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            **composites,
+            _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
+            _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
+            _Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
+            _Tensor.is_meta.__get__: self._is_meta,  # type: ignore[attr-defined]
+            _Tensor.get_device: self._get_device,
+            _Tensor.type: self._type,
+            _Tensor.to: self._to,
+            _Tensor.cuda: self._to_cuda,
+            _Tensor.cpu: self._to_cpu,
+            _Tensor.tolist: self._tolist,
+            _Tensor.numpy: self._numpy,
+            _Tensor.__array__: self._numpy,
+            _Tensor.__repr__: self._repr,
+            _Tensor.pin_memory: self._pin_memory,
+            _Tensor.is_pinned: self._is_pinned,
+            _Tensor.record_stream: self._nothing,
+            _Tensor.data_ptr: self._data_ptr,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        device = kwargs.get("device") if kwargs else None
+        if device is None and func in self._factories:
+            # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
+            device = torch.utils._device.CURRENT_DEVICE
+        if device is not None:
+            wanted = torch.device(device) if isinstance(device, str) else device
+            if isinstance(wanted, int) or wanted.type == "cuda":
+                kwargs = {**(kwargs or {}), "device": _META}
+                if "pin_memory" in kwargs:
+                    kwargs["pin_memory"] = False
+                return self._on(GPU, func, args, kwargs)
+            if wanted.type == "meta":
+                return self._on("meta", func, args, {**(kwargs or {}), "device": _META})
+        for position, arg in enumerate(args if func is not torch.device else ()):
+            if type(arg) is torch.device and arg.type == "cuda":
+                return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
+        recording = self._recording
+        outer = recording.factory_device
+        recording.factory_device = device
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recording.factory_device = outer
+
+    # -- what a tensor says of itself -------------------------------------------------------------------------------
+
+    def _believed(self, tensor: torch.Tensor) -> str:
+        with _NoTorchFunction():
+            return self._recording.device_of(tensor)
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor.device
+            believed = self._recording.device_of(tensor)
+        return _CUDA if believed == GPU else _CPU if believed == HOST else _META
+
+    def _is_cuda(self, tensor: torch.Tensor) -> bool:
+        return self._believed(tensor) == GPU
+
+    def _is_cpu(self, tensor: torch.Tensor) -> bool:
+        return self._believed(tensor) == HOST
+
+    def _is_meta(self, tensor: torch.Tensor) -> bool:
+        return self._believed(tensor) == "meta"
+
+    def _get_device(self, tensor: torch.Tensor) -> int:
+        return 0 if self._believed(tensor) == GPU else -1
+
+    def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            name = str(tensor.dtype).removeprefix("torch.")
+            legacy = _LEGACY_TYPES.get(name, name)
+            return f"torch.cuda.{legacy}" if self._believed(tensor) == GPU else f"torch.{legacy}"
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            names = {legacy: name for name, legacy in _LEGACY_TYPES.items()}
+            return self._to(tensor, _CUDA, getattr(torch, names[dtype.removeprefix("torch.cuda.")]))
+        return _Tensor.type(tensor, dtype, non_blocking)
+
+    # -- moves ------------------------------------------------------------------------------------------------------
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        other = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs.get("other")
+        if other is not None:
+            device: Any = self._device(other)
+            dtype: Any = other.dtype
+            rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
+            copy = kwargs.get("copy", False)
+        else:
+            device, dtype, _, memory_format = torch._C._nn._parse_to(
+                *args, **{name: value for name, value in kwargs.items() if name != "copy"}
+            )
+            copy = bool(kwargs.get("copy", False)) or (len(args) > 3 and args[3] is True)
+            rest = {"memory_format": memory_format} if memory_format is not None else {}
+        believed = self._device(tensor)
+        target = believed if device is None else device
+        dtype = dtype or tensor.dtype
+        if target.type == believed.type and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
+            return tensor
+        if target.type == believed.type:
+            # No move: torch does it, on whatever the tensor really is.
+            return _Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
+        device_argument = _META if target.type in ("cuda", "meta") else _CPU
+        wanted = GPU if target.type == "cuda" else "meta" if target.type == "meta" else HOST
+        kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
+        return self._on(wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs})
+
+    def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        return self._to(tensor, _CUDA, **kwargs)
+
+    def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        return self._to(tensor, _CPU, **kwargs)
+
+    def _pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    def _is_pinned(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    # -- reads ------------------------------------------------------------------------------------------------------
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        with _NoTorchFunction():
+            return self._recording.values.read(tensor.detach()) if tensor.is_meta else tensor
+
+    def _tolist(self, tensor: torch.Tensor) -> Any:
+        value = self._read(tensor)
+        with _NoTorchFunction():
+            return value.tolist()
+
+    def _numpy(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        value = self._read(tensor)
+        with _NoTorchFunction():
+            return value.numpy(**kwargs)
+
+    def _repr(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return repr(tensor)
+            return f"tensor(..., device='{self._recording.device_of(tensor)}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+    def _data_ptr(self, tensor: torch.Tensor) -> int:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor.data_ptr()
+            # Unique per storage and never null, as code that compares addresses (weight tying) expects.
+            return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+def python_functions_run_inside() -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
+    replacements = {
+        "has_torch_function": _overridden,
+        "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
+        "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
+    }
+    for module_name, module in list(sys.modules.items()):
+        if module is not None and module_name.split(".")[0] == "torch":
+            for name, replacement in replacements.items():
+                if vars(module).get(name) is getattr(torch._C, _C_NAMES[name]):
+                    yield module, name, replacement
+
+
+def _overridden(tensors: Any) -> bool:
+    """Whether a tensor subclass (not a mode) wants the call."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is not _Tensor and kind is not torch.nn.Parameter and hasattr(kind, "__torch_function__"):
+            if kind.__torch_function__ is not torch._C._disabled_torch_function_impl and kind is not _Tensor:
+                return bool(kind.__torch_function__ != _Tensor.__torch_function__)
+    return False
+
+
+_C_NAMES = {
+    "has_torch_function": "_has_torch_function",
+    "has_torch_function_unary": "_has_torch_function_unary",
+    "has_torch_function_variadic": "_has_torch_function_variadic",
+}
+_LEGACY_TYPES = {
+    "float32": "FloatTensor",
+    "float64": "DoubleTensor",
+    "float16": "HalfTensor",
+    "bfloat16": "BFloat16Tensor",
+    "int64": "LongTensor",
+    "int32": "IntTensor",
+    "int16": "ShortTensor",
+    "int8": "CharTensor",
+    "uint8": "ByteTensor",
+    "bool": "BoolTensor",
+}

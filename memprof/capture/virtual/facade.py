@@ -1,0 +1,121 @@
+"""`torch.cuda` as the program sees it on the virtual GPU: one card, with the chosen card's name, size and capability."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memprof.capture.recorder import Recorder
+from memprof.catalog import Gpu
+
+
+class _Stream:
+    """A CUDA stream or event: on the virtual GPU everything happens at once and in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+        self.device = torch.device("cuda", 0)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds between two events: no time passes on the virtual GPU."""
+        return 0.0
+
+    def query(self) -> bool:
+        """Everything has completed."""
+        return True
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
+
+
+def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that make `torch.cuda` describe `gpu`."""
+    major, minor = gpu.compute_capability
+    properties = SimpleNamespace(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.total_bytes,
+        multi_processor_count=gpu.num_sms,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048,
+        L2_cache_size=gpu.l2_bytes or 0,
+        gcnArchName=f"sm_{major}{minor}",
+    )
+
+    def returning(value: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    def allocated(device: Any = None) -> int:
+        return recorder.live_bytes
+
+    def peak(device: Any = None) -> int:
+        return recorder.peak_bytes
+
+    def reset_peak(device: Any = None) -> None:
+        recorder.peak_bytes = recorder.live_bytes
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return max(0, gpu.total_bytes - context_bytes - recorder.live_bytes), gpu.total_bytes
+
+    @contextlib.contextmanager
+    def stream(stream: Any) -> Iterator[None]:
+        yield
+
+    nothing = returning(None)
+    cuda: dict[str, Any] = {
+        "is_available": returning(True),
+        "is_initialized": returning(True),
+        "is_bf16_supported": returning(True),
+        "device_count": returning(1),
+        "current_device": returning(0),
+        "set_device": nothing,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "ipc_collect": nothing,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "seed": nothing,
+        "seed_all": nothing,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": nothing,
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "set_rng_state_all": nothing,
+        "get_device_name": returning(gpu.name),
+        "get_device_capability": returning((major, minor)),
+        "get_device_properties": returning(properties),
+        "get_arch_list": returning([f"sm_{major}{minor}"]),
+        "mem_get_info": mem_get_info,
+        "memory_allocated": allocated,
+        "max_memory_allocated": peak,
+        "memory_reserved": allocated,
+        "max_memory_reserved": peak,
+        "reset_peak_memory_stats": reset_peak,
+        "reset_accumulated_memory_stats": nothing,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": stream,
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "is_current_stream_capturing": returning(False),
+    }
+    for name, value in cuda.items():
+        yield torch.cuda, name, value
+    for name in ("memory_allocated", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats"):
+        yield torch.cuda.memory, name, cuda[name]

@@ -1,0 +1,219 @@
+"""`VirtualGpu`: puts the two modes and the patches in place, watches the run's phases, and takes everything away again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from memprof.capture.modules import ModuleTracker
+from memprof.capture.patches import Patches
+from memprof.capture.recorder import Recorder
+from memprof.capture.virtual.composites import Composites
+from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
+from memprof.capture.virtual.facade import cuda_facade
+from memprof.capture.virtual.hidden import CublasWorkspace
+from memprof.capture.virtual.recording import RecordingMode
+from memprof.capture.virtual.values import Values
+from memprof.catalog import Gpu
+from memprof.errors import MemprofError
+from memprof.trace.events import Owner, PhaseKind, Role, Trace
+
+_active: VirtualGpu | None = None
+
+
+class VirtualGpu:
+    """A context manager in which `cuda:0` is a virtual card and every allocation on it is recorded.
+
+    Args:
+        gpu: the card to be.
+        context_bytes: what the CUDA context takes of it.
+        workspaces: whether to count library workspaces (cuBLAS).
+
+    Raises:
+        MemprofError: a virtual GPU is already active.
+    """
+
+    def __init__(self, gpu: Gpu, *, context_bytes: int = 0, workspaces: bool = True) -> None:
+        self.gpu = gpu
+        self.modules = ModuleTracker()
+        self.recorder = Recorder(self.modules)
+        self._assumptions: dict[str, None] = {}
+        self._roots: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._step = 0
+        self._micro_batch = 0
+        self._automatic_phases = True
+        self._patches = Patches()
+        self._modes = contextlib.ExitStack()
+        self._context_bytes = context_bytes
+        version = torch.__version__.split(".")
+        workspace = CublasWorkspace.of(gpu.compute_capability, (int(version[0]), int(version[1])))
+        self._values = Values(self.assume)
+        self.recording = RecordingMode(self.recorder, self._values, workspace if workspaces else None, gpu.num_sms)
+        self.recorder.on_death = self.recording.forget
+        self.modules.on_root = self.adopt
+        self.modules.on_outermost = self._outermost_call
+
+    @property
+    def trace(self) -> Trace:
+        """What has been recorded."""
+        trace = self.recorder.trace
+        trace.assumptions = list(self._assumptions)
+        return trace
+
+    def assume(self, sentence: str) -> None:
+        """The run rests on this; said once."""
+        self._assumptions.setdefault(sentence)
+
+    # -- in and out -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> VirtualGpu:
+        global _active
+        if _active is not None:
+            raise MemprofError("a virtual GPU is already active", hint="leave it before entering another")
+        _active = self
+        try:
+            self._install()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._remove()
+
+    def _install(self) -> None:
+        patches = self._patches
+        composites = Composites(self.recording, self.gpu.compute_capability, self.assume).handlers()
+        function_mode = DeviceMode(self.recording, composites)
+        for owner, name, value in python_functions_run_inside():
+            patches.set(owner, name, value)
+        for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes):
+            patches.set(owner, name, value)
+        patches.set(nn.Module, "__call__", self.modules.wrap_call(nn.Module.__call__))
+        self._patch_backward()
+        self._patch_saved_tensor_hooks(function_mode)
+        self._watch_optimizers()
+        self._modes.enter_context(function_mode)
+        self._modes.enter_context(self.recording)
+
+    def _remove(self) -> None:
+        global _active
+        _active = None
+        try:
+            self._modes.close()
+        finally:
+            self._patches.undo()
+            self.recorder.close()
+            self._roots.clear()
+            self._optimizers.clear()
+
+    # -- phases -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
+        """What runs inside is this phase; a workload that knows its phases names them, and none are guessed."""
+        automatic, self._automatic_phases = self._automatic_phases, False
+        before = self.recorder.phase
+        self.recorder.begin_phase(kind, step, micro_batch)
+        try:
+            yield
+        finally:
+            self._automatic_phases = automatic
+            self.recorder.begin_phase(*before)
+
+    def _begin(self, kind: PhaseKind) -> None:
+        """A phase that was recognised in a program that does not name its own."""
+        if self._automatic_phases:
+            self.recorder.begin_phase(kind, self._step, self._micro_batch)
+
+    def _outermost_call(self) -> None:
+        """A module is called from outside all others: a forward begins."""
+        if torch._C._current_graph_task_id() == -1:
+            if self._step == 0 and self._automatic_phases:
+                self._step = 1
+            self._begin(PhaseKind.FORWARD)
+
+    def adopt(self, root: nn.Module) -> None:
+        """`root` is a model of this run: its parameters and buffers are named after it."""
+        if not any(known is root for known in self._roots):
+            self._roots.append(root)
+        self.modules.add_root(root)
+        self.name_parameters()
+
+    def name_parameters(self) -> None:
+        """Tell the recorder which storages are parameters, buffers and gradients."""
+        for root in self._roots:
+            for name, parameter in root.named_parameters():
+                self.recorder.own(parameter.data, Owner(Role.PARAMETER, name))
+                if parameter.grad is not None:
+                    self.recorder.own(parameter.grad, Owner(Role.GRADIENT, name))
+            for name, buffer in root.named_buffers():
+                self.recorder.own(buffer, Owner(Role.BUFFER, name))
+
+    def name_optimizer_state(self, optimizer: Optimizer) -> None:
+        """Tell the recorder which storages are this optimizer's state."""
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    self.recorder.own(value, Owner(Role.OPTIMIZER_STATE, str(key)))
+
+    # -- what is watched --------------------------------------------------------------------------------------------
+
+    def _patch_backward(self) -> None:
+        original = torch.autograd.graph._engine_run_backward
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            nested = torch._C._current_graph_task_id() != -1
+            if not nested:
+                self._begin(PhaseKind.BACKWARD)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if not nested:
+                    self.name_parameters()
+                    self._begin(PhaseKind.OTHER)
+
+        self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
+
+    def _patch_saved_tensor_hooks(self, mode: DeviceMode) -> None:
+        """Saved-tensor hooks (checkpointing, save_on_cpu) are called from inside C++ functions, where the function mode
+        is off: there they would see meta tensors, and checkpointing would find that devices have changed."""
+        original = torch._C._autograd._push_saved_tensors_default_hooks
+
+        def under_mode(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def call(value: Any) -> Any:
+                if torch._C._len_torch_function_stack():
+                    return hook(value)
+                with mode:
+                    return hook(value)
+
+            return call
+
+        def push(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+            original(under_mode(pack), under_mode(unpack))
+
+        self._patches.set(torch._C._autograd, "_push_saved_tensors_default_hooks", push)
+
+    def _watch_optimizers(self) -> None:
+        """Optimizer steps are seen through torch's own global hooks, which every optimizer class honours."""
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._begin(PhaseKind.OPTIMIZER_STEP)
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self.name_optimizer_state(optimizer)
+            self._begin(PhaseKind.OTHER)
+            self._step += 1
+
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            self._modes.callback(handle.remove)

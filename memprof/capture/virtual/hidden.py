@@ -1,0 +1,92 @@
+"""What CUDA kernels take from the allocator and no tensor shows: one formula per operator, each with its source.
+
+A *workspace* is taken once and kept (cuBLAS); a *temporary* lives while its operator runs. Formulas give bytes.
+Sources name the file of PyTorch in which the allocation is made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class CublasWorkspace:
+    """How torch's cuBLAS handles take their workspace (aten/src/ATen/cuda/CublasHandlePool.cpp).
+
+    Until torch 2.14 a handle keeps its workspace for good, one per thread and stream: the autograd thread's first
+    matrix product takes a second one. From 2.15 on it is taken and freed around every call.
+    """
+
+    num_bytes: int
+    lt_num_bytes: int
+    """The separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one."""
+    permanent: bool
+
+    @classmethod
+    def of(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
+        """The workspace of a card under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
+        big = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
+        num_bytes = 4096 * 8 * KIB if big else (4096 * 2 + 16 * 8) * KIB
+        setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+        pairs = re.findall(r":(\d+):(\d+)", setting)
+        if pairs:
+            num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
+        permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, permanent)
+
+
+CUBLAS_OPS = frozenset(
+    {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot}
+)
+CUBLASLT_OPS = frozenset({_aten.addmm, _aten._addmm_activation})
+
+
+def flash_attention_backward(args: Any, num_sms: int) -> list[int]:
+    """Accumulators of the flash attention backward: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
+
+    With grouped queries, dk and dv are first made for every query head and then summed.
+    """
+    query, key = args[1], args[2]
+    batch, heads, length, head_dim = query.shape
+    rounded_length = _round_up(length, 128)
+    rounded_head = _round_up(head_dim, 32) if head_dim <= 128 else _round_up(head_dim, 64)
+    sizes = [4 * batch * heads * rounded_length, 4 * batch * rounded_length * heads * rounded_head]
+    if key.shape[1] != heads:
+        sizes += 2 * [query.element_size() * batch * key.shape[2] * heads * head_dim]
+    return sizes
+
+
+def efficient_attention_backward(args: Any, num_sms: int) -> list[int]:
+    """The float32 row sums delta of the memory-efficient attention backward (attention_backward.cu)."""
+    query = args[1]
+    batch, heads, length, _ = query.shape
+    return [4 * batch * heads * length]
+
+
+def embedding_backward(args: Any, num_sms: int) -> list[int]:
+    """Sorted and original indices and their range, for more than 3,072 indices (Embedding.cu)."""
+    indices = args[1]
+    count = indices.numel()
+    return 3 * [count * indices.element_size()] if count > 3072 else []
+
+
+TEMPORARIES: dict[Any, Callable[[Any, int], list[int]]] = {
+    _aten._scaled_dot_product_flash_attention_backward: flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: efficient_attention_backward,
+    _aten.embedding_dense_backward: embedding_backward,
+}

@@ -1,0 +1,160 @@
+"""GPUs: what CUDA reports of them and what their makers publish, for predicting without one.
+
+The capacity is the one that CUDA reports (`cudaDeviceProp.totalGlobalMem`; torch's "GPU 0 has a total capacity of"),
+not the size on the box: the driver and ECC keep a part, so an "80 GB" H100 has 79.1 GiB. It moves by up to 3% between
+driver versions, recent ones keeping more: the catalog has about the least figure that was seen on Linux, so that what
+is predicted to fit does. Nothing is read before the first call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from memprof.catalog._data import read_toml
+from memprof.errors import UsageError, unknown_name
+from memprof.units import GIB, MIB, gib
+
+DEFAULT_GPU = "h100-80gb"
+SEE = "('memprof profile --gpu-vram GIB' takes any size)"
+
+DTYPES = ("float32", "tf32", "float16", "bfloat16", "int8", "float8")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU model.
+
+    Attributes:
+        key: the name within memprof, such as "h100-80gb".
+        name: what `torch.cuda.get_device_properties(0).name` says.
+        total_bytes: the capacity that CUDA reports, in bytes.
+        compute_capability: major and minor.
+        num_sms: streaming multiprocessors (compute units on AMD).
+        memory_bandwidth: peak of the device memory, in bytes per second.
+        host_bandwidth: peak of the link to the CPU in one direction, in bytes per second.
+        peak_flops: dense operations per second by dtype (one of DTYPES), on the tensor cores where the card has them;
+            float16 and bfloat16 accumulate in float32. A dtype that the card lacks, or whose figure is not known, is
+            absent.
+        l2_bytes: size of the L2 cache, in bytes, or None if not known.
+        capacity_kind: "reported" if a message of CUDA or torch with `total_bytes` was seen, "derived" if it comes from
+            a sibling card (`note` says how), "given" for `custom_gpu`.
+        sources: where the figures came from.
+        aliases: other names that `find_gpu` accepts.
+        note: what to know about the figures; empty if nothing.
+    """
+
+    key: str
+    name: str
+    total_bytes: int
+    compute_capability: tuple[int, int]
+    num_sms: int
+    memory_bandwidth: int
+    host_bandwidth: int
+    # A mapping is not hashable, and the other fields tell two GPUs apart.
+    peak_flops: Mapping[str, int] = field(compare=False)
+    l2_bytes: int | None
+    capacity_kind: str
+    sources: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    note: str = ""
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """All GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
+    return _gpus()
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU with this key, CUDA name or alias.
+
+    Case, spaces, underscores, hyphens and a leading "NVIDIA", "AMD", "Tesla", "Quadro" or "GeForce" do not matter.
+
+    Raises:
+        UsageError: no such GPU in the catalog.
+    """
+    gpu = _by_folded_name().get(_fold(name))
+    if gpu is None:
+        raise unknown_name("GPU", name, [gpu.key for gpu in _gpus()], see=SEE)
+    return gpu
+
+
+def custom_gpu(total_bytes: int) -> Gpu:
+    """A card that does not exist, with this capacity in bytes and everything else like an A100 80GB SXM.
+
+    Raises:
+        UsageError: the capacity is not above zero.
+    """
+    if total_bytes <= 0:
+        raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
+    model = find_gpu("a100-80gb")
+    return Gpu(
+        key="custom",
+        name=f"custom GPU with {gib(total_bytes)} GiB",
+        total_bytes=total_bytes,
+        compute_capability=model.compute_capability,
+        num_sms=model.num_sms,
+        memory_bandwidth=model.memory_bandwidth,
+        host_bandwidth=model.host_bandwidth,
+        peak_flops=model.peak_flops,
+        l2_bytes=model.l2_bytes,
+        capacity_kind="given",
+        sources=("given by the user",),
+        note=f"only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
+    )
+
+
+def _fold(name: str) -> str:
+    folded = re.sub(r"[\s_-]+", "", name).lower()
+    # Repeated, since a name such as "NVIDIA GeForce RTX 4090" has two of them.
+    while True:
+        shorter = re.sub(r"^(nvidia|geforce|amd|tesla|quadro)(?=.)", "", folded)
+        if shorter == folded:
+            return folded
+        folded = shorter
+
+
+@cache
+def _gpus() -> tuple[Gpu, ...]:
+    return tuple(_gpu(key, table) for key, table in read_toml("gpus.toml").items())
+
+
+def _gpu(key: str, table: Mapping[str, Any]) -> Gpu:
+    major, minor = table["compute_capability"]
+    return Gpu(
+        key=key,
+        name=table["name"],
+        total_bytes=_capacity(key, table),
+        compute_capability=(major, minor),
+        num_sms=table["num_sms"],
+        memory_bandwidth=round(table["memory_gb_per_s"] * 10**9),
+        host_bandwidth=round(table["host_gb_per_s"] * 10**9),
+        peak_flops=MappingProxyType({dtype: round(peak * 10**12) for dtype, peak in table["peak_tflops"].items()}),
+        l2_bytes=round(table["l2_mib"] * MIB) if "l2_mib" in table else None,
+        capacity_kind=table["capacity_kind"],
+        sources=tuple(table["sources"]),
+        aliases=tuple(table.get("aliases", ())),
+        note=table.get("note", ""),
+    )
+
+
+def _capacity(key: str, table: Mapping[str, Any]) -> int:
+    """Bytes of the one of three fields that the source gave: exact, torch's "total_memory=…MB", or GiB."""
+    units = {"bytes": 1, "mib": MIB, "gib": GIB}
+    given: list[float] = [table[name] * unit for name, unit in units.items() if name in table]
+    if len(given) != 1:
+        raise ValueError(f"gpus.toml: {key} must have exactly one of bytes, mib and gib")
+    return round(given[0])
+
+
+@cache
+def _by_folded_name() -> dict[str, Gpu]:
+    names: dict[str, Gpu] = {}
+    for gpu in _gpus():
+        for name in (gpu.key, gpu.name, *gpu.aliases):
+            names.setdefault(_fold(name), gpu)
+    return names

@@ -1,0 +1,142 @@
+"""Published models: their configurations and exact sizes, so that memprof can build one without a network.
+
+`data/models/index.toml` has one table per model and `data/models/<key>.json` the configuration that
+`transformers.AutoConfig.for_model` takes. Both hold facts (geometry and the flags that change the architecture or the
+memory), each with the address where it was published. Nothing is read before the first call.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from memprof.catalog._data import read_json, read_toml
+from memprof.errors import unknown_name
+
+SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
+
+TASKS = ("causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "speech-seq2seq")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One model of the catalog, or a Llama-shaped one that `sizes` synthesised.
+
+    Attributes:
+        key: the name within memprof, such as "llama-3.1-8b".
+        hf_id: the Hugging Face repository; empty for a synthesised model.
+        architecture: the class in transformers that `num_parameters` counts, such as "LlamaForCausalLM".
+        task: one of TASKS.
+        num_parameters: sum of `p.numel()` over `model.parameters()` of that class, so tied weights count once.
+        checkpoint_dtype: the dtype of the published weights, such as "bfloat16".
+        max_positions: the longest sequence in tokens (image patches for a vision model, decoder tokens for a speech
+            model); None if the architecture has no limit.
+        vocab_size: rows of the token embedding; None for a model without tokens.
+        sources: addresses that the facts came from.
+        aliases: other names that `find_model` accepts.
+        published_parameters: the count that the publisher gives, if known. `note` says why it differs from
+            `num_parameters`, where it does.
+        published_source: where that count stands.
+        note: what to know about the entry; empty if nothing.
+        synthesized: True for a model that nobody published.
+        config: the configuration of a synthesised model; None for one that is read from its file.
+    """
+
+    key: str
+    hf_id: str
+    architecture: str
+    task: str
+    num_parameters: int
+    checkpoint_dtype: str
+    max_positions: int | None
+    vocab_size: int | None
+    sources: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    published_parameters: int | None = None
+    published_source: str = ""
+    note: str = ""
+    synthesized: bool = False
+    # A mapping is not hashable, and the other fields tell two entries apart.
+    config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    def load_config(self) -> dict[str, Any]:
+        """The configuration with its `model_type`, as a fresh dict that the caller may change."""
+        return load_config(self)
+
+
+def load_config(entry: ModelEntry) -> dict[str, Any]:
+    """The configuration of `entry`: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
+
+    Returns a fresh dict that the caller may change.
+    """
+    if entry.config is not None:
+        return copy.deepcopy(dict(entry.config))
+    return copy.deepcopy(_read_config(entry.key))
+
+
+def list_models() -> tuple[ModelEntry, ...]:
+    """All published models of the catalog, in the order of the index (by family, then by size)."""
+    return _entries()
+
+
+def find_model(name: str) -> ModelEntry:
+    """The model with this key, Hugging Face id or alias; case, spaces, hyphens and underscores do not matter.
+
+    Raises:
+        UsageError: no such model in the catalog.
+    """
+    entry = _by_folded_name().get(_fold(name))
+    if entry is None:
+        raise unknown_name("model", name, [entry.key for entry in _entries()], see=SEE)
+    return entry
+
+
+def has_model(name: str) -> bool:
+    """Whether `find_model` knows this name."""
+    return _fold(name) in _by_folded_name()
+
+
+def _fold(name: str) -> str:
+    return re.sub(r"[\s_-]+", "", name).lower()
+
+
+@cache
+def _entries() -> tuple[ModelEntry, ...]:
+    return tuple(_entry(key, table) for key, table in read_toml("models", "index.toml").items())
+
+
+def _entry(key: str, table: Mapping[str, Any]) -> ModelEntry:
+    return ModelEntry(
+        key=key,
+        hf_id=table["hf_id"],
+        architecture=table["architecture"],
+        task=table["task"],
+        num_parameters=table["num_parameters"],
+        checkpoint_dtype=table["checkpoint_dtype"],
+        max_positions=table.get("max_positions"),
+        vocab_size=table.get("vocab_size"),
+        sources=tuple(table["sources"]),
+        aliases=tuple(table.get("aliases", ())),
+        published_parameters=table.get("published_parameters"),
+        published_source=table.get("published_source", ""),
+        note=table.get("note", ""),
+    )
+
+
+@cache
+def _by_folded_name() -> dict[str, ModelEntry]:
+    names: dict[str, ModelEntry] = {}
+    for entry in _entries():
+        # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B".
+        for name in (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases):
+            names.setdefault(_fold(name), entry)
+    return names
+
+
+@cache
+def _read_config(key: str) -> dict[str, Any]:
+    return read_json("models", f"{key}.json")

@@ -1,0 +1,61 @@
+"""The command line: one file per command; this one puts them together and turns errors into exit codes.
+
+Exit codes: 0 done, and it fits; 3 it does not fit; 2 wrong use; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+import memprof
+from memprof.cli import gpus, models, profile, show
+from memprof.errors import MemprofError
+
+app = typer.Typer(
+    name="memprof",
+    help="Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("profile")(profile.profile)
+app.command("show")(show.show)
+app.command("models")(models.models)
+app.command("gpus")(gpus.gpus)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"memprof {memprof.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one."""
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """The console script: run a command, and turn what goes wrong into one message and an exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    try:
+        app(arguments, standalone_mode=True)
+    except MemprofError as error:
+        if debug:
+            raise
+        typer.echo(f"memprof: {error}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone: not an error.
+        sys.stderr.close()
+        sys.exit(0)
+    sys.exit(0)

@@ -1,0 +1,29 @@
+"""Progress on stderr: one line, rewritten, shown only to people and only when it takes a while."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Progress:
+    """Says what is being done; silent for the first two seconds and where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._shown = False
+        self._enabled = sys.stderr.isatty()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __call__(self, doing: str) -> None:
+        if self._enabled and time.monotonic() - self._begin > 2:
+            sys.stderr.write(f"\r\033[Kmemprof: {doing} …")
+            sys.stderr.flush()
+            self._shown = True
+
+    def __exit__(self, *exc: object) -> None:
+        if self._shown:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()

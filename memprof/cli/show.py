@@ -1,0 +1,25 @@
+"""`memprof show FILE`: the report of a saved capture, again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memprof.cli.profile import exit_code, print_document
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="A capture that `memprof profile --save` wrote.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="List what was assumed.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Show the report of a saved capture. Needs neither torch nor the model."""
+    from memprof import pipeline
+    from memprof.trace.io import load_trace
+
+    document = pipeline.analyze(load_trace(file))
+    print_document(document, as_json=as_json, explain=explain)
+    raise typer.Exit(exit_code(document))

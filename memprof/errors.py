@@ -1,0 +1,64 @@
+"""Errors for users: a problem, the offending value, and what to do about it.
+
+Every error that a user can cause is a `MemprofError`. The command line catches it once (cli/main.py), prints its
+lines to stderr and exits with `exit_code`; a traceback appears only with `--debug`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MemprofError(Exception):
+    """Something went wrong that the user can act on.
+
+    Args:
+        problem: one line that says what is wrong.
+        value: the offending value, if there is one.
+        hint: one line that says what to do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, value: object = None, hint: str | None = None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.value = value
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.problem]
+        if self.value is not None:
+            lines.append(f"  value: {self.value}")
+        if self.hint:
+            lines.append(f"  hint:  {self.hint}")
+        return "\n".join(lines)
+
+
+class UsageError(MemprofError):
+    """Wrong use: an unknown name, a value out of range, a file that is not what it should be."""
+
+    exit_code = 2
+
+
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """The choice that looks most like `name`, or None if nothing is close."""
+    by_folded = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(name.lower(), by_folded, n=1, cutoff=0.5)
+    return by_folded[matches[0]] if matches else None
+
+
+def unknown_name(kind: str, name: str, choices: Iterable[str], *, see: str | None = None) -> UsageError:
+    """The error for a name that is not known: suggests the nearest one, else lists the choices."""
+    names = sorted(choices)
+    close = nearest(name, names)
+    if close is not None:
+        hint = f"did you mean {close!r}?"
+    elif len(names) <= 12:
+        hint = "known: " + ", ".join(names)
+    else:
+        hint = f"{len(names)} are known, {names[0]!r} to {names[-1]!r} among them"
+    if see:
+        hint += f" {see}"
+    return UsageError(f"unknown {kind}", value=repr(name), hint=hint)

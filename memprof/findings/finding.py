@@ -1,0 +1,70 @@
+"""What a rule finds, and what it may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memprof.ledger.ledger import Ledger
+from memprof.spec import TargetSpec
+
+
+class Severity(StrEnum):
+    """How bad it is."""
+
+    ERROR = "error"  # a real run dies
+    WARNING = "warning"  # memory that a remedy would give back
+    NOTE = "note"  # worth knowing
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One tensor or operator that shows the finding; what does not apply is None."""
+
+    text: str
+    """One line for people."""
+    num_bytes: int | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    module: str | None = None
+    op: str | None = None
+    source: str | None = None
+    """`file:line function`."""
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that costs memory or stops the run, with proof and what would help."""
+
+    id: str
+    severity: Severity
+    title: str
+    num_bytes: int | None
+    evidence: tuple[Evidence, ...]
+    remedies: tuple[str, ...]
+    """Names of remedies, most helpful first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What rules look at; they change nothing."""
+
+    ledger: Ledger
+    usable_bytes: int | None
+    """What the card offers to the allocator: capacity minus CUDA context; None if there is no card to judge by."""
+    card: str = ""
+    spec: TargetSpec | None = None
+    """None when the trace is not of `memprof profile` (a script, a snapshot)."""
+    vocab_size: int | None = None
+    asked_vocab_size: int | None = None
+    num_parameters: int | None = None
+    context_length: int | None = None
+    max_positions: int | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens in one micro-batch."""
+        if self.spec is None or self.context_length is None:
+            return None
+        return self.spec.batch_size * self.context_length

@@ -1,0 +1,103 @@
+"""Categories: what each storage is for, decided from its owner, its phase and its life."""
+
+from __future__ import annotations
+
+import bisect
+from enum import StrEnum
+
+from memprof.ledger.stages import Span
+from memprof.trace.events import NONE, EventKind, PhaseKind, Role, Storage, Trace
+
+
+class Category(StrEnum):
+    """The vocabulary of the ledger's rows (docs/concepts.md explains each)."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    ACTIVATIONS = "activations"
+    LOGITS_AND_LOSS = "logits and loss"
+    INPUTS = "inputs"
+    BUFFERS = "buffers"
+    KV_CACHE = "KV cache"
+    TEMPORARIES = "temporaries"
+    COMMUNICATION = "communication"
+    LIBRARY_WORKSPACE = "library workspace"
+    UNATTRIBUTED = "unattributed"
+
+
+_OF_ROLE = {
+    Role.PARAMETER: Category.PARAMETERS,
+    Role.BUFFER: Category.BUFFERS,
+    Role.GRADIENT: Category.GRADIENTS,
+    Role.OPTIMIZER_STATE: Category.OPTIMIZER_STATE,
+    Role.INPUT: Category.INPUTS,
+    Role.KV_CACHE: Category.KV_CACHE,
+}
+
+
+def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
+    """The category of every storage of the trace, by index."""
+    begins = [span.begin for span in spans]
+    outlives = _outlives_its_module(trace)
+    first_forward = next((s.begin for s in spans if s.kind is PhaseKind.FORWARD), len(trace.events))
+    births = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC}
+
+    def span_at(time: int) -> Span | None:
+        position = bisect.bisect_right(begins, time) - 1
+        return spans[position] if position >= 0 and time < spans[position].end else None
+
+    def of(index: int, storage: Storage) -> Category:
+        owner = trace.owners.get(index)
+        if owner is not None:
+            return _OF_ROLE[owner.role]
+        if storage.hidden:
+            return Category.LIBRARY_WORKSPACE
+        kind = trace.phases[storage.phase].kind
+        birth = births[index]
+        if kind is PhaseKind.FORWARD:
+            span = span_at(birth)
+            if span is not None and span.is_logits_or_loss:
+                return Category.LOGITS_AND_LOSS
+            if "cache_utils.py" in (trace.source_line(storage) or ""):
+                return Category.KV_CACHE
+            return Category.ACTIVATIONS if index in outlives else Category.TEMPORARIES
+        if kind is PhaseKind.BACKWARD:
+            if storage.forward_event != NONE:
+                span = span_at(storage.forward_event)
+                if span is not None and span.is_logits_or_loss:
+                    return Category.LOGITS_AND_LOSS
+                return Category.TEMPORARIES
+            # A module that runs inside the backward pass is being recomputed.
+            recomputed = storage.module != NONE and storage.source != NONE
+            return Category.ACTIVATIONS if recomputed and index in outlives else Category.TEMPORARIES
+        if kind is PhaseKind.INPUTS:
+            return Category.INPUTS
+        if kind in (PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD, PhaseKind.OPTIMIZER, PhaseKind.MODEL):
+            return Category.TEMPORARIES
+        if birth < first_forward and storage.source != NONE:
+            return Category.INPUTS
+        return Category.UNATTRIBUTED
+
+    return [of(index, storage) for index, storage in enumerate(trace.storages)]
+
+
+def _outlives_its_module(trace: Trace) -> set[int]:
+    """Storages that were still alive when the module call that made them ended: what a module leaves behind.
+
+    What dies inside the call that made it is a temporary; in the code of no module, everything outlives.
+    """
+    result: set[int] = set()
+    calls: list[set[int]] = [set()]
+    maker: dict[int, set[int]] = {}
+    for event in trace.events:
+        if event.kind is EventKind.ALLOC:
+            calls[-1].add(event.ref)
+            maker[event.ref] = calls[-1]
+        elif event.kind is EventKind.FREE:
+            maker.pop(event.ref, set()).discard(event.ref)
+        elif event.kind is EventKind.ENTER:
+            calls.append(set())
+        elif event.kind is EventKind.EXIT and len(calls) > 1:
+            result |= calls.pop()
+    return result | calls[0]

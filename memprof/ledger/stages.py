@@ -1,0 +1,145 @@
+"""Stages: the run cut into stretches that follow the model (embedding, each layer, final norm, logits, loss, backward)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Trace
+
+_WHOLE_PHASE = {
+    PhaseKind.MODEL: "parameters",
+    PhaseKind.OPTIMIZER: "optimizer",
+    PhaseKind.INPUTS: "inputs",
+    PhaseKind.BACKWARD: "backward",
+    PhaseKind.OPTIMIZER_STEP: "optimizer step",
+    PhaseKind.ZERO_GRAD: "zero_grad",
+    PhaseKind.OTHER: "other",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stage of one micro-batch: the events from `begin` up to `end`, exclusive."""
+
+    name: str
+    kind: PhaseKind
+    step: int
+    micro_batch: int
+    begin: int
+    end: int
+    stack: str = ""
+    """For a layer: the path of its stack; layers of one stack that cost the same are shown as one row."""
+    index: int = NONE
+    """For a layer: its number in the stack."""
+
+    @property
+    def is_logits_or_loss(self) -> bool:
+        """Whether what is made here is counted as logits and loss."""
+        return self.name in ("logits", "loss")
+
+
+def spans(trace: Trace) -> list[Span]:
+    """The stages of a run, in order; stretches in which no memory moved are left out.
+
+    They cover every allocation and free, without overlap.
+    """
+    boundaries = [time for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE]
+    boundaries.append(len(trace.events))
+    result: list[Span] = []
+    for begin, end in zip(boundaries, boundaries[1:], strict=False):
+        phase = trace.phases[trace.events[begin].ref]
+        if phase.kind is PhaseKind.FORWARD:
+            result += _ForwardSpans(trace, begin, end).spans
+        else:
+            name = _WHOLE_PHASE[phase.kind]
+            span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
+            if phase.kind is PhaseKind.OTHER and result and not _has(trace, span, EventKind.ALLOC):
+                # What a function's return frees belongs to the stage that the function did.
+                result[-1] = replace(result[-1], end=end)
+            else:
+                result.append(span)
+    return [span for span in result if _has(trace, span, EventKind.ALLOC) or _has(trace, span, EventKind.FREE)]
+
+
+def _has(trace: Trace, span: Span, kind: EventKind) -> bool:
+    return any(trace.events[time].kind is kind for time in range(span.begin, span.end))
+
+
+class _ForwardSpans:
+    """Cuts one forward phase at the entries and exits of layers and head."""
+
+    def __init__(self, trace: Trace, begin: int, end: int) -> None:
+        self._trace = trace
+        self._phase = trace.phases[trace.events[begin].ref]
+        self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
+        self.spans: list[Span] = []
+        self._begin = begin
+        self._seen_layer = ""
+        self._seen_head = False
+        self._saw_norm = False
+        depth = 0
+        for time in range(begin, end):
+            event = trace.events[time]
+            if event.kind not in (EventKind.ENTER, EventKind.EXIT):
+                continue
+            module = trace.modules[event.ref]
+            if module.role is ModuleRole.NORM and depth == 0:
+                self._saw_norm = True
+            if module.role not in (ModuleRole.LAYER, ModuleRole.HEAD, ModuleRole.CHILD):
+                continue
+            if event.kind is EventKind.ENTER:
+                if depth == 0:
+                    self._gap(time, module)
+                depth += 1
+            else:
+                depth -= 1
+                if depth == 0:
+                    self._module(time + 1, module)
+        self._gap(end, None)
+
+    def _add(self, name: str, end: int, stack: str = "", index: int = NONE) -> None:
+        phase = self._phase
+        self.spans.append(Span(name, phase.kind, phase.step, phase.micro_batch, self._begin, end, stack, index))
+        self._begin = end
+        self._saw_norm = False
+
+    def _gap(self, end: int, following: Module | None) -> None:
+        """Code between layers and head, named after where it lies."""
+        if not self._seen_layer and not self._seen_head:
+            name = "embedding" if following is None or following.role is not ModuleRole.CHILD else "input"
+            if following is None and not self._stacks:
+                name = "forward"
+        elif self._seen_head:
+            name = "loss"
+        elif following is not None and following.role is ModuleRole.LAYER:
+            if following.stack == self._seen_layer:
+                # Between two layers of a stack the old hidden states are let go: still the layer's doing.
+                self.spans[-1] = replace(self.spans[-1], end=end)
+                self._begin = end
+                return
+            name = f"{self._stack_name(following.stack)}embedding"
+        elif following is None and not any(m.role is ModuleRole.HEAD for m in self._trace.modules):
+            name = "final norm" if self._saw_norm else "output and loss"
+        else:
+            name = "final norm" if self._saw_norm else "before the head"
+        self._add(name, end)
+
+    def _module(self, end: int, module: Module) -> None:
+        if module.role is ModuleRole.HEAD:
+            self._seen_head = True
+            self._add("logits", end)
+        elif module.role is ModuleRole.CHILD:
+            self._seen_layer = module.path
+            self._add(module.path, end)
+        else:
+            self._seen_layer = module.stack
+            index = int(module.path.rpartition(".")[2])
+            self._add(f"{self._stack_name(module.stack)}layer {index}", end, module.stack, index)
+
+    def _stack_name(self, stack: str) -> str:
+        """What tells this stack from the model's others: "encoder ", "decoder "; nothing if it is the only one."""
+        if len(self._stacks) < 2:
+            return ""
+        parts = [other.split(".") for other in self._stacks if other != stack]
+        telling = [part for part in stack.split(".") if not all(part in other for other in parts)]
+        return (telling[0] if telling else stack) + " "

@@ -1,0 +1,45 @@
+"""memprof as a library: `with memprof.virtual_gpu(...) as gpu: …; print(gpu.report())`."""
+
+from __future__ import annotations
+
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import Gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.pipeline import analyze, device_facts
+from memprof.report.document import Document
+from memprof.trace.events import Trace
+
+
+class ProfiledGpu:
+    """A virtual GPU for the user's own code.
+
+    Inside the `with` block `torch.device("cuda")` is the virtual card; forward, backward and optimizer steps are
+    recognised as they happen. Afterwards, also when the block raised, `report()` and `trace` say what happened.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._virtual = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES)
+
+    def __enter__(self) -> ProfiledGpu:
+        self._virtual.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._virtual.__exit__(*exc)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that tensors hold on the card now (inside the block)."""
+        return self._virtual.recorder.live_bytes
+
+    @property
+    def trace(self) -> Trace:
+        """What was recorded."""
+        trace = self._virtual.trace
+        trace.facts = {"command": "virtual_gpu", "target": {}, "device": device_facts(self._gpu)}
+        return trace
+
+    def report(self) -> Document:
+        """The report so far; `print` shows it, `.to_json()` is a dictionary."""
+        return analyze(self.trace)

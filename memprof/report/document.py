@@ -1,0 +1,209 @@
+"""One typed document, many renderers: what a report says, with the names that its JSON has.
+
+All sizes are integer bytes. A value that is not known is None, and `assumptions` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import memprof
+from memprof.findings import Finding
+from memprof.ledger.ledger import Ledger, LiveTensor, Stage
+from memprof.trace.events import NONE
+
+SCHEMA = 1
+
+RESERVED_UNKNOWN = (
+    "reserved_bytes and device_used_bytes are null and the verdict tests allocated bytes: segments and fragmentation of "
+    "the caching allocator are not replayed yet, so a real run needs somewhat more."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage, in the order of the run."""
+
+    name: str
+    step: int
+    """Training step from 1; 0 outside steps."""
+    micro_batch: int
+    allocated_bytes: int
+    delta_bytes: int
+    peak_allocated_bytes: int
+    requested_bytes: int
+    reserved_bytes: int | None
+    device_used_bytes: int | None
+    seconds: float | None
+    stack: str = ""
+    """For a layer: its stack, and `index` its number in it."""
+    index: int = NONE
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """Equal tensors alive at the peak."""
+
+    bytes: int
+    count: int
+    total_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    category: str
+    module: str | None
+    op: str
+    source: str | None
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """Allocated bytes at the peak, by category, module and phase of birth; the rows sum to the peak."""
+
+    category: str
+    module: str
+    phase: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment at which most is allocated."""
+
+    stage: str
+    step: int
+    micro_batch: int
+    allocated_bytes: int
+    reserved_bytes: int | None
+    device_used_bytes: int | None
+    categories: dict[str, int]
+    tensors: tuple[TensorRow, ...]
+    rows: tuple[LedgerRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the run fits the card, where it dies if not, and what it needs."""
+
+    fits: bool
+    oom_stage: str | None
+    oom_step: int | None
+    tried_to_allocate_bytes: int | None
+    in_use_bytes: int | None
+    required_bytes: int
+    """Of device memory: peak allocated plus the CUDA context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A whole report."""
+
+    schema: int
+    memprof_version: str
+    command: str
+    source: str
+    target: dict[str, Any]
+    device: dict[str, Any]
+    stages: tuple[StageRow, ...]
+    peak: Peak
+    host_peak_bytes: int
+    findings: tuple[Finding, ...]
+    ladder: tuple[Any, ...]
+    verdict: Verdict
+    assumptions: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document as plain JSON values (docs/concepts.md lists the names)."""
+        result = dataclasses.asdict(self)
+        for finding in result["findings"]:
+            finding["bytes"] = finding.pop("num_bytes")
+            for evidence in finding["evidence"]:
+                evidence["bytes"] = evidence.pop("num_bytes")
+        return result
+
+    def __str__(self) -> str:
+        from memprof.report.terminal import render_text
+
+        return render_text(self)
+
+
+def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
+    """The report on a ledger."""
+    trace = ledger.trace
+    facts: dict[str, Any] = trace.facts
+    device = facts["device"]
+    context = device["context_bytes"]
+    oom = ledger.out_of_memory(device["usable_bytes"])
+    first = StageRow("context", 0, 0, 0, 0, 0, 0, 0, context, None)
+    peak = ledger.peak_stage
+    return Document(
+        schema=SCHEMA,
+        memprof_version=facts.get("memprof_version", memprof.__version__),
+        command=facts["command"],
+        source=trace.source,
+        target=facts["target"],
+        device=device,
+        stages=(first, *(_stage_row(stage) for stage in ledger.stages)),
+        peak=Peak(
+            stage=peak.name,
+            step=peak.step,
+            micro_batch=peak.micro_batch,
+            allocated_bytes=ledger.peak_bytes,
+            reserved_bytes=None,
+            device_used_bytes=None,
+            categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
+            tensors=tuple(_tensor_row(tensor) for tensor in ledger.live),
+            rows=tuple(LedgerRow(r.category.value, r.module, r.phase, r.allocated_bytes) for r in ledger.rows),
+        ),
+        host_peak_bytes=ledger.host_peak_bytes,
+        findings=tuple(findings),
+        ladder=(),
+        verdict=Verdict(
+            fits=oom is None,
+            oom_stage=oom.stage.name if oom else None,
+            oom_step=oom.stage.step if oom else None,
+            tried_to_allocate_bytes=oom.tried_bytes if oom else None,
+            in_use_bytes=oom.in_use_bytes if oom else None,
+            required_bytes=ledger.peak_bytes + context,
+        ),
+        assumptions=(
+            *trace.assumptions,
+            f"The CUDA context takes {context >> 20} MiB (measured on one card; it varies by card and driver).",
+            RESERVED_UNKNOWN,
+        ),
+    )
+
+
+def _stage_row(stage: Stage) -> StageRow:
+    span = stage.span
+    return StageRow(
+        name=span.name,
+        step=span.step,
+        micro_batch=span.micro_batch,
+        allocated_bytes=stage.allocated_bytes,
+        delta_bytes=stage.delta_bytes,
+        peak_allocated_bytes=stage.peak_allocated_bytes,
+        requested_bytes=stage.requested_bytes,
+        reserved_bytes=None,
+        device_used_bytes=None,
+        seconds=None,
+        stack=span.stack,
+        index=span.index,
+    )
+
+
+def _tensor_row(tensor: LiveTensor) -> TensorRow:
+    return TensorRow(
+        bytes=tensor.num_bytes,
+        count=tensor.count,
+        total_bytes=tensor.allocated_bytes,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        category=tensor.category.value,
+        module=tensor.module,
+        op=tensor.op,
+        source=tensor.source,
+        name=tensor.name,
+    )

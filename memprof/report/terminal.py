@@ -1,0 +1,198 @@
+"""The report as text for a terminal: stages, verdict, what the peak is made of, largest tensors, findings."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memprof.findings import Evidence, Finding, Severity
+from memprof.report.document import Document, TensorRow
+from memprof.report.folding import shown_stages, shown_step
+from memprof.units import GIB, format_bytes, format_count, gib
+
+MAX_TENSORS = 10
+MAX_EVIDENCE = 6
+_BAR_WIDTH = 28
+_SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+
+
+def render_text(document: Document, *, width: int = 110, explain: bool = False) -> str:
+    """The report without colour, `width` columns wide."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
+    console.print(renderable(document, explain=explain))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def print_report(document: Document, *, explain: bool = False) -> None:
+    """Print the report to standard output, in colour if it is a terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(renderable(document, explain=explain))
+    else:
+        console.file.write(render_text(document, explain=explain))
+
+
+def renderable(document: Document, *, explain: bool) -> RenderableType:
+    """The report, to be printed on a console."""
+    parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), _categories(document)]
+    parts += [_tensors(document), _findings(document)]
+    if explain:
+        parts.append(_assumptions(document))
+    else:
+        parts.append(Text(f"{len(document.assumptions)} assumptions: --explain lists them.", style="dim"))
+    return Group(*parts)
+
+
+def _heading(document: Document) -> RenderableType:
+    device, target = document.device, document.target
+    kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
+    title = Text("memprof", style="bold")
+    title.append(f" {document.command}: {kind} {device['name']} ({gib(device['total_bytes'])} GiB)", style="default")
+    lines = [title]
+    if target:
+        lines.append(Text(_describe(target)))
+    return Group(*lines)
+
+
+def _describe(target: dict[str, Any]) -> str:
+    parts = [f"{target['model']}, {format_count(target['num_parameters'])} parameters ({target['num_parameters']:,})"]
+    parts.append(f"batch {target['batch_size']} x {target['context_length']:,} tokens")
+    parts.append(str(target["dtype"]))
+    if target["mode"] == "train":
+        parts.append("no optimizer" if target["optimizer"] == "none" else str(target["optimizer"]))
+        if target["activation_checkpointing"]:
+            parts.append("activation checkpointing")
+        if target["gradient_accumulation"] > 1:
+            parts.append(f"{target['gradient_accumulation']} micro-batches")
+    else:
+        parts.append("inference")
+    return ", ".join(parts)
+
+
+def _stages(document: Document) -> RenderableType:
+    usable = document.device["usable_bytes"]
+    step = shown_step(document)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("stage" + (f" (step {step})" if step else ""))
+    for header in ("allocated", "delta", "peak"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("on this card", justify="right", no_wrap=True)
+    rows = shown_stages(document)
+    peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
+    for position, row in enumerate(rows):
+        fits = row.peak_bytes <= usable
+        verdict = Text("fits") if fits else Text(f"{gib(row.peak_bytes - usable)} over", style="red")
+        name = Text(row.name)
+        if row.count > 1:
+            name.append(f" x{row.count}, {gib(row.delta_bytes // row.count)} each", style="dim")
+        if position == peak:
+            name.append("  <- peak", style="bold red" if not fits else "bold")
+        delta = f"{round(row.delta_bytes / GIB, 2) + 0.0:+,.2f}"
+        table.add_row(name, gib(row.allocated_bytes), delta, gib(row.peak_bytes), verdict)
+    return Group(table, Text(f"GiB; {gib(usable)} usable beside the CUDA context.", style="dim"))
+
+
+def _verdict(document: Document) -> RenderableType:
+    verdict, device = document.verdict, document.device
+    need = f"{gib(verdict.required_bytes)} GiB with the CUDA context"
+    if verdict.fits:
+        spare = device["total_bytes"] - verdict.required_bytes
+        text = Text("\nFits: ", style="bold green")
+        return text.append(f"needs {need}, {gib(spare)} GiB to spare.", style="default")
+    text = Text("\nDoes not fit: ", style="bold red")
+    step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
+    text.append(
+        f"a real run dies in {verdict.oom_stage}{step}, when it tries to allocate "
+        f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
+        f"The whole run needs {need}.",
+        style="default",
+    )
+    return text
+
+
+def _categories(document: Document) -> RenderableType:
+    total = document.peak.allocated_bytes
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column(no_wrap=True)
+    for category, num_bytes in document.peak.categories.items():
+        share = num_bytes / total
+        bar = "█" * round(share * _BAR_WIDTH)
+        table.add_row(category, gib(num_bytes), f"{share:.1%}", Text(bar, style="blue"))
+    where = document.peak.stage + (f" of step {document.peak.step}" if document.peak.step else "")
+    title = Text(f"\nAt the peak, {gib(total)} GiB in {where}", style="bold")
+    return Group(title, Padding(table, (0, 0, 1, 2)))
+
+
+def _tensors(document: Document) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for header in ("GiB", "x"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for tensor in document.peak.tensors[:MAX_TENSORS]:
+        shape = "x".join(map(str, tensor.shape))
+        table.add_row(gib(tensor.bytes), str(tensor.count), f"{shape} {tensor.dtype}", _origin(tensor))
+    return Group(Text("Largest tensors alive at the peak", style="bold"), Padding(table, (0, 0, 1, 2)))
+
+
+def _origin(tensor: TensorRow) -> Text:
+    text = Text(tensor.category)
+    where = tensor.name or tensor.module
+    if where:
+        text.append(f" {where}")
+    text.append(f" {tensor.op.removeprefix('aten.')}", style="dim")
+    if tensor.source and not tensor.name:
+        text.append(f" {short_source(tensor.source)}", style="dim")
+    return text
+
+
+def short_source(source: str) -> str:
+    """`folder/file.py:line` of a source line: enough to find it, short enough for a table."""
+    location = source.rpartition(" ")[0] or source
+    path, _, line = location.rpartition(":")
+    return "/".join(path.replace("\\", "/").split("/")[-2:]) + f":{line}"
+
+
+def _findings(document: Document) -> RenderableType:
+    if not document.findings:
+        return Text("No findings.\n")
+    parts: list[RenderableType] = [Text("Findings, most expensive first", style="bold")]
+    for number, finding in enumerate(document.findings, 1):
+        parts.append(Padding(_finding(number, finding), (0, 0, 1, 2)))
+    return Group(*parts)
+
+
+def _finding(number: int, finding: Finding) -> RenderableType:
+    heading = Text(f"{number}. ")
+    heading.append(f"{finding.severity.value}: ", style=_SEVERITY_STYLE[finding.severity])
+    heading.append(finding.title)
+    lines = [heading, *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
+    if len(finding.evidence) > MAX_EVIDENCE:
+        lines.append(Text(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)", style="dim"))
+    if finding.remedies:
+        lines.append(Text("   would help: " + ", ".join(finding.remedies), style="green"))
+    return Group(*lines)
+
+
+def _evidence(evidence: Evidence) -> Text:
+    text = Text("   - ")
+    text.append(evidence.text)
+    if evidence.source and short_source(evidence.source) not in evidence.text:
+        text.append(f"  {short_source(evidence.source)}", style="dim")
+    return text
+
+
+def _assumptions(document: Document) -> RenderableType:
+    lines = [Text("What this rests on", style="bold")]
+    lines += [Text(f"  - {sentence}") for sentence in document.assumptions]
+    return Group(*lines)

@@ -1,0 +1,71 @@
+"""What to profile: one frozen, validated description of model, workload and card, from which everything else follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import StrEnum
+
+from memprof.errors import UsageError, unknown_name
+
+DTYPES = ("float32", "float16", "bfloat16")
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "none")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+class Mode(StrEnum):
+    """What is done with the model."""
+
+    TRAIN = "train"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec:
+    """What to profile. Sizes are counts of tokens, sequences and steps; memory is in bytes.
+
+    Raises:
+        UsageError: a value is unknown or out of range; the message names the flag.
+    """
+
+    model: str
+    """A preset, a Hugging Face id, a path, or `file.py:factory` (see workload/models.py)."""
+    model_is_size: bool = False
+    """True if `model` is a size such as 4B, to be looked up among the documented geometries."""
+    context_length: int | None = None
+    """Tokens per sequence; None: 2,048, or what the model has positions for if that is less."""
+    batch_size: int = 1
+    """Sequences per micro-batch."""
+    vocab_size: int | None = None
+    """Replaces the model's vocabulary; None keeps it."""
+    dtype: str | None = None
+    """Of parameters and activations; None: the published checkpoint's (float16 is trained as bfloat16)."""
+    optimizer: str = "adamw"
+    mode: Mode = Mode.TRAIN
+    attention: str | None = None
+    """transformers' attention implementation; None leaves the choice to the model."""
+    activation_checkpointing: bool = False
+    gradient_accumulation: int = 1
+    """Micro-batches per optimizer step."""
+    steps: int = 2
+    """Optimizer steps; optimizer state appears in the first, so that the second is the steady state."""
+    gpu: str = "h100-80gb"
+    gpu_vram_bytes: int | None = None
+    """Capacity of a card that is in no catalog; replaces `gpu`."""
+
+    def __post_init__(self) -> None:
+        for name in ("context_length", "batch_size", "vocab_size", "gradient_accumulation", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
+        for name, choices in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("attention", ATTENTIONS)):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise unknown_name(f"--{name}", value, choices)
+        if not self.model:
+            raise UsageError("no model was named", hint="give --model NAME or --model-size 4B")
+
+    def edit(self, **changes: object) -> TargetSpec:
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

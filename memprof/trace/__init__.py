@@ -1,0 +1,1 @@
+"""Events and phases of a run, and the file that keeps them."""

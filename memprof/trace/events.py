@@ -1,0 +1,174 @@
+"""The trace: what one run did to memory, event by event. A simulated and a measured run meet here.
+
+A trace is columnar and plain: `events` is the time axis (an event's index is its time), and everything an event refers
+to (storages, phases, modules, sources, operators) is a table beside it. Everything right of capture/ reads this and
+nothing else, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+NONE = -1
+"""An index that points nowhere: no module, no source, no forward event."""
+
+GPU = "cuda:0"
+"""The device whose memory is profiled."""
+
+HOST = "cpu"
+
+
+class EventKind(enum.IntEnum):
+    """What happened; the comment says what the event's `ref` indexes."""
+
+    ALLOC = 0  # Trace.storages
+    FREE = 1  # Trace.storages
+    PHASE = 2  # Trace.phases: this phase begins, and the one before it ends
+    ENTER = 3  # Trace.modules: a module's forward begins
+    EXIT = 4  # Trace.modules: a module's forward ends
+
+
+class Event(NamedTuple):
+    """One point of the time axis."""
+
+    kind: EventKind
+    ref: int
+
+
+class Storage(NamedTuple):
+    """One allocation, from birth to death: the memory behind one or more tensors."""
+
+    num_bytes: int
+    """Bytes requested, before the allocator rounds."""
+    shape: tuple[int, ...]
+    """Shape of the tensor that the storage was allocated for."""
+    dtype: str
+    device: str
+    op: int
+    """Index in Trace.ops."""
+    module: int
+    """Index in Trace.modules; in a backward pass, the module whose forward is being differentiated."""
+    source: int
+    """Index in Trace.sources: the innermost line outside torch and memprof."""
+    phase: int
+    """Index in Trace.phases."""
+    forward_event: int
+    """In a backward pass, the event at which the differentiated operator ran forward; else NONE."""
+    hidden: bool
+    """True for memory that CUDA libraries take and no tensor shows (workspaces, kernel temporaries)."""
+
+
+class ModuleRole(enum.StrEnum):
+    """What a module is in its model, as far as stages are concerned."""
+
+    OTHER = ""
+    ROOT = "root"
+    EMBEDDING = "embedding"
+    LAYER = "layer"
+    CHILD = "child"  # a direct child of a root that has no stack of layers
+    NORM = "norm"
+    HEAD = "head"
+
+
+class Module(NamedTuple):
+    """One nn.Module of the run."""
+
+    path: str
+    """Qualified name below its root, such as `model.layers.3.mlp`; empty for the root."""
+    class_name: str
+    role: ModuleRole
+    stack: str
+    """For a layer: the path of the list that it is in, such as `model.layers`."""
+
+
+class PhaseKind(enum.StrEnum):
+    """What the program was doing."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    INPUTS = "inputs"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER_STEP = "optimizer step"
+    ZERO_GRAD = "zero_grad"
+    OTHER = "other"
+
+
+class Phase(NamedTuple):
+    """A stretch of the run: a kind, the training step (from 1; 0 outside steps) and the micro-batch in it (from 1)."""
+
+    kind: PhaseKind
+    step: int
+    micro_batch: int
+
+
+class Role(enum.StrEnum):
+    """What a storage turned out to be, learnt after its birth (a gradient is only known when it reaches `.grad`)."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    INPUT = "input"
+    KV_CACHE = "KV cache"
+
+
+class Owner(NamedTuple):
+    """The role of a storage and the name it has in that role, such as `model.norm.weight` or `exp_avg`."""
+
+    role: Role
+    name: str
+
+
+class Operand(NamedTuple):
+    """One tensor of a device mismatch: where it is, what it is, and the line that made it (NONE if not seen)."""
+
+    device: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: int
+
+
+class DeviceMismatch(NamedTuple):
+    """An operator was given tensors on different devices; on a real GPU the run ends here with a RuntimeError."""
+
+    event: int
+    op: int
+    module: int
+    source: int
+    operands: tuple[Operand, ...]
+
+
+@dataclass(slots=True)
+class Trace:
+    """The whole record of one run.
+
+    `events` is the time axis. What the analysis does not need (versions, card, resolved spec) is in `facts`, as plain
+    JSON values.
+    """
+
+    source: str = "simulated"
+    events: list[Event] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    ops: list[str] = field(default_factory=list)
+    modules: list[Module] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    owners: dict[int, Owner] = field(default_factory=dict)
+    mismatches: list[DeviceMismatch] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    facts: dict[str, object] = field(default_factory=dict)
+
+    def op(self, storage: Storage) -> str:
+        """The operator that allocated `storage`."""
+        return self.ops[storage.op]
+
+    def module_path(self, storage: Storage) -> str | None:
+        """Path of the module that `storage` belongs to: None outside every module, "" in the root's own code."""
+        return None if storage.module == NONE else self.modules[storage.module].path
+
+    def source_line(self, storage: Storage) -> str | None:
+        """`file:line function` that allocated `storage`, None if no line outside torch was running."""
+        return None if storage.source == NONE else self.sources[storage.source]

@@ -1,0 +1,160 @@
+"""The capture file: a trace on disk, versioned, written whole or not at all.
+
+gzip-compressed JSON, columnar: a header with the schema version, then the tables of `Trace`. JSON and not pickle, since
+captures are passed around and a pickle executes what it likes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from memprof.errors import MemprofError, UsageError
+from memprof.trace.events import (
+    DeviceMismatch,
+    Event,
+    EventKind,
+    Module,
+    ModuleRole,
+    Operand,
+    Owner,
+    Phase,
+    PhaseKind,
+    Role,
+    Storage,
+    Trace,
+)
+
+SCHEMA = 1
+_FORMAT = "memprof capture"
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write `trace` to `path`, replacing what is there only once everything is written.
+
+    Raises:
+        MemprofError: the file cannot be written (no such folder, no permission, disk full).
+    """
+    document = {
+        "format": _FORMAT,
+        "schema": SCHEMA,
+        "source": trace.source,
+        "facts": trace.facts,
+        "assumptions": trace.assumptions,
+        "ops": trace.ops,
+        "sources": trace.sources,
+        "modules": trace.modules,
+        "phases": trace.phases,
+        "owners": [[index, *owner] for index, owner in trace.owners.items()],
+        "mismatches": trace.mismatches,
+        "storages": trace.storages,
+        "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
+    }
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=5, mtime=0) as packed:
+                packed.write(json.dumps(document, separators=(",", ":")).encode())
+        temporary.chmod(0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise MemprofError(
+            "the capture could not be saved", value=path, hint=f"{error.strerror}: choose another place with --save"
+        ) from error
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a capture file.
+
+    Raises:
+        UsageError: not there, not a capture, truncated, or written by a newer memprof.
+    """
+    try:
+        with gzip.open(path, "rb") as file:
+            document = json.loads(file.read())
+    except FileNotFoundError:
+        raise UsageError("no such file", value=path, hint="give a capture that `memprof profile --save` wrote") from None
+    except (EOFError, zlib.error) as error:
+        raise UsageError("the capture is truncated or damaged", value=path, hint="record it again") from error
+    except (gzip.BadGzipFile, ValueError) as error:
+        raise UsageError(
+            "not a memprof capture", value=path, hint="give a file that `memprof profile --save` wrote"
+        ) from error
+    except OSError as error:
+        raise UsageError("the capture cannot be read", value=path, hint=error.strerror) from error
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise UsageError("not a memprof capture", value=path, hint="give a file that `memprof profile --save` wrote")
+    schema = document.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise UsageError(
+            "the capture was written by a newer memprof",
+            value=f"{path} (schema {schema}; this release reads up to {SCHEMA})",
+            hint="update memprof",
+        )
+    try:
+        return _trace(document)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
+
+
+def _trace(document: dict[str, Any]) -> Trace:
+    kinds = {int(kind): kind for kind in EventKind}
+    columns = document["events"]
+    trace = Trace(
+        source=document["source"],
+        events=[Event(kinds[kind], ref) for kind, ref in zip(columns["kind"], columns["ref"], strict=True)],
+        storages=[Storage(row[0], tuple(row[1]), *row[2:]) for row in document["storages"]],
+        ops=document["ops"],
+        modules=[Module(path, name, ModuleRole(role), stack) for path, name, role, stack in document["modules"]],
+        sources=document["sources"],
+        phases=[Phase(PhaseKind(kind), step, micro_batch) for kind, step, micro_batch in document["phases"]],
+        owners={index: Owner(Role(role), name) for index, role, name in document["owners"]},
+        mismatches=[_mismatch(row) for row in document["mismatches"]],
+        assumptions=document["assumptions"],
+        facts=document["facts"],
+    )
+    _check(trace)
+    return trace
+
+
+def _mismatch(row: list[Any]) -> DeviceMismatch:
+    event, op, module, source, operands = row
+    return DeviceMismatch(
+        event, op, module, source, tuple(Operand(device, tuple(shape), *rest) for device, shape, *rest in operands)
+    )
+
+
+def _check(trace: Trace) -> None:
+    """References must point somewhere: a damaged file must not become an IndexError in the analysis."""
+    sizes = {
+        EventKind.ALLOC: len(trace.storages),
+        EventKind.FREE: len(trace.storages),
+        EventKind.PHASE: len(trace.phases),
+        EventKind.ENTER: len(trace.modules),
+        EventKind.EXIT: len(trace.modules),
+    }
+    for event in trace.events:
+        if not 0 <= event.ref < sizes[event.kind]:
+            raise ValueError(f"an event points to {event.kind.name} {event.ref}")
+    for storage in trace.storages:
+        if not (
+            storage.op < len(trace.ops)
+            and storage.module < len(trace.modules)
+            and storage.source < len(trace.sources)
+            and storage.phase < len(trace.phases)
+        ):
+            raise ValueError("a storage points outside its tables")
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,76 @@
+"""Bytes are ints everywhere in memprof; this module and report/ alone know GiB and MiB.
+
+Binary units only (1 GiB = 2**30 bytes): a card sold as "80 GB" has 79.10 GiB, and mixing the two is how people end up
+on the wrong card.
+"""
+
+from __future__ import annotations
+
+import re
+
+from memprof.errors import UsageError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_UNITS = {
+    "": GIB,
+    "b": 1,
+    "k": KIB, "kib": KIB, "kb": 1000,
+    "m": MIB, "mib": MIB, "mb": 1000**2,
+    "g": GIB, "gib": GIB, "gb": 1000**3,
+    "t": TIB, "tib": TIB, "tb": 1000**4,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*")
+_COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def gib(num_bytes: int | float) -> str:
+    """`num_bytes` in GiB with two decimals and no unit: for table cells, whose header names the unit."""
+    return f"{num_bytes / GIB:,.2f}"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """`num_bytes` for a sentence: the largest binary unit in which it is at least 1, with two decimals."""
+    size = abs(num_bytes)
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes} bytes"
+
+
+def format_count(count: int) -> str:
+    """A parameter count as people write it: 4.02B, 124M."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= unit:
+            return f"{count / unit:.2f}{name}"
+    return str(count)
+
+
+def parse_gib(text: str | float) -> int:
+    """Bytes of a size given in GiB ("80", "79.1") or with a unit of its own ("24GiB", "24GB", "512MiB").
+
+    Raises:
+        UsageError: not a number with a known unit, or not above zero.
+    """
+    match = _SIZE.fullmatch(str(text))
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or float(match[1]) <= 0:
+        raise UsageError("not an amount of memory", value=repr(text), hint="give GiB, such as 80 or 23.6, or 24GB")
+    return int(float(match[1]) * unit)
+
+
+def parse_count(text: str) -> int:
+    """The count in "1.2B", "70M", "125m" or "7000000".
+
+    Raises:
+        UsageError: not a number with an optional K, M, B or T, or not above zero.
+    """
+    match = _COUNT.fullmatch(text)
+    if match is None or float(match[1]) <= 0:
+        raise UsageError("not a number of parameters", value=repr(text), hint="write it like 70M, 1.2B or 4B")
+    # Round, since 1.1 * 10**9 is not an integer in floating point.
+    return round(float(match[1]) * _COUNT_SUFFIX[match[2].lower()])

@@ -1,0 +1,156 @@
+"""Batches: what each kind of model is fed, with the shapes of a real run and labels that use every position."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.workload.models import ModelSource
+
+Batch = dict[str, Any]
+
+
+class Feeder:
+    """Makes the batches of one run and takes the loss from what the model returns."""
+
+    def __init__(self, source: ModelSource, model: nn.Module, batch_size: int, context_length: int | None) -> None:
+        self.model = model
+        self.batch_size = batch_size
+        self.assumptions: list[str] = []
+        self.context_length = context_length or self._default_length(source)
+        makers: dict[str, Callable[[], Batch]] = {
+            "causal-lm": self._tokens,
+            "masked-lm": self._tokens,
+            "seq2seq-lm": self._tokens,
+            "image-classification": self._images,
+            "speech-seq2seq": self._speech,
+        }
+        self._make = makers.get(source.task) or self._custom()
+        self._custom_task = source.task == "custom"
+
+    def _default_length(self, source: ModelSource) -> int:
+        length = min(2048, source.max_positions or 2048)
+        if source.task in ("causal-lm", "masked-lm", "seq2seq-lm", "custom"):
+            self.assumptions.append(f"Context length {length:,} (no --context-length was given).")
+        return length
+
+    def host_batch(self) -> Batch:
+        """A batch in host memory, as a data loader gives it."""
+        return self._make()
+
+    # -- Hugging Face models ----------------------------------------------------------------------------------------
+
+    def _tokens(self) -> Batch:
+        """input_ids and labels, int64 (batch, length); every position is predicted, none is padding."""
+        ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def _images(self) -> Batch:
+        """pixel_values, float (batch, channels, height, width), and one label per image."""
+        config = self.model.config
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        pixels = torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
+        return {"pixel_values": pixels, "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
+
+    def _speech(self) -> Batch:
+        """input_features, float (batch, mel bins, frames), and labels (batch, length)."""
+        config: Any = self.model.config
+        frames = 2 * config.max_source_positions
+        length = min(self.context_length, config.max_target_positions)
+        features = torch.zeros(self.batch_size, config.num_mel_bins, frames, dtype=_parameter_dtype(self.model))
+        labels = torch.zeros(self.batch_size, length, dtype=torch.int64)
+        self.assumptions.append(f"Audio of {frames:,} frames and labels of {length:,} tokens per sample.")
+        return {"input_features": features, "labels": labels}
+
+    # -- the user's own ---------------------------------------------------------------------------------------------
+
+    def _custom(self) -> Callable[[], Batch]:
+        model: Any = self.model
+        if hasattr(model, "memprof_inputs"):
+            return lambda: dict(model.memprof_inputs(self.batch_size, self.context_length))
+        parameters = inspect.signature(type(model).forward).parameters
+        names = [name for name in parameters if name != "self"]
+        if not names:
+            raise UsageError("the model's forward takes no input", value=type(model).__name__, hint=_INPUTS_HINT)
+        first = next((m for m in model.modules() if isinstance(m, _INPUT_LAYERS) and _has_weight(m)), None)
+        label_name = next((name for name in names if name in ("labels", "targets", "target", "y")), None)
+        if isinstance(first, nn.Embedding):
+            self.assumptions.append(f"Input {names[0]!r}: token ids ({self.batch_size}, {self.context_length}).")
+
+            def tokens() -> Batch:
+                ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
+                return {names[0]: ids, **({label_name: ids.clone()} if label_name else {})}
+
+            return tokens
+        if isinstance(first, nn.Conv2d):
+            shape: tuple[int, ...] = (self.batch_size, first.in_channels, 224, 224)
+        elif isinstance(first, nn.Linear):
+            shape = (self.batch_size, self.context_length, first.in_features)
+        elif isinstance(first, nn.RNNBase):
+            shape = (self.batch_size, self.context_length, first.input_size)
+            if not first.batch_first:
+                shape = (shape[1], shape[0], shape[2])
+        else:
+            raise UsageError(
+                "what the model takes as input cannot be told from its first layer",
+                value=type(model).__name__,
+                hint=_INPUTS_HINT,
+            )
+        self.assumptions.append(f"Input {names[0]!r}: {_parameter_dtype(model)} {shape}, from the model's first layer.")
+        return lambda: {names[0]: torch.zeros(shape, dtype=_parameter_dtype(model))}
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        """The scalar to differentiate: the model's own loss if it returns one."""
+        loss = getattr(outputs, "loss", None)
+        if loss is None and isinstance(outputs, dict):
+            loss = outputs.get("loss")
+        if isinstance(loss, torch.Tensor):
+            return loss
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(_tensors(outputs))
+        scalar = next((t for t in tensors if t.dim() == 0 and t.requires_grad), None)
+        if scalar is not None:
+            return scalar
+        result = next((t for t in tensors if t.is_floating_point() and t.requires_grad), None)
+        if result is None:
+            raise UsageError(
+                "the model returns nothing that can be trained", value=type(outputs).__name__, hint=_INPUTS_HINT
+            )
+        ids = next((v for v in batch.values() if isinstance(v, torch.Tensor) and v.dtype == torch.int64), None)
+        if ids is not None and result.dim() == ids.dim() + 1 and result.shape[:-1] == ids.shape:
+            self._assume_once("Loss: cross_entropy over the output's last dimension (the model returns no loss).")
+            return nn.functional.cross_entropy(result.flatten(0, -2), ids.flatten())
+        self._assume_once("Loss: the mean of the output (the model returns no loss).")
+        return result.mean()
+
+    def _assume_once(self, sentence: str) -> None:
+        if sentence not in self.assumptions:
+            self.assumptions.append(sentence)
+
+
+_INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length) that returns forward's arguments"
+_INPUT_LAYERS = (nn.Embedding, nn.Linear, nn.Conv2d, nn.RNNBase)
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _parameter_dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return []

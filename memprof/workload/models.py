@@ -1,0 +1,339 @@
+"""From what the user named to a model that can be built: catalog, hub, local configuration, or a factory of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from memprof.catalog import ModelEntry, find_model, has_model, list_models, load_config, resolve_size
+from memprof.errors import MemprofError, UsageError, nearest
+from memprof.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that was found and not yet built.
+
+    Raises on `build`: UsageError if the configuration or the factory does not give a module.
+    """
+
+    name: str
+    task: str
+    """causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, or custom."""
+    build: Callable[[], nn.Module]
+    """Builds the module on the default device, in the dtype of `dtype`."""
+    dtype: str | None
+    """The dtype that it will have; None: whatever the factory made."""
+    max_positions: int | None
+    vocab_size: int | None
+    config: Mapping[str, Any] | None
+    notes: tuple[str, ...] = ()
+    """What was assumed in choosing it."""
+    asked_vocab_size: int | None = None
+    """The vocabulary that the user asked for, if any: a larger one is a finding."""
+
+
+def find_source(spec: TargetSpec) -> ModelSource:
+    """The model that `spec` names.
+
+    Raises:
+        UsageError: nothing of that name is known, or what is there is no model.
+    """
+    if spec.model_is_size:
+        return _from_entry(resolve_size(spec.model), spec)
+    name = spec.model
+    if has_model(name):
+        return _from_entry(find_model(name), spec)
+    target, separator, factory = name.rpartition(":")
+    if separator and factory.isidentifier():
+        return _from_factory(target, factory, spec)
+    path = Path(name).expanduser()
+    if path.exists() or name.endswith(".json"):
+        return _from_configuration(path, spec)
+    if name.endswith(".py"):
+        raise UsageError("a Python file needs the name of a factory", value=name, hint=f"write {name}:build_model")
+    if "/" in name and not name.startswith(("/", ".")):
+        return _from_hub(name, spec)
+    raise _unknown_model(name)
+
+
+def _unknown_model(name: str) -> UsageError:
+    names = [alias for entry in list_models() for alias in (entry.key, entry.hf_id)]
+    close = nearest(name, names)
+    hint = f"did you mean {close!r}?" if close else "`memprof models` lists the catalog"
+    return UsageError("unknown model", value=repr(name), hint=f"{hint} (an org/name id, a folder or file.py:factory work too)")
+
+
+# -- Hugging Face models ------------------------------------------------------------------------------------------------
+
+
+def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
+    config = load_config(entry)
+    dtype, note = _dtype(entry.checkpoint_dtype, spec)
+    notes = [f"Model: {entry.hf_id} as {entry.architecture}." if not entry.synthesized else entry.note]
+    if note:
+        notes.append(note)
+    return _hugging_face(entry.key, entry.architecture, entry.task, config, dtype, notes, spec)
+
+
+def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError("no config.json here", value=path, hint="give a model folder or its config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')
+    return _from_mapping(file.resolve().parent.name, config, spec)
+
+
+def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError, KeyError) as error:
+        close = nearest(name, [entry.hf_id for entry in list_models()])
+        instead = f"did you mean {close!r}, which is in the catalog? Or " if close else ""
+        raise UsageError(
+            "the configuration could not be had from the model hub",
+            value=f"{name} ({type(error).__name__}: {str(error).strip().splitlines()[0][:120]})",
+            hint=f"{instead}check the name and the network, or download its config.json and give its path",
+        ) from None
+    return _from_mapping(name, config, spec)
+
+
+_TASK_OF_SUFFIX = {
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForMaskedLM": "masked-lm",
+    "ForSpeechSeq2Seq": "speech-seq2seq",
+    "ForImageClassification": "image-classification",
+}
+
+
+def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec) -> ModelSource:
+    architecture = next(iter(config.get("architectures") or ()), None) or _default_architecture(config["model_type"])
+    if architecture == "WhisperForConditionalGeneration":
+        task = "speech-seq2seq"
+    elif architecture.endswith("ForConditionalGeneration"):
+        task = "seq2seq-lm"
+    else:
+        task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
+    dtype, note = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec)
+    notes = [f"Model: {name} as {architecture}."] + ([note] if note else [])
+    return _hugging_face(name, architecture, task, config, dtype, notes, spec)
+
+
+def _default_architecture(model_type: str) -> str:
+    from transformers.models.auto import modeling_auto
+
+    for mapping in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION"):
+        names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
+        if model_type in names:
+            return str(names[model_type])
+    raise UsageError("unknown model type in the configuration", value=repr(model_type), hint="add its \"architectures\"")
+
+
+def _hugging_face(
+    name: str,
+    architecture: str,
+    task: str,
+    config: dict[str, Any],
+    dtype: str,
+    notes: list[str],
+    spec: TargetSpec,
+) -> ModelSource:
+    if spec.vocab_size is not None:
+        if "vocab_size" not in config:
+            raise UsageError("--vocab-size does not apply: the model has no vocabulary", value=name)
+        notes.append(f"Vocabulary of {spec.vocab_size:,} instead of {config['vocab_size']:,}.")
+        config = {**config, "vocab_size": spec.vocab_size}
+
+    def build() -> nn.Module:
+        import torch
+
+        model_class = _class(architecture)
+        raw = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
+        configuration = _configuration(model_class, raw)
+        arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+        if spec.attention is not None:
+            arguments["attn_implementation"] = spec.attention
+        try:
+            model = model_class._from_config(configuration, **arguments)
+        except (ValueError, ImportError, TypeError, KeyError) as error:
+            raise UsageError(
+                f"transformers cannot build {architecture} from this configuration",
+                value=str(error).strip().splitlines()[0],
+                hint="check --attention and the configuration",
+            ) from error
+        return model  # type: ignore[no-any-return]
+
+    return ModelSource(
+        name=name,
+        task=task,
+        build=build,
+        dtype=dtype,
+        max_positions=_max_positions(config),
+        vocab_size=config.get("vocab_size"),
+        config=config,
+        notes=tuple(notes),
+        asked_vocab_size=spec.vocab_size,
+    )
+
+
+def _class(architecture: str) -> Any:
+    import transformers
+
+    try:
+        return getattr(transformers, architecture)
+    except AttributeError:
+        raise UsageError(
+            "this transformers release does not have the model's class",
+            value=f"{architecture} (transformers {transformers.__version__})",
+            hint="update transformers, or give a file.py:factory",
+        ) from None
+
+
+def _configuration(model_class: Any, raw: dict[str, Any]) -> Any:
+    config_class = model_class.config_class
+    arguments = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
+    try:
+        return config_class(**arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UsageError(
+            "the configuration is not valid for its model type", value=str(error).splitlines()[0]
+        ) from None
+
+
+def _max_positions(config: Mapping[str, Any]) -> int | None:
+    for key in ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length"):
+        value = config.get(key)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def _dtype(checkpoint: str, spec: TargetSpec) -> tuple[str, str]:
+    """The dtype to use and why."""
+    if spec.dtype is not None:
+        return spec.dtype, ""
+    if checkpoint == "float16":
+        return "bfloat16", "dtype bfloat16: the checkpoint is float16, which does not train without a scaler."
+    dtype = checkpoint if checkpoint in ("float32", "bfloat16") else "bfloat16"
+    return dtype, f"dtype {dtype}: that of the published checkpoint."
+
+
+# -- the user's own -----------------------------------------------------------------------------------------------------
+
+
+def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
+    module = _import_file(Path(target).expanduser()) if target.endswith(".py") else _import_module(target)
+    function = getattr(module, factory, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        close = nearest(factory, names)
+        raise UsageError(
+            "no such factory", value=f"{target}:{factory}", hint=f"did you mean {close!r}?" if close else None
+        )
+
+    def build() -> nn.Module:
+        from torch import nn
+
+        offered = {
+            "vocab_size": spec.vocab_size,
+            "context_length": spec.context_length,
+            "batch_size": spec.batch_size,
+        }
+        with contextlib.suppress(ValueError, TypeError):
+            known = inspect.signature(function).parameters
+            offered = {key: value for key, value in offered.items() if key in known and value is not None}
+        try:
+            model = function(**offered)
+        except MemprofError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"the factory {factory} raised {type(error).__name__}",
+                value=f"{_first_line(error)} ({_where(error)})",
+                hint="mend it, or see the whole traceback with --debug",
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"the factory {factory} did not return a module",
+                value=type(model).__name__,
+                hint="return an nn.Module",
+            )
+        return model
+
+    return ModelSource(
+        name=f"{Path(target).name}:{factory}",
+        task="custom",
+        build=build,
+        dtype=spec.dtype,
+        max_positions=None,
+        vocab_size=None,
+        config=None,
+        asked_vocab_size=spec.vocab_size,
+    )
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError("no such file", value=path, hint="give the path of a Python file, then :factory")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its own imports resolve as if it were run as a script.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _import_failed(str(path), error) from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _import_failed(name, error) from error
+    finally:
+        sys.path.remove("")
+
+
+def _import_failed(name: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{name} cannot be imported",
+        value=f"{type(error).__name__}: {_first_line(error)}",
+        hint="run it with python first; --debug shows the traceback",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _where(error: BaseException) -> str:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return "" if traceback is None else f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"

@@ -1,0 +1,156 @@
+"""The training or inference step itself: plain PyTorch, as people write it, with its phases named.
+
+`Stage` is whatever marks the phases: a virtual GPU or a measuring one. Nothing here knows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.spec import Mode, TargetSpec
+from memprof.trace.events import PhaseKind
+from memprof.workload.inputs import Feeder
+from memprof.workload.models import ModelSource
+
+
+class Device(Protocol):
+    """What a step needs of the device that it runs on."""
+
+    def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
+        """What runs inside is this phase."""
+
+    def adopt(self, root: nn.Module) -> None:
+        """`root` is the model of this run."""
+
+    def assume(self, sentence: str) -> None:
+        """The run rests on this."""
+
+
+class Workload:
+    """One run of `spec`: build the model, then step.
+
+    After `run`, `model` and `feeder` say what was run.
+    """
+
+    def __init__(self, spec: TargetSpec, source: ModelSource) -> None:
+        self.spec = spec
+        self.source = source
+        self.num_parameters = 0
+        self.context_length: int | None = None
+        self.dtype: str | None = source.dtype
+
+    def run(self, device: Device, progress: Callable[[str], None] = lambda doing: None) -> None:
+        """Run every step on `device`, whose tensors are at "cuda".
+
+        Raises:
+            UsageError: the model cannot be built or fed.
+        """
+        spec = self.spec
+        for note in self.source.notes:
+            device.assume(note)
+        progress("building the model")
+        with device.phase(PhaseKind.MODEL):
+            model = self._build()
+        device.adopt(model)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if self.dtype is None:
+            first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+            self.dtype = None if first is None else str(first).removeprefix("torch.")
+        feeder = Feeder(self.source, model, spec.batch_size, spec.context_length)
+        self.context_length = feeder.context_length
+        if spec.mode is Mode.INFERENCE:
+            model.eval()
+            for step in range(1, spec.steps + 1):
+                progress(f"forward {step} of {spec.steps}")
+                self._infer(device, model, feeder, step)
+        else:
+            model.train()
+            self._prepare_training(device, model)
+            with device.phase(PhaseKind.OPTIMIZER):
+                optimizer = _optimizer(spec.optimizer, model)
+            for step in range(1, spec.steps + 1):
+                progress(f"training step {step} of {spec.steps}")
+                for micro_batch in range(1, spec.gradient_accumulation + 1):
+                    self._micro_batch(device, model, feeder, step, micro_batch)
+                if optimizer is not None:
+                    with device.phase(PhaseKind.OPTIMIZER_STEP, step):
+                        optimizer.step()
+                with device.phase(PhaseKind.ZERO_GRAD, step):
+                    model.zero_grad()
+        for sentence in feeder.assumptions:
+            device.assume(sentence)
+
+    def _build(self) -> nn.Module:
+        if self.source.task != "custom":
+            with torch.device("cuda"):
+                return self.source.build()
+        # The user's own code decides where its tensors are made; then it moves the model, as a script does.
+        model = self.source.build()
+        if self.source.dtype is not None:
+            model = model.to(getattr(torch, self.source.dtype))
+        return model.to("cuda")
+
+    def _prepare_training(self, device: Device, model: nn.Module) -> None:
+        config = getattr(model, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # type: ignore[union-attr]
+            device.assume("No KV cache in training (config.use_cache = False, as transformers' Trainer sets it).")
+        if not self.spec.activation_checkpointing:
+            return
+        for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+            enable = getattr(model, name, None)
+            if enable is not None:
+                try:
+                    enable()
+                except ValueError as error:
+                    raise UsageError("the model has no activation checkpointing", value=str(error)) from None
+                return
+        raise UsageError(
+            "--activation-checkpointing does not apply",
+            value=type(model).__name__,
+            hint="the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward",
+        )
+
+    def _micro_batch(self, device: Device, model: nn.Module, feeder: Feeder, step: int, micro_batch: int) -> None:
+        """One forward and backward; what it leaves behind is the gradients, as in a function of its own."""
+        with device.phase(PhaseKind.INPUTS, step, micro_batch):
+            batch = _on_gpu(feeder.host_batch())
+        with device.phase(PhaseKind.FORWARD, step, micro_batch):
+            outputs = model(**batch)
+            loss = feeder.loss(outputs, batch)
+            if self.spec.gradient_accumulation > 1:
+                loss = loss / self.spec.gradient_accumulation
+        with device.phase(PhaseKind.BACKWARD, step, micro_batch):
+            loss.backward()
+        if step == 1 and micro_batch == 1:
+            device.assume("The model's output (logits) is kept until its backward is done, as in a plain training loop.")
+
+    def _infer(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
+        with device.phase(PhaseKind.INPUTS, step, 1):
+            batch = _on_gpu(feeder.host_batch())
+            if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
+                batch.pop("labels", None)
+        with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad():
+            outputs = model(**batch)
+        del outputs
+
+
+def _on_gpu(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to("cuda") if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-4)
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-4)
+    if name == "adafactor":
+        return torch.optim.Adafactor(parameters, lr=1e-4)
+    return None
