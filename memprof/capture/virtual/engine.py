@@ -2,12 +2,15 @@
 
 The engine adds up gradients that meet at one tensor. Where it holds the only reference to the first one, it adds the
 second in place (torch/csrc/autograd/input_buffer.cpp, `accumulate`), but not while a dispatch mode is active: then it
-calls `add` and allocates. The mode sees that call and does what a plain eager run does.
+calls `add` and allocates. Several backward formulas do likewise (torch/csrc/autograd/FunctionsManual.cpp, wherever it
+asks `areAnyTensorSubclassLike`): they fill a new tensor of zeros in place, or out of place under a mode. The recording
+mode sees those calls and does what a plain eager run does.
 """
 
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _use_count = torch.Tensor._use_count
 _storage_use_count = torch._C._storage_Use_Count
+_aten = torch.ops.aten
+FILLS_ZEROS: dict[Any, Any] = {
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.put.default: _aten.put_.default,
+    _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
+    _aten.masked_scatter.default: _aten.masked_scatter_.default,
+}
+"""Out-of-place operator of a backward formula -> what a plain run calls on the zeros that it has just made."""
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -48,24 +63,32 @@ class Accumulation:
 
     def is_in_place(self, args: Any, kwargs: Any) -> bool:
         """Whether `add(*args)` is the engine adding to a gradient that nobody else holds."""
-        if kwargs or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        if kwargs or not in_backward() or torch.is_grad_enabled():
             return False
         first, second = args
         if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
             return False
-        # Called by the engine itself: no Python of a hook, a custom backward or a recomputation in between.
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_OWN_DIR):
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is None or frame.f_code is not _ENGINE:
-            return False
         references, storage_references = _counts(first)
         sole, storage_sole = self._sole_owner
-        return references <= sole and storage_references <= storage_sole and _is_dense(first)
+        return references <= sole and storage_references <= storage_sole and _is_dense(first) and called_by_engine()
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def called_by_engine() -> bool:
+    """Whether the engine's C++ called the operator: no Python of a hook, a custom backward or a recomputation between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _ENGINE
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-_OWN_DIR = __file__.rsplit("/", 1)[0]
+# torch wraps a dispatch mode's method so that dynamo leaves it alone; those frames are not the program's.
+_TRANSPARENT = (__file__.rsplit("/", 1)[0], torch.__path__[0] + "/_compile.py", torch.__path__[0] + "/_dynamo/")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from memprof.capture.recorder import Place, Recorder
 from memprof.capture.virtual import hidden, layout
-from memprof.capture.virtual.engine import Accumulation
+from memprof.capture.virtual.engine import FILLS_ZEROS, Accumulation, called_by_engine, in_backward
 from memprof.capture.virtual.values import Values
 from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
 
@@ -101,6 +101,11 @@ class RecordingMode(TorchDispatchMode):
         self._host_sources: dict[int, tuple[Any, int]] = {}
         self._accumulation = Accumulation()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default wraps every call in a guard against torch.compile, and imports all of dynamo for it.
+        return False
+
     # -- devices ----------------------------------------------------------------------------------------------------
 
     def device_of(self, tensor: torch.Tensor) -> str:
@@ -148,6 +153,8 @@ class RecordingMode(TorchDispatchMode):
             elif call.on_host and call.on_gpu and not operator.device_exempt:
                 self._check_devices(operator, call, place)
             self.recorder.note_forward(place)
+            if func in FILLS_ZEROS and self._fills_new_zeros(call):
+                return FILLS_ZEROS[func](*args, **call.kwargs)
             if operator.handler is not None:
                 result = operator.handler(self, operator, call, place)
                 if result is not NotImplemented:
@@ -333,7 +340,7 @@ class RecordingMode(TorchDispatchMode):
         if not self._workspace.permanent:
             self.transients([self._workspace.num_bytes], operator, place)
             return
-        thread = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        thread = "backward" if in_backward() else "forward"
         if thread not in self._taken_workspaces:
             self._taken_workspaces.add(thread)
             self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, GPU)
@@ -399,6 +406,14 @@ class RecordingMode(TorchDispatchMode):
         for name, arg in call.kwargs.items():
             call.key.append(name)
             self._look(arg, call)
+
+    def _fills_new_zeros(self, call: Call) -> bool:
+        """Whether this is a backward formula filling the zeros that it has just made: in place on a plain run."""
+        target = call.args[0]
+        if not in_backward() or not isinstance(target, torch.Tensor) or not called_by_engine():
+            return False
+        index = self.recorder.live.get(target.untyped_storage()._cdata)
+        return index is not None and index == len(self.recorder.trace.storages) - 1
 
     # -- operators that need more -----------------------------------------------------------------------------------
 
