@@ -92,12 +92,12 @@ class ModuleTracker:
                 role = ModuleRole.HEAD
             elif stack in stacks and item.isdecimal():
                 role = ModuleRole.LAYER
+            elif not stacks and "." not in path:
+                role = ModuleRole.CHILD
             elif isinstance(module, nn.Embedding):
                 role = ModuleRole.EMBEDDING
             elif "norm" in type(module).__name__.lower():
                 role = ModuleRole.NORM
-            elif not stacks and "." not in path:
-                role = ModuleRole.CHILD
             self._add(module, path, role, stack if role is ModuleRole.LAYER else "")
 
 

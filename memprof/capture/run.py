@@ -40,7 +40,7 @@ def capture_virtual(workload: Workload, gpu: Gpu, progress: Callable[[str], None
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise RunFailedError(
-            f"the run failed in {device.recorder.phase.kind.value} with {type(error).__name__}",
+            f"the run failed in {device.failed_phase or 'its set-up'} with {type(error).__name__}",
             value=f"{first} ({_where(error.__traceback__)})",
             hint="if the same code runs on a real GPU, this is a gap of the virtual one; --debug shows the traceback",
             trace=device.trace,

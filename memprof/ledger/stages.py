@@ -77,6 +77,8 @@ class _ForwardSpans:
         self._seen_layer = ""
         self._seen_head = False
         self._saw_norm = False
+        self._left_root = False
+        self._trains = any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
         depth = 0
         for time in range(begin, end):
             event = trace.events[time]
@@ -85,6 +87,10 @@ class _ForwardSpans:
             module = trace.modules[event.ref]
             if module.role is ModuleRole.NORM and depth == 0:
                 self._saw_norm = True
+            if module.role is ModuleRole.ROOT and event.kind is EventKind.EXIT and not self._seen_head:
+                # What follows the model's own code is the loss; with a head, what follows the head is.
+                self._gap(time + 1, None)
+                self._left_root = True
             if module.role not in (ModuleRole.LAYER, ModuleRole.HEAD, ModuleRole.CHILD):
                 continue
             if event.kind is EventKind.ENTER:
@@ -105,23 +111,21 @@ class _ForwardSpans:
 
     def _gap(self, end: int, following: Module | None) -> None:
         """Code between layers and head, named after where it lies."""
-        if not self._seen_layer and not self._seen_head:
-            name = "embedding" if following is None or following.role is not ModuleRole.CHILD else "input"
-            if following is None and not self._stacks:
-                name = "forward"
-        elif self._seen_head:
-            name = "loss"
-        elif following is not None and following.role is ModuleRole.LAYER:
-            if following.stack == self._seen_layer:
-                # Between two layers of a stack the old hidden states are let go: still the layer's doing.
-                self.spans[-1] = replace(self.spans[-1], end=end)
-                self._begin = end
-                return
-            name = f"{self._stack_name(following.stack)}embedding"
-        elif following is None and not any(m.role is ModuleRole.HEAD for m in self._trace.modules):
-            name = "final norm" if self._saw_norm else "output and loss"
-        else:
+        if self._seen_head or self._left_root:
+            name = "loss" if self._trains else "output"
+        elif not self._stacks:
+            name = "own code"  # of a model without a stack of layers, beside its children
+        elif not self._seen_layer:
+            name = "embedding"
+        elif following is None or following.role is ModuleRole.HEAD:
             name = "final norm" if self._saw_norm else "before the head"
+        elif following.stack == self._seen_layer:
+            # Between two layers of a stack the old hidden states are let go: still the layer's doing.
+            self.spans[-1] = replace(self.spans[-1], end=end)
+            self._begin = end
+            return
+        else:
+            name = f"{self._stack_name(following.stack)}embedding"
         self._add(name, end)
 
     def _module(self, end: int, module: Module) -> None:
@@ -129,8 +133,7 @@ class _ForwardSpans:
             self._seen_head = True
             self._add("logits", end)
         elif module.role is ModuleRole.CHILD:
-            self._seen_layer = module.path
-            self._add(module.path, end)
+            self._add(f"{module.path} {module.class_name}", end)
         else:
             self._seen_layer = module.stack
             index = int(module.path.rpartition(".")[2])

@@ -14,7 +14,7 @@ from rich.text import Text
 from memprof.findings import Evidence, Finding, Severity
 from memprof.report.document import Document, TensorRow
 from memprof.report.folding import shown_stages, shown_step
-from memprof.units import GIB, format_bytes, format_count, gib
+from memprof.units import GIB, MIB, format_bytes, format_count, gib
 
 MAX_TENSORS = 10
 MAX_EVIDENCE = 6
@@ -50,6 +50,23 @@ def renderable(document: Document, *, explain: bool) -> RenderableType:
     return Group(*parts)
 
 
+class _Unit:
+    """The unit of a report's tables: GiB, or MiB for a run that would be all zeros in GiB."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name = name
+        self._num_bytes = num_bytes
+
+    def amount(self, num_bytes: int, *, sign: bool = False) -> str:
+        """`num_bytes` with two decimals, never as minus zero."""
+        value = round(num_bytes / self._num_bytes, 2) + 0.0
+        return f"{value:+,.2f}" if sign else f"{value:,.2f}"
+
+
+def _unit(document: Document) -> _Unit:
+    return _Unit("GiB", GIB) if document.peak.allocated_bytes >= GIB else _Unit("MiB", MIB)
+
+
 def _heading(document: Document) -> RenderableType:
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
@@ -78,6 +95,7 @@ def _describe(target: dict[str, Any]) -> str:
 
 def _stages(document: Document) -> RenderableType:
     usable = document.device["usable_bytes"]
+    amount = _unit(document).amount
     step = shown_step(document)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("stage" + (f" (step {step})" if step else ""))
@@ -88,24 +106,25 @@ def _stages(document: Document) -> RenderableType:
     peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
     for position, row in enumerate(rows):
         fits = row.peak_bytes <= usable
-        verdict = Text("fits") if fits else Text(f"{gib(row.peak_bytes - usable)} over", style="red")
+        verdict = Text("fits") if fits else Text(f"{amount(row.peak_bytes - usable)} over", style="red")
         name = Text(row.name)
         if row.count > 1:
-            name.append(f" x{row.count}, {gib(row.delta_bytes // row.count)} each", style="dim")
+            name.append(f" x{row.count}, {amount(row.delta_bytes // row.count)} each", style="dim")
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
-        delta = f"{round(row.delta_bytes / GIB, 2) + 0.0:+,.2f}"
-        table.add_row(name, gib(row.allocated_bytes), delta, gib(row.peak_bytes), verdict)
-    return Group(table, Text(f"GiB; {gib(usable)} usable beside the CUDA context.", style="dim"))
+        delta = amount(row.delta_bytes, sign=True)
+        table.add_row(name, amount(row.allocated_bytes), delta, amount(row.peak_bytes), verdict)
+    note = f"{_unit(document).name}; {format_bytes(usable)} usable beside the CUDA context."
+    return Group(table, Text(note, style="dim"))
 
 
 def _verdict(document: Document) -> RenderableType:
     verdict, device = document.verdict, document.device
-    need = f"{gib(verdict.required_bytes)} GiB with the CUDA context"
+    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
     if verdict.fits:
         spare = device["total_bytes"] - verdict.required_bytes
         text = Text("\nFits: ", style="bold green")
-        return text.append(f"needs {need}, {gib(spare)} GiB to spare.", style="default")
+        return text.append(f"needs {need}, {format_bytes(spare)} to spare.", style="default")
     text = Text("\nDoes not fit: ", style="bold red")
     step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
     text.append(
@@ -119,6 +138,7 @@ def _verdict(document: Document) -> RenderableType:
 
 def _categories(document: Document) -> RenderableType:
     total = document.peak.allocated_bytes
+    amount = _unit(document).amount
     table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
@@ -127,21 +147,22 @@ def _categories(document: Document) -> RenderableType:
     for category, num_bytes in document.peak.categories.items():
         share = num_bytes / total
         bar = "█" * round(share * _BAR_WIDTH)
-        table.add_row(category, gib(num_bytes), f"{share:.1%}", Text(bar, style="blue"))
+        table.add_row(category, amount(num_bytes), f"{share:.1%}", Text(bar, style="blue"))
     where = document.peak.stage + (f" of step {document.peak.step}" if document.peak.step else "")
-    title = Text(f"\nAt the peak, {gib(total)} GiB in {where}", style="bold")
+    title = Text(f"\nAt the peak, {format_bytes(total)} in {where}", style="bold")
     return Group(title, Padding(table, (0, 0, 1, 2)))
 
 
 def _tensors(document: Document) -> RenderableType:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for header in ("GiB", "x"):
+    unit = _unit(document)
+    for header in (unit.name, "x"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("shape", no_wrap=True)
     table.add_column("what it is", overflow="fold")
     for tensor in document.peak.tensors[:MAX_TENSORS]:
         shape = "x".join(map(str, tensor.shape))
-        table.add_row(gib(tensor.bytes), str(tensor.count), f"{shape} {tensor.dtype}", _origin(tensor))
+        table.add_row(unit.amount(tensor.bytes), str(tensor.count), f"{shape} {tensor.dtype}", _origin(tensor))
     return Group(Text("Largest tensors alive at the peak", style="bold"), Padding(table, (0, 0, 1, 2)))
 
 

@@ -75,8 +75,7 @@ class Feeder:
         model: Any = self.model
         if hasattr(model, "memprof_inputs"):
             return lambda: dict(model.memprof_inputs(self.batch_size, self.context_length))
-        parameters = inspect.signature(type(model).forward).parameters
-        names = [name for name in parameters if name != "self"]
+        names = list(inspect.signature(model.forward).parameters)
         if not names:
             raise UsageError("the model's forward takes no input", value=type(model).__name__, hint=_INPUTS_HINT)
         first = next((m for m in model.modules() if isinstance(m, _INPUT_LAYERS) and _has_weight(m)), None)

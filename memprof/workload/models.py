@@ -7,12 +7,15 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, load_config, resolve_size
 from memprof.errors import MemprofError, UsageError, nearest
@@ -105,7 +108,8 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name).to_dict()
+        # Without a network the hub's client tries again for half a minute: ask once, and else use what it has kept.
+        config = AutoConfig.from_pretrained(name, local_files_only=not _hub_answers()).to_dict()
     except (OSError, ValueError, KeyError) as error:
         close = nearest(name, [entry.hf_id for entry in list_models()])
         instead = f"did you mean {close!r}, which is in the catalog? Or " if close else ""
@@ -115,6 +119,18 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
             hint=f"{instead}check the name and the network, or download its config.json and give its path",
         ) from None
     return _from_mapping(name, config, spec)
+
+
+def _hub_answers() -> bool:
+    """Whether the model hub's name resolves; behind a proxy the client must find out for itself."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True
 
 
 _TASK_OF_SUFFIX = {

@@ -49,6 +49,8 @@ class VirtualGpu:
         self._assumptions: dict[str, None] = {}
         self._roots: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self.failed_phase: PhaseKind | None = None
+        """The phase in which the program raised."""
         self._step = 0
         self._micro_batch = 0
         self._automatic_phases = True
@@ -127,6 +129,9 @@ class VirtualGpu:
         self.recorder.begin_phase(kind, step, micro_batch)
         try:
             yield
+        except BaseException:
+            self.failed_phase = self.failed_phase or kind
+            raise
         finally:
             self._automatic_phases = automatic
             self.recorder.begin_phase(*before)
