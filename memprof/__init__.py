@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from memprof.version import __version__
+
 __all__ = ["__version__", "profile", "virtual_gpu"]
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
     TargetSpec -workload-> step -capture-> Trace -ledger-> Ledger -findings-> [Finding] -report-> Document
 
-A run is captured once; everything else is computed from its trace. So a saved capture gives the same report again, and a
-simulated and a measured run go through the same lines of code.
+A run is captured once; everything else is computed from its trace. So a saved capture gives the same report again,
+and a simulated and a measured run go through the same lines of code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import memprof
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.findings import Context, find_all
@@ -20,6 +19,7 @@ from memprof.ledger.ledger import build_ledger
 from memprof.report.document import Document, build_document
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Trace
+from memprof.version import __version__
 
 if TYPE_CHECKING:
     from memprof.library import ProfiledGpu
@@ -43,7 +43,7 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
     trace = capture_virtual(workload, gpu, progress)
     trace.facts = {
         "command": "profile",
-        "memprof_version": memprof.__version__,
+        "memprof_version": __version__,
         "target": {
             **dataclasses.asdict(spec),
             "model": source.name,
@@ -66,7 +66,11 @@ def analyze(trace: Trace) -> Document:
     target, device = facts["target"], facts["device"]
     ledger = build_ledger(trace)
     fields = {field.name for field in dataclasses.fields(TargetSpec)}
-    spec = TargetSpec(**{**{k: v for k, v in target.items() if k in fields}, "mode": Mode(target["mode"])}) if target else None
+    spec = (
+        TargetSpec(**{**{k: v for k, v in target.items() if k in fields}, "mode": Mode(target["mode"])})
+        if target
+        else None
+    )
     context = Context(
         ledger=ledger,
         usable_bytes=device["usable_bytes"],

@@ -1,4 +1,4 @@
-"""What to profile: one frozen, validated description of model, workload and card, from which everything else follows."""
+"""What to profile: one frozen, validated description of model, workload and card; everything else follows from it."""
 
 from __future__ import annotations
 

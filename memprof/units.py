@@ -34,9 +34,9 @@ def gib(num_bytes: int | float) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` for a sentence: the largest binary unit in which it is at least 1, with two decimals."""
+    """`num_bytes` for a sentence: GiB, or the largest smaller unit in which it is at least 1, with two decimals."""
     size = abs(num_bytes)
-    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
             return f"{num_bytes / unit:,.2f} {name}"
     return f"{num_bytes} bytes"

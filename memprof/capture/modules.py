@@ -107,11 +107,12 @@ def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
         path = f"{prefix}{name}"
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         alike = len({type(member) for member in members}) == 1
-        if len(members) > 1 and alike and all(next(m.parameters(), None) is not None for m in members):
-            # A Sequential of bare Linear layers is a network, not a stack of layers.
-            if isinstance(child, nn.ModuleList) or any(True for _ in members[0].children()):
-                yield path, child
-                continue
+        parameterised = all(next(member.parameters(), None) is not None for member in members)
+        # A Sequential of bare Linear layers is a network, not a stack of layers.
+        layered = isinstance(child, nn.ModuleList) or (members and next(members[0].children(), None) is not None)
+        if len(members) > 1 and alike and parameterised and layered:
+            yield path, child
+            continue
         yield from _stacks(child, f"{path}.")
 
 

@@ -244,10 +244,8 @@ class Recorder:
             if foreign is None:
                 name = code.co_filename
                 foreign = is_foreign[code] = not (
-                    name.startswith(_TORCH_DIR)
+                    name.startswith((_TORCH_DIR, "<frozen", "<string>"))
                     or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
-                    or name.startswith("<frozen")
-                    or name == "<string>"
                 )
             if foreign:
                 key = (code, frame.f_lineno)

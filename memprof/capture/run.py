@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -33,7 +32,7 @@ def capture_virtual(workload: Workload, gpu: Gpu, progress: Callable[[str], None
     """
     device = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES)
     try:
-        with _no_collection(), _quiet_transformers(), device:
+        with _no_collection(), device:
             workload.run(device, progress)
     except MemprofError:
         raise
@@ -70,17 +69,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """transformers' notices on building a model are not about the user's run."""
-    logging = sys.modules.get("transformers.utils.logging")
-    if logging is None:
-        from transformers.utils import logging
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

@@ -18,6 +18,7 @@ class Progress:
         return self
 
     def __call__(self, doing: str) -> None:
+        """Say what is being done now."""
         if self._enabled and time.monotonic() - self._begin > 2:
             sys.stderr.write(f"\r\033[Kmemprof: {doing} …")
             sys.stderr.flush()

@@ -1,7 +1,6 @@
-"""Rules over a ledger."""
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+"""Findings: what is wrong with a run, with bytes and evidence. One rule per file; `find_all` asks them all."""
 
-def find_all(context: Context) -> list[Finding]:
-    return []
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.rules import find_all
 
 __all__ = ["Context", "Evidence", "Finding", "Severity", "find_all"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from memprof.findings.lives import Lives
 from memprof.ledger.ledger import Ledger
 from memprof.spec import TargetSpec
 
@@ -61,6 +62,11 @@ class Context:
     num_parameters: int | None = None
     context_length: int | None = None
     max_positions: int | None = None
+    lives: Lives = field(init=False, repr=False, compare=False)
+    """Births and deaths of the ledger's storages, for all rules to share."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lives", Lives(self.ledger))
 
     @property
     def tokens(self) -> int | None:

@@ -133,7 +133,9 @@ def build_ledger(trace: Trace) -> Ledger:
     peak_bytes = max(allocated)
     # The last time that it is reached: in the steady state rather than in the first step.
     peak_event = max(
-        time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes
+        time
+        for time, event in enumerate(trace.events)
+        if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes
     )
     peak_stage = next(span for span in stage_spans if span.begin <= peak_event < span.end)
     live = _live_tensors(trace, categories, peak_event)

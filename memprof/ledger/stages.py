@@ -1,8 +1,9 @@
-"""Stages: the run cut into stretches that follow the model (embedding, each layer, final norm, logits, loss, backward)."""
+"""Stages: the run cut into stretches that follow the model (embedding, layers, final norm, logits, loss, backward)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole, PhaseKind, Trace
 
@@ -46,7 +47,7 @@ def spans(trace: Trace) -> list[Span]:
     boundaries = [time for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE]
     boundaries.append(len(trace.events))
     result: list[Span] = []
-    for begin, end in zip(boundaries, boundaries[1:], strict=False):
+    for begin, end in pairwise(boundaries):
         phase = trace.phases[trace.events[begin].ref]
         if phase.kind is PhaseKind.FORWARD:
             result += _ForwardSpans(trace, begin, end).spans

@@ -9,16 +9,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import memprof
 from memprof.findings import Finding
 from memprof.ledger.ledger import Ledger, LiveTensor, Stage
 from memprof.trace.events import NONE
+from memprof.version import __version__
 
 SCHEMA = 1
 
 RESERVED_UNKNOWN = (
-    "reserved_bytes and device_used_bytes are null and the verdict tests allocated bytes: segments and fragmentation of "
-    "the caching allocator are not replayed yet, so a real run needs somewhat more."
+    "reserved_bytes and device_used_bytes are null and the verdict tests allocated bytes: segments and fragmentation "
+    "of the caching allocator are not replayed yet, so a real run needs somewhat more."
 )
 
 
@@ -140,7 +140,7 @@ def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
     peak = ledger.peak_stage
     return Document(
         schema=SCHEMA,
-        memprof_version=facts.get("memprof_version", memprof.__version__),
+        memprof_version=facts.get("memprof_version", __version__),
         command=facts["command"],
         source=trace.source,
         target=facts["target"],

@@ -81,7 +81,9 @@ def load_trace(path: Path) -> Trace:
         with gzip.open(path, "rb") as file:
             document = json.loads(file.read())
     except FileNotFoundError:
-        raise UsageError("no such file", value=path, hint="give a capture that `memprof profile --save` wrote") from None
+        raise UsageError(
+            "no such file", value=path, hint="give a capture that `memprof profile --save` wrote"
+        ) from None
     except (EOFError, zlib.error) as error:
         raise UsageError("the capture is truncated or damaged", value=path, hint="record it again") from error
     except (gzip.BadGzipFile, ValueError) as error:

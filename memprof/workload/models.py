@@ -1,4 +1,4 @@
-"""From what the user named to a model that can be built: catalog, hub, local configuration, or a factory of their own."""
+"""From what the user named to a model that can be built: catalog, hub, local configuration, or their own factory."""
 
 from __future__ import annotations
 
@@ -76,10 +76,12 @@ def _unknown_model(name: str) -> UsageError:
     names = [alias for entry in list_models() for alias in (entry.key, entry.hf_id)]
     close = nearest(name, names)
     hint = f"did you mean {close!r}?" if close else "`memprof models` lists the catalog"
-    return UsageError("unknown model", value=repr(name), hint=f"{hint} (an org/name id, a folder or file.py:factory work too)")
+    return UsageError(
+        "unknown model", value=repr(name), hint=f"{hint} (an org/name id, a folder or file.py:factory work too)"
+    )
 
 
-# -- Hugging Face models ------------------------------------------------------------------------------------------------
+# -- Hugging Face models ----------------------------------------------------------------------------------------
 
 
 def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
@@ -162,7 +164,7 @@ def _default_architecture(model_type: str) -> str:
         names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
         if model_type in names:
             return str(names[model_type])
-    raise UsageError("unknown model type in the configuration", value=repr(model_type), hint="add its \"architectures\"")
+    raise UsageError("unknown model type in the configuration", value=repr(model_type), hint='add its "architectures"')
 
 
 def _hugging_face(
@@ -254,7 +256,7 @@ def _dtype(checkpoint: str, spec: TargetSpec) -> tuple[str, str]:
     return dtype, f"dtype {dtype}: that of the published checkpoint."
 
 
-# -- the user's own -----------------------------------------------------------------------------------------------------
+# -- the user's own ----------------------------------------------------------------------------------------------
 
 
 def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:

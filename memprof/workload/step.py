@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -51,6 +52,10 @@ class Workload:
         Raises:
             UsageError: the model cannot be built or fed.
         """
+        with _quiet_transformers() if self.source.task != "custom" else contextlib.nullcontext():
+            self._run(device, progress)
+
+    def _run(self, device: Device, progress: Callable[[str], None]) -> None:
         spec = self.spec
         for note in self.source.notes:
             device.assume(note)
@@ -129,7 +134,7 @@ class Workload:
         with device.phase(PhaseKind.BACKWARD, step, micro_batch):
             loss.backward()
         if step == 1 and micro_batch == 1:
-            device.assume("The model's output (logits) is kept until its backward is done, as in a plain training loop.")
+            device.assume("The model's output is kept until its backward is done, as in a plain training loop.")
 
     def _infer(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
         with device.phase(PhaseKind.INPUTS, step, 1):
@@ -139,6 +144,19 @@ class Workload:
         with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad():
             outputs = model(**batch)
         del outputs
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """transformers' notices on building a model are not about the user's run."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _on_gpu(batch: dict[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,10 @@ class Composites:
         is_causal: bool,
         needs_grad: bool,
     ) -> str:
-        """The backend that CUDA's order (flash, efficient, math) gives: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
+        """The backend that CUDA's order (flash, efficient, math) gives.
+
+        Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+        """
         backends = torch.backends.cuda
         head_dim = query.shape[-1]
         half = query.dtype in (torch.float16, torch.bfloat16)
@@ -112,7 +115,9 @@ class Composites:
             and four_dims
             and head_dim <= 256
             and not (is_causal and query.shape[-2] != key.shape[-2])
-            and not (needs_grad and small_shared_memory and (192 < head_dim <= 224 or (head_dim > 224 and dropout_p > 0)))
+            and not (
+                needs_grad and small_shared_memory and (192 < head_dim <= 224 or (head_dim > 224 and dropout_p > 0))
+            )
         ):
             return "flash"
         alignment = 8 if half else 4 if capability >= (8, 0) else 1

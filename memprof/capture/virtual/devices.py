@@ -149,7 +149,9 @@ class DeviceMode(TorchFunctionMode):
         device_argument = _META if target.type in ("cuda", "meta") else _CPU
         wanted = GPU if target.type == "cuda" else "meta" if target.type == "meta" else HOST
         kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
-        return self._on(wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs})
+        return self._on(
+            wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs}
+        )
 
     def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         return self._to(tensor, _CUDA, **kwargs)
@@ -186,7 +188,8 @@ class DeviceMode(TorchFunctionMode):
         with _NoTorchFunction():
             if not tensor.is_meta:
                 return repr(tensor)
-            return f"tensor(..., device='{self._recording.device_of(tensor)}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+            device, shape = self._recording.device_of(tensor), tuple(tensor.shape)
+            return f"tensor(..., device='{device}', size={shape}, dtype={tensor.dtype})"
 
     def _data_ptr(self, tensor: torch.Tensor) -> int:
         with _NoTorchFunction():
@@ -214,9 +217,11 @@ def _overridden(tensors: Any) -> bool:
     """Whether a tensor subclass (not a mode) wants the call."""
     for tensor in tensors:
         kind = type(tensor)
-        if kind is not _Tensor and kind is not torch.nn.Parameter and hasattr(kind, "__torch_function__"):
-            if kind.__torch_function__ is not torch._C._disabled_torch_function_impl and kind is not _Tensor:
-                return bool(kind.__torch_function__ != _Tensor.__torch_function__)
+        if kind is _Tensor or kind is torch.nn.Parameter:
+            continue
+        handler = getattr(kind, "__torch_function__", None)
+        if handler not in (None, torch._C._disabled_torch_function_impl) and handler != _Tensor.__torch_function__:
+            return True
     return False
 
 

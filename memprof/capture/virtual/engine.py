@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_use_count = torch.Tensor._use_count
+_use_count = torch.Tensor._use_count  # type: ignore[attr-defined]
 _storage_use_count = torch._C._storage_Use_Count
 _aten = torch.ops.aten
 FILLS_ZEROS: dict[Any, Any] = {
@@ -79,7 +79,7 @@ def in_backward() -> bool:
 
 
 def called_by_engine() -> bool:
-    """Whether the engine's C++ called the operator: no Python of a hook, a custom backward or a recomputation between."""
+    """Whether the engine's C++ called the operator: no hook, custom backward or recomputation in between."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""`torch.cuda` as the program sees it on the virtual GPU: one card, with the chosen card's name, size and capability."""
+"""`torch.cuda` as the program sees it on the virtual GPU: one card, with the chosen one's name, size and capability."""
 
 from __future__ import annotations
 

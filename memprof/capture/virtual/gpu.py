@@ -1,4 +1,4 @@
-"""`VirtualGpu`: puts the two modes and the patches in place, watches the run's phases, and takes everything away again."""
+"""`VirtualGpu`: puts the modes and the patches in place, watches the run's phases, and takes everything away again."""
 
 from __future__ import annotations
 

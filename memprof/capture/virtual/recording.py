@@ -1,4 +1,4 @@
-"""The dispatch mode: sees every operator below autograd, runs it on meta tensors, and records the storages that it makes.
+"""The dispatch mode: sees every operator below autograd, runs it on meta tensors, and records the storages it makes.
 
 For each operator it decides, once, what kind it is (a view makes no storage, an in-place operator writes into one, the
 rest allocate), and for each combination of input layouts it remembers the output's layout (layout.py), so that the
@@ -148,9 +148,9 @@ class RecordingMode(TorchDispatchMode):
                     call.key.append(name)
                     self._look(arg, call)
             place = self.recorder.place(sys._getframe(1))
-            if call.real and (call.on_gpu or call.on_host) and not operator.device_exempt:
-                self._check_devices(operator, call, place)
-            elif call.on_host and call.on_gpu and not operator.device_exempt:
+            if (call.real and (call.on_gpu or call.on_host) and not operator.device_exempt) or (
+                call.on_host and call.on_gpu and not operator.device_exempt
+            ):
                 self._check_devices(operator, call, place)
             self.recorder.note_forward(place)
             if func in FILLS_ZEROS and self._fills_new_zeros(call):
@@ -434,7 +434,11 @@ class RecordingMode(TorchDispatchMode):
     def _to_copy(self, operator: _Operator, call: Call, place: Place) -> Any:
         source = call.args[0]
         device = call.kwargs.get("device")
-        if device is None or (device.type == "cpu") == (not source.is_meta) or (device.type == "meta" and source.is_meta):
+        if (
+            device is None
+            or (device.type == "cpu") == (not source.is_meta)
+            or (device.type == "meta" and source.is_meta)
+        ):
             return NotImplemented
         dtype = call.kwargs.get("dtype") or source.dtype
         if not source.is_meta:
@@ -480,7 +484,7 @@ class RecordingMode(TorchDispatchMode):
         return result
 
     def _index(self, operator: _Operator, call: Call, place: Place) -> Any:
-        """Indexing by a mask is indexing by the mask's nonzero indices, which CUDA allocates for the time of the call."""
+        """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
         indices = call.args[1]
         masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
         if not masks or not (call.on_gpu or call.on_host):

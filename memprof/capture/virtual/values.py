@@ -8,7 +8,7 @@ policy, stated in the run's assumptions:
 
 * a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a boolean False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;
-* indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: every index is chosen equally often;
+* indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: each is chosen equally often;
 * a selection by an unknown mask keeps every element, which bounds the memory from above.
 """
 

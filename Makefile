@@ -1,0 +1,56 @@
+# make demo     the first result: what a 4B model needs at 131,072 tokens (a few minutes once, for the installation)
+# make test     everything that CI checks: ruff, mypy, import-linter, pytest
+# make lint     the same without pytest;  make format  mends what ruff can
+# make docs     regenerates docs/cli.md and the outputs shown in README.md and docs/accuracy.md
+# make bench    how fast the simulation is
+# make clean    removes .venv and caches
+#
+# PYTHON=python3.12 make demo  uses another interpreter than python3.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test lint format docs bench clean
+
+# Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
+demo: $(VENV)/.stamp
+	@$(BIN)/memprof profile --model-size 4B --context-length 131072 || test $$? -eq 3
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.stamp-dev
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/.stamp
+	$(BIN)/python tests/benchmarks/simulate.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Set-up runs once, and again when what is to be installed has changed.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "memprof needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "no virtual environment could be made: on Debian or Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,46 @@
+"""Prints the table of docs/accuracy.md: published peaks beside those of the virtual GPU.
+
+The workloads are those of tests/accuracy/test_liger.py; the published figures are in docs/data/published_memory.csv.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _comparison() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("test_liger", ROOT / "tests" / "accuracy" / "test_liger.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    """Simulate every row and print it."""
+    comparison = _comparison()
+    worst = 0.0
+    count = 0
+    print(f"{'workload':<28}{'size':>10}  {'card':<24}{'published':>12}{'simulated':>12}{'difference':>12}")
+    for setup, axis in comparison.CASES:
+        for row in comparison.published(ROOT / "docs" / "data", setup.__name__, axis):
+            simulated = comparison.simulated_mib(row, setup)
+            difference = simulated - row.mib
+            worst = max(worst, abs(difference) / row.mib)
+            count += 1
+            size = f"{row.axis}={row.x}"
+            figures = f"{row.mib:>12,.3f}{simulated:>12,.3f}{difference:>+12.3f}"
+            print(f"{row.kernel:<28}{size:>10}  {row.gpu:<24}{figures}")
+    print(f"\nMiB. {count} rows; the largest difference is {worst:.5%} of the published figure.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Writes the parts of the documentation that the program itself knows: `make docs`.
+
+* docs/cli.md, from the parser;
+* in README.md and docs/*.md, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what COMMAND
+  prints.
+
+With `--check` nothing is written, and the exit code is 1 if something is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+CLI_PAGE = ROOT / "docs" / "cli.md"
+WIDTH = 110
+"""Columns of the outputs shown."""
+
+_HEADER = "<!-- Generated from the parser by docs/generate.py: run `make docs`, do not edit. -->\n"
+_OUTPUT = re.compile(r"(?P<begin><!-- output of: (?P<command>.+?) -->\n).*?(?P<end><!-- end of output -->)", re.DOTALL)
+_EXIT_CODES = """\
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | done, and it fits |
+| 3 | done, and it does not fit |
+| 2 | wrong use: an unknown name, a value out of range, a file that is not what it should be |
+| 1 | anything else |
+"""
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def command_line_reference(app: typer.Typer) -> str:
+    """The reference of a typer application, as Markdown: every command with its arguments, options and defaults."""
+    root = typer.main.get_command(app)
+    pages = [_HEADER, f"# The command line: `{root.name}`\n", *_sections(root, root.name or "", None, level=2)]
+    return "\n".join([*pages, _EXIT_CODES])
+
+
+def _sections(command: Any, name: str, parent: Any, *, level: int) -> list[str]:
+    context = command.context_class(command, info_name=name, parent=parent)
+    result = [] if parent is None else [f"{'#' * level} `{context.command_path}`\n"]
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    result += [_paragraphs(command.help or ""), f"```text\n{usage}\n```\n"]
+    parameters = [parameter for parameter in command.get_params(context) if not getattr(parameter, "hidden", False)]
+    for title, kind in (("argument", "argument"), ("option", "option")):
+        rows = [_row(parameter, context) for parameter in parameters if parameter.param_type_name == kind]
+        if rows:
+            result.append("\n".join([f"| {title} | default | what it does |", "|---|---|---|", *rows]) + "\n")
+    for child_name, child in getattr(command, "commands", {}).items():
+        if not child.hidden:
+            result += _sections(child, child_name, context, level=level if parent is None else level + 1)
+    return result
+
+
+def _paragraphs(text: str) -> str:
+    """Help as it is shown on a terminal, its paragraphs joined into one line each."""
+    blocks = text.replace("\b", "").split("\n\n")
+    return "\n\n".join(" ".join(block.split()) for block in blocks).strip() + "\n"
+
+
+def _row(parameter: Any, context: Any) -> str:
+    if parameter.param_type_name == "argument":
+        spelling = " ".join(parameter.get_usage_pieces(context))
+        text = getattr(parameter, "help", None) or ""
+    else:
+        spelling, text = parameter.get_help_record(context)
+    text = " ".join(text.split())
+    # click and the help texts write extras in the same manner: "[default: 1]", "[required]".
+    extras = _EXTRA.findall(text)
+    default = ", ".join(f"`{extra}`" if found and " " not in extra else extra for found, extra in extras)
+    cells = (f"`{spelling}`", default, _EXTRA.sub("", text).strip())
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+_EXTRA = re.compile(r"\[(default: )?([^\[\]]*)\]$")
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+def with_outputs(page: str) -> str:
+    """`page` with every marked output replaced by what its command prints now."""
+
+    def current(found: re.Match[str]) -> str:
+        return f"{found['begin']}```text\n{output_of(found['command'])}\n```\n{found['end']}"
+
+    return _OUTPUT.sub(current, page)
+
+
+def output_of(command: str) -> str:
+    """What `command` (memprof or python, with arguments) prints on stdout; it may say that something does not fit.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
+    program, *arguments = shlex.split(command)
+    programs = {"memprof": ["-m", "memprof"], "python": []}
+    environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *programs[program], *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 3):
+        raise RuntimeError(f"{command!r} failed with exit code {done.returncode}:\n{done.stderr}")
+    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
+
+
+def pages_with_outputs() -> list[Path]:
+    """The pages that show an output."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in pages if _OUTPUT.search(page.read_text(encoding="utf-8"))]
+
+
+def main() -> int:
+    """Write, or check, everything; the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
+    check = parser.parse_args().check
+    from memprof.cli.main import app
+
+    # The reference first: it may be linked from, and it costs nothing.
+    wanted = {CLI_PAGE: command_line_reference(app)}
+    wanted |= {page: with_outputs(page.read_text(encoding="utf-8")) for page in pages_with_outputs()}
+    stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
+    for page in stale:
+        name = page.relative_to(ROOT)
+        if check:
+            print(f"{name} is out of date: run `make docs`")
+        else:
+            page.write_text(wanted[page], encoding="utf-8")
+            print(f"wrote {name}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

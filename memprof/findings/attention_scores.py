@@ -1,0 +1,123 @@
+"""Attention scores and masks that are really built: they grow with the square of the sequence."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import (
+    computing,
+    input_shapes,
+    percent,
+    plural,
+    tensors_evidence,
+    vocabulary,
+)
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.trace.events import Storage, Trace
+from memprof.units import GIB, format_bytes
+
+MIN_LENGTH = 256
+"""Shorter sequences have small scores, and their lengths are easily those of something else (head dimensions)."""
+
+MIN_SHARE = 0.05
+MIN_BYTES = GIB
+"""Found when above one of the two."""
+
+_PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
+_MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
+
+
+def find(context: Context) -> list[Finding]:
+    """One finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
+    trace, lives = context.ledger.trace, context.lives
+    kinds = _kinds(context)
+    if not kinds:
+        return []
+    most = lives.most(kinds)
+    peak_bytes = context.ledger.peak_bytes
+    if most.num_bytes < MIN_BYTES and most.num_bytes <= MIN_SHARE * peak_bytes:
+        return []
+    scores = lives.sum_bytes(index for index in most.storages if kinds[index] == "scores")
+    masks = most.num_bytes - scores
+    largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
+    what = "scores" if scores >= masks else "masks"
+    shares = f"{format_bytes(scores)} scores, {format_bytes(masks)} masks"
+    title = (
+        f"Attention {what} of {largest.shape[-2]} x {largest.shape[-1]} are built: "
+        f"{plural(len(most.storages), 'tensor')}, {format_bytes(most.num_bytes)} alive at once ({shares}; "
+        f"{percent(most.num_bytes, peak_bytes)} of the peak's size)"
+    )
+    at_peak = lives.at(context.ledger.peak_event, kinds)
+    lines = [
+        *tensors_evidence(context, kinds, most.event, kinds.__getitem__),
+        Evidence(
+            f"{plural(len(at_peak.storages), 'such tensor')} with {format_bytes(at_peak.num_bytes)} alive at the peak",
+            num_bytes=at_peak.num_bytes,
+        ),
+    ]
+    remedies: tuple[str, ...] = ("sdpa-attention",)
+    if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
+        # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
+        lines.append(
+            Evidence(
+                "scaled_dot_product_attention took its math path: no fused kernel serves these arguments (a bias that "
+                "needs a gradient, float32 or an odd head size are the usual reasons)",
+                op="aten._safe_softmax",
+            )
+        )
+        remedies = ("smaller-micro-batch",)
+    return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
+
+
+def _kinds(context: Context) -> dict[int, str]:
+    """Storages that are [..., queries, keys], each as "scores" or "mask".
+
+    That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens. Scores are
+    believed only where a softmax over [queries, keys] was seen, and masks by their type or single head.
+    """
+    trace = context.ledger.trace
+    inputs = input_shapes(context)
+    lengths = {shape[-1] for shape in inputs if shape[-1] >= MIN_LENGTH}
+    batches = {shape[0] for shape in inputs if len(shape) > 1}
+    if context.context_length is not None and context.context_length >= MIN_LENGTH:
+        lengths.add(context.context_length)
+    words = vocabulary(context)
+    computes = computing(trace)
+    softmax = [
+        "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
+        for op in trace.ops
+    ]
+    candidates: list[tuple[int, Storage]] = []
+    attended: set[tuple[int, ...]] = set()
+    for index, storage in enumerate(trace.storages):
+        shape = storage.shape
+        if (
+            len(shape) < 3
+            or shape[-1] < MIN_LENGTH
+            or shape[-2] < MIN_LENGTH
+            or shape[-1] == words
+            or not computes[storage.phase]
+            or storage.hidden
+            or index in trace.owners
+        ):
+            continue
+        candidates.append((index, storage))
+        # A router's softmax over [batch, tokens, experts] has keys that are no sequence length.
+        if softmax[storage.op] and (shape[-1] in lengths or shape[-2] == shape[-1]):
+            attended.add(shape[-2:])
+    result: dict[int, str] = {}
+    for index, storage in candidates:
+        shape = storage.shape
+        # [batch, tokens, features] with as many features as tokens is not [batch * heads, queries, keys].
+        plain = len(shape) == 3 and shape[0] in batches
+        if shape[-2:] in attended:
+            if not plain or softmax[storage.op]:
+                result[index] = "mask" if _is_mask(trace, storage) else "scores"
+        elif len(shape) >= 4 and shape[-2] in lengths and shape[-1] in lengths and _is_mask(trace, storage):
+            result[index] = "mask"
+    return result
+
+
+def _is_mask(trace: Trace, storage: Storage) -> bool:
+    op = trace.op(storage)
+    if storage.dtype in _MASK_DTYPES:
+        return True
+    return len(storage.shape) >= 4 and storage.shape[-3] == 1 and op not in _PRODUCTS and "softmax" not in op

@@ -1,0 +1,78 @@
+"""An operator was given tensors on two devices: a real GPU stops there."""
+
+from __future__ import annotations
+
+import re
+
+from memprof.findings.evidence import file_and_line, format_shape
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def find(context: Context) -> list[Finding]:
+    """One finding for each line at which devices meet; equal ones of other layers and steps are counted."""
+    trace = context.ledger.trace
+    groups: dict[tuple[object, ...], list[DeviceMismatch]] = {}
+    for mismatch in trace.mismatches:
+        tensors = tuple((o.device, len(o.shape), o.dtype, o.source) for o in mismatch.operands)
+        groups.setdefault((mismatch.op, mismatch.source, tensors), []).append(mismatch)
+    return [_finding(trace, group) for group in groups.values()]
+
+
+def _finding(trace: Trace, group: list[DeviceMismatch]) -> Finding:
+    mismatch = group[0]
+    op = trace.ops[mismatch.op]
+    module = None if mismatch.module == NONE else trace.modules[mismatch.module].path
+    met = _line(trace, mismatch.source)
+    stranger, other = _pair(mismatch.operands)
+    error = (
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, "
+        f"{other.device} and {stranger.device}!"
+    )
+    times = f", {len(group)} times" if len(group) > 1 else ""
+    inside = "" if module is None else f" in {_NUMBER.sub('*', module) or 'the model'}"
+    title = (
+        f"Device mismatch: {op} at {file_and_line(met)} is given {other.device} and {stranger.device}; "
+        f"{format_shape(stranger.shape)} {stranger.dtype} was made on {stranger.device} at "
+        f"{file_and_line(_line(trace, stranger.source))}"
+    )
+    evidence = [
+        Evidence(f"{op} met them at {met or 'an unknown line'}{inside}{times}", module=module, op=op, source=met)
+    ]
+    for operand in mismatch.operands:
+        made = _line(trace, operand.source)
+        text = f"{format_shape(operand.shape)} {operand.dtype} on {operand.device}, made at {made or 'an unknown line'}"
+        evidence.append(
+            Evidence(text, shape=operand.shape, dtype=operand.dtype, source=made, device=operand.device, module=module)
+        )
+    evidence.append(Evidence(f"on a real GPU: {error}", op=op, source=met))
+    evidence.append(Evidence(_fix(trace, stranger, other, met), source=_line(trace, stranger.source) or met))
+    return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), ("device-placement",))
+
+
+def _pair(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
+    """The tensor that is in the wrong place, and one that is not: the host's is the wrong one."""
+    # A 0-dimensional host tensor may mix, so that it is never the stranger if there is another.
+    on_host = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
+    on_gpu = [o for o in operands if o.device.startswith("cuda")]
+    if on_host and on_gpu:
+        return on_host[0], on_gpu[0]
+    other = operands[0]
+    return next((o for o in operands if o.device != other.device), other), other
+
+
+def _fix(trace: Trace, stranger: Operand, other: Operand, met: str | None) -> str:
+    made = _line(trace, stranger.source)
+    move = f"move it with .to(<the {other.device} tensor>.device) before {file_and_line(met)}"
+    if made is None:
+        return f"fix: {move}; if a module keeps it, register_buffer() lets model.to() take it along"
+    return (
+        f"fix: at {file_and_line(made)} create it with device=<the {other.device} tensor>.device; if a module keeps it, "
+        f"register_buffer() lets model.to() take it along; else {move}"
+    )
+
+
+def _line(trace: Trace, source: int) -> str | None:
+    return None if source == NONE else trace.sources[source]

@@ -1,0 +1,98 @@
+"""The run needs more than the card has: where it dies, and what decides how much it needs."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.ledger.categories import Category
+from memprof.ledger.stages import Span
+from memprof.spec import Mode
+from memprof.trace.events import PhaseKind
+from memprof.units import format_bytes
+
+MIN_SHARE = 0.05
+"""A category below this share of the peak is not worth a remedy."""
+
+_REMEDIES = {
+    Category.LOGITS_AND_LOSS: ("chunked-loss", "vocabulary-cap", "smaller-micro-batch"),
+    Category.ACTIVATIONS: ("activation-checkpointing", "smaller-micro-batch"),
+    Category.OPTIMIZER_STATE: ("8-bit-optimizer", "cpu-offload", "lora"),
+    Category.GRADIENTS: ("lora", "cpu-offload"),
+    Category.PARAMETERS: ("lora", "cpu-offload"),
+    Category.KV_CACHE: ("smaller-micro-batch",),
+    Category.INPUTS: ("smaller-micro-batch",),
+    Category.TEMPORARIES: ("smaller-micro-batch",),
+}
+_TRAINING_ONLY = {"chunked-loss", "activation-checkpointing", "8-bit-optimizer", "lora"}
+
+
+def find(context: Context) -> list[Finding]:
+    """The first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
+    usable = context.usable_bytes
+    ledger = context.ledger
+    out = None if usable is None else ledger.out_of_memory(usable)
+    if usable is None or out is None:
+        return []
+    trace = ledger.trace
+    storage = trace.storages[out.storage]
+    shortfall = ledger.peak_bytes - usable
+    card = context.card or "the card"
+    stage = stage_text(out.stage)
+    where = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
+    evidence = [
+        tensor_evidence(
+            trace,
+            out.storage,
+            f"dies in {stage}: tried to allocate {format_bytes(out.tried_bytes)} for {format_shape(storage.shape)} "
+            f"{storage.dtype} {where}",
+            num_bytes=out.tried_bytes,
+        ),
+        Evidence(
+            f"{format_bytes(out.in_use_bytes)} of {format_bytes(usable)} were in use",
+            num_bytes=out.in_use_bytes,
+        ),
+        Evidence(
+            f"the whole run needs {format_bytes(ledger.peak_bytes)}, in {stage_text(ledger.peak_stage)}",
+            num_bytes=ledger.peak_bytes,
+        ),
+    ]
+    for category, num_bytes in ledger.by_category().items():
+        if num_bytes >= MIN_SHARE * ledger.peak_bytes:
+            share = percent(num_bytes, ledger.peak_bytes)
+            evidence.append(Evidence(f"{category}: {format_bytes(num_bytes)} ({share} of the peak)", num_bytes))
+    title = (
+        f"Does not fit: {card} is full in {stage}, trying to allocate {format_bytes(out.tried_bytes)}; the run needs "
+        f"{format_bytes(ledger.peak_bytes)}, {format_bytes(shortfall)} more than the {format_bytes(usable)} there are"
+    )
+    return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _remedies(context))]
+
+
+def stage_text(span: Span) -> str:
+    """The stage and its step: "layer 3 of step 1"."""
+    name = "the inputs" if span.name == "inputs" else span.name
+    if not span.step:
+        return name
+    micro = f", micro-batch {span.micro_batch}" if span.micro_batch > 1 else ""
+    return f"{name} of step {span.step}{micro}"
+
+
+def _remedies(context: Context) -> tuple[str, ...]:
+    """Those of the dominating category first; none that is in force already or that the mode has no use for."""
+    ledger, spec = context.ledger, context.spec
+    names: dict[str, None] = {}
+    for category, num_bytes in ledger.by_category().items():
+        if num_bytes < MIN_SHARE * ledger.peak_bytes:
+            continue
+        if category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP:
+            names |= dict.fromkeys(("fused-optimizer", "8-bit-optimizer"))
+        else:
+            names |= dict.fromkeys(_REMEDIES.get(category, ()))
+    unfit = set()
+    if spec is not None:
+        if spec.mode is Mode.INFERENCE:
+            unfit |= _TRAINING_ONLY
+        if spec.activation_checkpointing:
+            unfit.add("activation-checkpointing")
+        if spec.batch_size == 1:
+            unfit.add("smaller-micro-batch")
+    return tuple(name for name in names if name not in unfit)

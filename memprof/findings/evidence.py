@@ -1,0 +1,183 @@
+"""What rules share: how a tensor becomes evidence, and what a trace tells about parameters, tokens and vocabulary."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from memprof.findings.finding import Context, Evidence
+from memprof.ledger.categories import Category
+from memprof.trace.events import NONE, PhaseKind, Role, Storage, Trace
+from memprof.units import format_bytes
+
+HALF_DTYPES = ("bfloat16", "float16")
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_INTEGERS = ("int64", "int32")
+_COMPUTING = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
+# Names that model code gives to the token embedding and to the head; positions are not part of the vocabulary.
+_VOCABULARY = re.compile(
+    r"embed|wte|(^|\.)(shared|lm_head|head|output|output_projection|unembed)\.weight$", re.IGNORECASE
+)
+_POSITIONS = re.compile(r"(^|[._])pos|wpe|token_type|patch", re.IGNORECASE)
+
+
+# -- words ----------------------------------------------------------------------------------------------------------
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """A shape for a sentence: [131072 x 151936]."""
+    return "[" + " x ".join(map(str, shape)) + "]"
+
+
+def file_and_line(source: str | None) -> str:
+    """`file:line` of a source `file:line function`."""
+    return "an unknown line" if source is None else source.rpartition(" ")[0] or source
+
+
+def percent(num_bytes: int, whole: int) -> str:
+    """`num_bytes` as a share of `whole`: 25%."""
+    share = 100 * num_bytes / whole
+    return f"{share:.0f}%" if share >= 1 or not share else "less than 1%"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 copy is told as "1 tensor", 4 as "4 tensors"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def module_pattern(trace: Trace, storage: Storage) -> str | None:
+    """Path of the storage's module with layer numbers replaced by `*`; None outside modules."""
+    path = trace.module_path(storage)
+    return None if path is None else _NUMBER.sub("*", path)
+
+
+# -- evidence -------------------------------------------------------------------------------------------------------
+
+
+def tensor_evidence(trace: Trace, index: int, text: str, *, num_bytes: int | None = None) -> Evidence:
+    """Evidence that points at one storage; `num_bytes` replaces its own bytes where several are meant."""
+    storage = trace.storages[index]
+    return Evidence(
+        text=text,
+        num_bytes=storage.num_bytes if num_bytes is None else num_bytes,
+        shape=storage.shape,
+        dtype=storage.dtype,
+        module=module_pattern(trace, storage),
+        op=trace.op(storage),
+        source=trace.source_line(storage),
+        device=storage.device,
+    )
+
+
+def tensors_evidence(
+    context: Context, storages: Iterable[int], moment: int, label: Callable[[int], str]
+) -> tuple[Evidence, ...]:
+    """One line for each kind of tensor among `storages`, most expensive first.
+
+    Equal tensors (of other layers, other steps) are one kind. `num_bytes` of the line is that of one tensor, and the
+    text says how many live at `moment` (an event) and at the peak.
+    """
+    trace, lives = context.ledger.trace, context.lives
+    kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index in storages:
+        s = trace.storages[index]
+        key = (label(index), s.num_bytes, s.shape, s.dtype, s.op, s.source, module_pattern(trace, s))
+        kinds[key].append(index)
+    lines = []
+    for indices in kinds.values():
+        first = indices[0]
+        s = trace.storages[first]
+        then = len(lives.at(moment, indices).storages)
+        peak = sum(index in lives.at_peak for index in indices)
+        text = (
+            f"{label(first)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} at "
+            f"{file_and_line(trace.source_line(s))}; {then} alive at their most, {peak} at the peak"
+        )
+        lines.append((then * s.num_bytes, tensor_evidence(trace, first, text)))
+    return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
+
+
+# -- what the trace tells -------------------------------------------------------------------------------------------
+
+
+def computing(trace: Trace) -> list[bool]:
+    """For each phase, whether a model computes in it, forward or backward."""
+    return [phase.kind in _COMPUTING for phase in trace.phases]
+
+
+def is_forward(trace: Trace, storage: Storage) -> bool:
+    """Whether the storage was made by forward code: in a forward phase, or recomputed in the backward one."""
+    kind = trace.phases[storage.phase].kind
+    if kind is PhaseKind.BACKWARD:
+        return storage.forward_event == NONE and storage.module != NONE and storage.source != NONE
+    return kind is PhaseKind.FORWARD
+
+
+def parameters(trace: Trace) -> dict[int, str]:
+    """Names of the parameters, by storage."""
+    return {index: owner.name for index, owner in trace.owners.items() if owner.role is Role.PARAMETER}
+
+
+def half_dtype(context: Context) -> str | None:
+    """The half precision that most bytes of the parameters are in; None if they are not in half precision.
+
+    A trace does not record the dtypes that an operator was given, so this stands for "the model computes in half".
+    """
+    trace = context.ledger.trace
+    by_dtype: dict[str, int] = defaultdict(int)
+    for index in parameters(trace):
+        by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
+    if not by_dtype:
+        return context.spec.dtype if context.spec is not None and context.spec.dtype in HALF_DTYPES else None
+    most = max(by_dtype, key=lambda dtype: by_dtype[dtype])
+    return most if most in HALF_DTYPES else None
+
+
+def vocabulary_tables(trace: Trace) -> dict[int, str]:
+    """The token embeddings and heads by storage: matrices with one row for each word, by the name of the parameter.
+
+    Numbered modules (layers, experts) have none: `layers.0.attn.head.weight` is a projection.
+    """
+    return {
+        index: name
+        for index, name in parameters(trace).items()
+        if len(trace.storages[index].shape) == 2
+        and _VOCABULARY.search(name)
+        and not _POSITIONS.search(name)
+        and not _NUMBER.search(name)
+    }
+
+
+def vocabulary(context: Context) -> int | None:
+    """Words in the vocabulary: as configured, else the rows of the largest token embedding or head."""
+    if context.vocab_size is not None:
+        return context.vocab_size
+    storages = context.ledger.trace.storages
+    return max((storages[index].shape[0] for index in vocabulary_tables(context.ledger.trace)), default=None)
+
+
+def input_shapes(context: Context) -> set[tuple[int, ...]]:
+    """Shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
+
+    Known from the specification, from integer inputs, from float inputs less their last dimension, and from what an
+    embedding gave out.
+    """
+    shapes: set[tuple[int, ...]] = set()
+    if context.spec is not None and context.context_length is not None:
+        shapes.add((context.spec.batch_size, context.context_length))
+    trace = context.ledger.trace
+    embedding = {number for number, op in enumerate(trace.ops) if op == "aten.embedding"}
+    for storage, category in zip(trace.storages, context.ledger.categories, strict=True):
+        if category is Category.INPUTS and storage.dtype in _INTEGERS:
+            shapes.add(storage.shape)
+        elif storage.op in embedding or (category is Category.INPUTS and storage.dtype != "bool"):
+            shapes.add(storage.shape[:-1])
+    return {shape for shape in shapes if shape}
+
+
+def token_counts(context: Context) -> set[int]:
+    """How many tokens a micro-batch has, as far as it can be known: see `input_shapes`."""
+    return {math.prod(shape) for shape in input_shapes(context)}

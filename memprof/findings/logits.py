@@ -1,0 +1,124 @@
+"""Logits explosion: several copies of [tokens x vocabulary] alive at once, in several precisions."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import (
+    HALF_DTYPES,
+    computing,
+    format_shape,
+    is_forward,
+    parameters,
+    percent,
+    plural,
+    tensors_evidence,
+    vocabulary,
+)
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.trace.events import Storage, Trace
+from memprof.units import GIB, format_bytes
+
+MIN_SHARE = 0.10
+"""Of the run's peak: below it, logits do not decide what fits."""
+
+MIN_BYTES = GIB
+"""Below it no card of today is in trouble."""
+
+_PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul"}
+_COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
+
+
+def find(context: Context) -> list[Finding]:
+    """One finding for all of them; `num_bytes` is their largest sum at one moment."""
+    copies = logits_storages(context)
+    if not copies:
+        return []
+    ledger, lives = context.ledger, context.lives
+    most = lives.most(copies)
+    if most.num_bytes <= MIN_BYTES or most.num_bytes <= MIN_SHARE * ledger.peak_bytes:
+        return []
+    trace = ledger.trace
+    at_peak = lives.at(ledger.peak_event, copies)
+    largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
+    rows = (largest.num_bytes and _numel(largest.shape) // largest.shape[-1], largest.shape[-1])
+    share = percent(most.num_bytes, ledger.peak_bytes)
+    if at_peak.num_bytes == most.num_bytes:
+        compared = f"{share} of the peak"
+    elif at_peak.num_bytes:
+        compared = f"{share} of the peak's size; {format_bytes(at_peak.num_bytes)} of it alive at the peak"
+    else:
+        compared = f"{share} of the peak's size; none alive at the peak"
+    count = len(most.storages)
+    title = (
+        f"Logits: {count} {'copy' if count == 1 else 'copies'} of {format_shape(rows)}, "
+        f"{format_bytes(most.num_bytes)} alive at once ({compared})"
+    )
+    rest = ledger.peak_bytes - at_peak.num_bytes
+    summary = Evidence(
+        f"{plural(len(at_peak.storages), 'logits tensor')} with {format_bytes(at_peak.num_bytes)} alive at the peak "
+        f"({percent(at_peak.num_bytes, ledger.peak_bytes)}); everything else there takes {format_bytes(rest)}",
+        num_bytes=at_peak.num_bytes,
+    )
+    lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
+    remedies = ["chunked-loss", "vocabulary-cap", "smaller-micro-batch"]
+    if context.spec is not None and context.spec.batch_size == 1:
+        remedies.remove("smaller-micro-batch")
+    return [
+        Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), tuple(remedies)),
+    ]
+
+
+def logits_storages(context: Context) -> list[int]:
+    """Every tensor with one value for each word: logits, their casts, log-softmax, and the gradients of these.
+
+    Known by their last dimension. A head that is kept as [features x vocabulary] has that too, so what has the shape
+    of a parameter, and what has an owner, is left out.
+    """
+    size = vocabulary(context)
+    if size is None:
+        return []
+    trace = context.ledger.trace
+    computes = computing(trace)
+    weights = {trace.storages[index].shape for index in parameters(trace)}
+    return [
+        index
+        for index, storage in enumerate(trace.storages)
+        if storage.shape
+        and storage.shape[-1] == size
+        and len(storage.shape) > 1
+        and computes[storage.phase]
+        and storage.shape not in weights
+        and index not in trace.owners
+        and not storage.hidden
+    ]
+
+
+def describe(trace: Trace, storage: Storage) -> str:
+    """What this copy of the logits is, by the operator that made it."""
+    op = trace.op(storage)
+    if is_forward(trace, storage):
+        if "log_softmax" in op:
+            return "log-softmax"
+        if "softmax" in op:
+            return "softmax"
+        if op in _PRODUCTS:
+            return "logits"
+        if op == "aten._to_copy":
+            return "float32 upcast" if storage.dtype == "float32" else f"cast to {storage.dtype}"
+        if op in _COPIES:
+            return "contiguous copy of the logits"
+        return f"{op.removeprefix('aten.')} of the logits"
+    if "nll_loss" in op:
+        return "gradient of the log-softmax"
+    if "softmax_backward" in op:
+        return "gradient of the log-softmax's input"
+    if op == "aten._to_copy":
+        half = storage.dtype in HALF_DTYPES
+        return "gradient of the half-precision logits" if half else "gradient of the logits, upcast"
+    return "gradient of the logits"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

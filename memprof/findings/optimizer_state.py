@@ -1,0 +1,76 @@
+"""What the optimizer keeps in float32 beside half-precision parameters, and what its step makes for a moment."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import half_dtype, percent, plural, tensors_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.ledger.categories import Category
+from memprof.trace.events import PhaseKind, Role
+from memprof.units import format_bytes
+
+MIN_STATE_SHARE = 0.01
+"""Of the peak: below it the state's precision does not matter (SGD without momentum, LoRA)."""
+
+MIN_TEMPORARIES_SHARE = 0.05
+"""Of the peak."""
+
+
+def find(context: Context) -> list[Finding]:
+    """Float32 state of half-precision parameters, and temporaries of a step that decide the peak."""
+    return _float32_state(context) + _step_temporaries(context)
+
+
+def _float32_state(context: Context) -> list[Finding]:
+    """`num_bytes` is what the state takes beyond half precision."""
+    ledger, lives = context.ledger, context.lives
+    half = half_dtype(context)
+    if half is None:
+        return []
+    trace = ledger.trace
+    # Step counters are float32 scalars whatever the precision.
+    state = [
+        index
+        for index, owner in trace.owners.items()
+        if owner.role is Role.OPTIMIZER_STATE
+        and trace.storages[index].dtype == "float32"
+        and trace.storages[index].shape
+    ]
+    most = lives.most(state)
+    extra = most.num_bytes // 2
+    if extra <= MIN_STATE_SHARE * ledger.peak_bytes:
+        return []
+    title = (
+        f"Optimizer state is float32 while the parameters are {half}: {format_bytes(most.num_bytes)}, "
+        f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
+    )
+    lines = tensors_evidence(context, state, most.event, lambda index: trace.owners[index].name)
+    return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, ("8-bit-optimizer",))]
+
+
+def _step_temporaries(context: Context) -> list[Finding]:
+    """`num_bytes` is what they take at the peak; where the peak goes without them, only a new run can tell."""
+    ledger, lives = context.ledger, context.lives
+    if ledger.peak_stage.kind is not PhaseKind.OPTIMIZER_STEP:
+        return []
+    trace = ledger.trace
+    temporaries = [
+        index
+        for index in sorted(lives.at_peak)
+        if ledger.categories[index] is Category.TEMPORARIES
+        and trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP
+    ]
+    num_bytes = lives.sum_bytes(temporaries)
+    if num_bytes <= MIN_TEMPORARIES_SHARE * ledger.peak_bytes:
+        return []
+    title = (
+        f"The optimizer step decides the peak: {plural(len(temporaries), 'temporary tensor')}, "
+        f"{format_bytes(num_bytes)} alive at once ({percent(num_bytes, ledger.peak_bytes)} of the peak)"
+    )
+    others = [s for s in ledger.stages if s.span.kind is not PhaseKind.OPTIMIZER_STEP]
+    lines = list(tensors_evidence(context, temporaries, ledger.peak_event, lambda index: "temporary of the step"))
+    if others:
+        second = max(others, key=lambda stage: stage.peak_allocated_bytes)
+        text = f"the next highest stage is {second.span.name} with {format_bytes(second.peak_allocated_bytes)}"
+        lines.append(Evidence(text, num_bytes=second.peak_allocated_bytes))
+    remedies = ("fused-optimizer", "8-bit-optimizer")
+    return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), remedies)]

@@ -1,0 +1,38 @@
+"""A context longer than the model has positions for."""
+
+from __future__ import annotations
+
+import re
+
+from memprof.findings.evidence import format_shape, parameters, tensor_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+
+_POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORECASE)
+
+
+def find(context: Context) -> list[Finding]:
+    """A warning, or an error where a table of learned positions is too short: there a real run ends."""
+    length, most = context.context_length, context.max_positions
+    if length is None or most is None or length <= most:
+        return []
+    trace = context.ledger.trace
+    tables = [
+        (index, name)
+        for index, name in parameters(trace).items()
+        if _POSITIONS.search(name)
+        and len(trace.storages[index].shape) == 2
+        and most <= trace.storages[index].shape[0] < length
+    ]
+    title = f"Context of {length:,} tokens, but the model has positions for {most:,}"
+    if tables:
+        index, name = tables[0]
+        text = (
+            f"{name} {format_shape(trace.storages[index].shape)} has no row beyond: an index out of range on a real run"
+        )
+        evidence = (tensor_evidence(trace, index, text),)
+        return [Finding("beyond-positions", Severity.ERROR, title, None, evidence, ())]
+    text = (
+        "rotary and relative positions run at any length and take the memory shown here, but the model was not trained "
+        "beyond its own: what it says there is not to be trusted without scaling (such as YaRN) or further training"
+    )
+    return [Finding("beyond-positions", Severity.WARNING, title, None, (Evidence(text),), ())]

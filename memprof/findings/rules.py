@@ -1,0 +1,42 @@
+"""All rules, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memprof.findings import (
+    attention_scores,
+    device_mismatch,
+    does_not_fit,
+    logits,
+    optimizer_state,
+    positions,
+    unattributed,
+    upcast,
+    vocabulary,
+    weight_delta,
+)
+from memprof.findings.finding import Context, Finding, Severity
+
+RULES: tuple[Callable[[Context], list[Finding]], ...] = (
+    device_mismatch.find,
+    does_not_fit.find,
+    weight_delta.find,
+    logits.find,
+    attention_scores.find,
+    upcast.find,
+    optimizer_state.find,
+    vocabulary.find,
+    positions.find,
+    unattributed.find,
+)
+
+
+def find_all(context: Context) -> list[Finding]:
+    """What all rules find: errors first, then the most expensive first; those without bytes come last of their kind."""
+    findings = [finding for rule in RULES for finding in rule(context)]
+    # The sort is stable, so that equal ones stay in the order of the rules.
+    return sorted(
+        findings,
+        key=lambda f: (f.severity is not Severity.ERROR, -1 if f.num_bytes is None else 0, -(f.num_bytes or 0)),
+    )

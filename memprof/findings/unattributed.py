@@ -1,0 +1,44 @@
+"""Memory at the peak that no category claims: the accounting's own honesty."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import file_and_line, format_shape, percent
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.ledger.categories import Category
+from memprof.ledger.ledger import LiveTensor
+from memprof.units import format_bytes
+
+MIN_SHARE = 0.01
+"""Of the peak: more than this, and the table of categories misleads."""
+
+MOST_SHOWN = 5
+
+
+def find(context: Context) -> list[Finding]:
+    """`num_bytes` is what is unattributed at the peak."""
+    ledger = context.ledger
+    num_bytes = ledger.by_category().get(Category.UNATTRIBUTED, 0)
+    if num_bytes <= MIN_SHARE * ledger.peak_bytes:
+        return []
+    tensors = [tensor for tensor in ledger.live if tensor.category is Category.UNATTRIBUTED]
+    tensors.sort(key=lambda tensor: -tensor.allocated_bytes)
+    title = f"{format_bytes(num_bytes)} at the peak ({percent(num_bytes, ledger.peak_bytes)}) belong to no category"
+    evidence = tuple(_line(tensor) for tensor in tensors[:MOST_SHOWN])
+    return [Finding("unattributed", Severity.NOTE, title, num_bytes, evidence, ())]
+
+
+def _line(tensor: LiveTensor) -> Evidence:
+    if tensor.source is None:
+        why = "made where no line outside torch was running"
+    else:
+        why = "made outside every phase that memprof knows and owned by no parameter, buffer, gradient or optimizer"
+    return Evidence(
+        f"{tensor.count} of {format_shape(tensor.shape)} {tensor.dtype}, {format_bytes(tensor.num_bytes)} each, by "
+        f"{tensor.op} at {file_and_line(tensor.source)}: {why}",
+        num_bytes=tensor.num_bytes,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        module=tensor.module,
+        op=tensor.op,
+        source=tensor.source,
+    )

@@ -1,0 +1,73 @@
+"""Activations that half-precision models copy to float32: twice the bytes of what was copied, beside it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memprof.findings.evidence import (
+    file_and_line,
+    half_dtype,
+    is_forward,
+    percent,
+    tensors_evidence,
+    vocabulary,
+)
+from memprof.findings.finding import Context, Finding, Severity
+from memprof.ledger.categories import Category
+from memprof.trace.events import NONE, ModuleRole, Storage, Trace
+from memprof.units import GIB, format_bytes
+
+MIN_BYTES = GIB
+MIN_SHARE = 0.05
+"""Found when the copies of one line take at least one of the two at their most."""
+
+
+def find(context: Context) -> list[Finding]:
+    """One finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
+
+    A trace does not say what dtype an operator was given: a float32 tensor that `aten._to_copy` made in the forward
+    pass of a model whose parameters are half is taken for an upcast. Logits are left to the rule `logits-explosion`.
+    """
+    half = half_dtype(context)
+    trace, lives = context.ledger.trace, context.lives
+    if half is None or "aten._to_copy" not in trace.ops:
+        return []
+    copy = trace.ops.index("aten._to_copy")
+    words = vocabulary(context)
+    by_line: dict[int, list[int]] = defaultdict(list)
+    for index, storage in enumerate(trace.storages):
+        if (
+            storage.op == copy
+            and storage.dtype == "float32"
+            and is_forward(trace, storage)
+            and index not in trace.owners
+            and context.ledger.categories[index] is not Category.LOGITS_AND_LOSS
+            and storage.shape[-1:] != (words,)
+        ):
+            by_line[storage.source].append(index)
+    findings = []
+    peak_bytes = context.ledger.peak_bytes
+    for source, indices in by_line.items():
+        most = lives.most(indices)
+        if most.num_bytes < MIN_BYTES and most.num_bytes < MIN_SHARE * peak_bytes:
+            continue
+        norm = all(_in_norm(trace, trace.storages[index]) for index in indices)
+        why = "; the model's own numerics: its norms compute in float32" if norm else ""
+        line = file_and_line(None if source == NONE else trace.sources[source])
+        at_peak = lives.at(context.ledger.peak_event, indices)
+        title = (
+            f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} alive at once, "
+            f"{format_bytes(at_peak.num_bytes)} at the peak ({percent(at_peak.num_bytes, peak_bytes)}){why}"
+        )
+        label = "float32 copy in a norm" if norm else "float32 copy"
+        lines = tensors_evidence(context, indices, most.event, lambda index, label=label: label)  # type: ignore[misc]
+        severity = Severity.NOTE if norm else Severity.WARNING
+        findings.append(Finding("float32-upcast", severity, title, most.num_bytes, lines, ()))
+    return findings
+
+
+def _in_norm(trace: Trace, storage: Storage) -> bool:
+    if storage.module == NONE:
+        return False
+    module = trace.modules[storage.module]
+    return module.role is ModuleRole.NORM or "norm" in module.class_name.lower()

@@ -1,0 +1,72 @@
+"""The model has more words than were asked for: a factory that ignores vocab_size, or one that takes a tokenizer's."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import format_shape, percent, tensor_evidence, vocabulary_tables
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.logits import logits_storages
+from memprof.ledger.categories import Category
+from memprof.trace.events import Role
+from memprof.units import format_bytes
+
+TOLERANCE = 128
+"""Words: vocabularies are padded up to a multiple of this for the matrix units, and that is no fault."""
+
+
+def find(context: Context) -> list[Finding]:
+    """One finding for embedding and head; `num_bytes` is what the words beyond those asked for take at the peak."""
+    asked = context.asked_vocab_size
+    if asked is None:
+        return []
+    ledger, lives = context.ledger, context.lives
+    trace = ledger.trace
+    allowed = -(-asked // TOLERANCE) * TOLERANCE
+    tables = {
+        index: name for index, name in vocabulary_tables(trace).items() if trace.storages[index].shape[0] > allowed
+    }
+    if not tables:
+        return []
+    shapes = {trace.storages[index].shape for index in tables}
+    rows = max(shape[0] for shape in shapes)
+    names = set(tables.values())
+    extra: dict[str, int] = {"parameters": 0, "gradients": 0, "optimizer state": 0, "logits and loss": 0}
+    # Optimizer state is named after its kind (exp_avg) and not after its parameter, but it has the parameter's shape.
+    for index in lives.at_peak:
+        owner = trace.owners.get(index)
+        if owner is None:
+            continue
+        shape, num_bytes = trace.storages[index].shape, trace.storages[index].num_bytes
+        if index in tables:
+            extra["parameters"] += _beyond(num_bytes, shape[0], asked)
+        elif owner.role is Role.GRADIENT and owner.name in names:
+            extra["gradients"] += _beyond(num_bytes, shape[0], asked)
+        elif owner.role is Role.OPTIMIZER_STATE and shape in shapes:
+            extra["optimizer state"] += _beyond(num_bytes, shape[0], asked)
+    for index in logits_storages(context):
+        if index in lives.at_peak:
+            storage = trace.storages[index]
+            extra[Category.LOGITS_AND_LOSS] += _beyond(storage.num_bytes, storage.shape[-1], asked)
+    total = sum(extra.values())
+    title = (
+        f"Vocabulary of {rows:,} where {asked:,} were asked for: {format_bytes(total)} at the peak are words never asked "
+        f"for ({percent(total, ledger.peak_bytes)})"
+    )
+    evidence = []
+    for index, name in tables.items():
+        storage = trace.storages[index]
+        beyond = _beyond(storage.num_bytes, storage.shape[0], asked)
+        text = f"{name} is {format_shape(storage.shape)} {storage.dtype}: {format_bytes(beyond)} beyond {asked:,} rows"
+        evidence.append(tensor_evidence(trace, index, text, num_bytes=beyond))
+    evidence += [
+        Evidence(f"{kind} of the extra words: {format_bytes(num_bytes)} at the peak", num_bytes=num_bytes)
+        for kind, num_bytes in extra.items()
+        if num_bytes
+    ]
+    return [
+        Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), ("vocabulary-cap",))
+    ]
+
+
+def _beyond(num_bytes: int, rows: int, asked: int) -> int:
+    """Bytes of the rows after the first `asked`."""
+    return num_bytes * max(0, rows - asked) // rows

@@ -1,0 +1,170 @@
+"""The documentation says what is true: references are current, examples run, commands exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+import memprof
+from memprof.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def _generate():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _blocks(language: str) -> list:
+    return [
+        pytest.param(found[2], id=f"{_name(page)}-{number}")
+        for page in PAGES
+        for number, found in enumerate(BLOCK.finditer(page.read_text(encoding="utf-8")), 1)
+        if found[1] == language
+    ]
+
+
+def _commands(program: str) -> list[str]:
+    """Every command line of `program` that a shell block or a marked output shows."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        lines = [line for block in BLOCK.finditer(text) if block[1] == "bash" for line in block[2].splitlines()]
+        lines += re.findall(r"<!-- output of: (.+?) -->", text)
+        for line in lines:
+            command = line.partition("  #")[0].strip()
+            if command.startswith(f"{program} "):
+                found.setdefault(command)
+    return list(found)
+
+
+def _mentions(program: str) -> list[str]:
+    """What is named in running text, such as `memprof show` or `make docs`: perhaps without its arguments."""
+    texts = [BLOCK.sub("", page.read_text(encoding="utf-8")) for page in PAGES]
+    return sorted({found for text in texts for found in re.findall(rf"`(?:\S+=\S+ )?({program} [^`\n]+)`", text)})
+
+
+def _pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+
+
+def _needs_pinned(*packages: str) -> None:
+    """Skips where what is shown depends on a release other than the one in constraints.txt."""
+    for package in packages:
+        installed = importlib.metadata.version(package).partition("+")[0]
+        if installed != _pinned()[package]:
+            pytest.skip(f"{package} {installed} is installed; the documentation is of {_pinned()[package]}")
+
+
+def _check(arguments: list[str]) -> None:
+    """Parse `memprof ARGUMENTS` as the command line does, without running it."""
+    command = typer.main.get_command(app)
+    context = command.make_context("memprof", list(arguments))
+    name, *rest = [*context._protected_args, *context.args]
+    assert name in command.commands, name
+    command.commands[name].make_context(name, rest, parent=context)
+
+
+def test_command_line_reference_is_current():
+    _needs_pinned("typer")
+    generate = _generate()
+    wanted = generate.command_line_reference(app)
+    assert generate.CLI_PAGE.read_text(encoding="utf-8") == wanted, "docs/cli.md is out of date: run `make docs`"
+
+
+def test_reference_notices_a_new_option():
+    def other(renamed: bool = False) -> None:
+        """A command."""
+
+    extended = typer.Typer(name="memprof")
+    extended.command("other")(other)
+    extended.callback()(lambda: None)
+    reference = _generate().command_line_reference(extended)
+    assert "## `memprof other`" in reference
+    assert "--renamed" in reference
+
+
+def test_outputs_are_current():
+    _needs_pinned("torch", "transformers", "rich")
+    generate = _generate()
+    pages = generate.pages_with_outputs()
+    assert ROOT / "README.md" in pages
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert text == generate.with_outputs(text), f"{_name(page)} is out of date: run `make docs`"
+
+
+@pytest.mark.parametrize("code", _blocks("python"))
+def test_python_blocks_run(code, capsys):
+    exec(compile(code, "documentation", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", _commands("memprof"))
+def test_commands_parse(command):
+    _check(shlex.split(command)[1:])
+
+
+@pytest.mark.parametrize("mention", _mentions("memprof"))
+def test_commands_and_options_mentioned_exist(mention):
+    command = typer.main.get_command(app)
+    _, first, *rest = mention.split()
+    if not first.startswith("-"):
+        assert first in command.commands
+        command = command.commands[first]
+    known = {"--help", *(spelling for parameter in command.params for spelling in parameter.opts)}
+    assert {word for word in (first, *rest) if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("arguments", [["profile", "--no-such-option"], ["no-such-command"]])
+def test_a_command_that_does_not_exist_is_noticed(arguments):
+    with pytest.raises(Exception, match="no-such"):
+        _check(arguments)
+
+
+@pytest.mark.parametrize("command", [*_commands("make"), *_mentions("make")])
+def test_make_targets_exist(command):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert shlex.split(command)[1] in targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_relative_links_resolve(page):
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        other = page if not path else (page.parent / path).resolve()
+        assert other.exists(), f"{target} in {_name(page)}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{target} in {_name(page)}"
+
+
+def test_first_result_is_near_the_top_of_the_readme():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:20]
+    assert any(line.startswith("make demo") for line in lines)
+    assert any(line.startswith("make test") for line in lines)
+
+
+def test_version_is_the_same_everywhere():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{memprof.__version__}"' in text
