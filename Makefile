@@ -20,7 +20,7 @@ demo: $(VENV)/.stamp
 	@$(BIN)/memprof profile --model-size 4B --context-length 131072 || test $$? -eq 3
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadscope
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 * docs/cli.md, from the parser;
 * in README.md and docs/*.md, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what COMMAND
-  prints.
+  prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with TEXT.
 
 With `--check` nothing is written, and the exit code is 1 if something is out of date.
 """
@@ -10,6 +10,7 @@ With `--check` nothing is written, and the exit code is 1 if something is out of
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shlex
@@ -26,7 +27,11 @@ WIDTH = 110
 """Columns of the outputs shown."""
 
 _HEADER = "<!-- Generated from the parser by docs/generate.py: run `make docs`, do not edit. -->\n"
-_OUTPUT = re.compile(r"(?P<begin><!-- output of: (?P<command>.+?) -->\n).*?(?P<end><!-- end of output -->)", re.DOTALL)
+_OUTPUT = re.compile(
+    r"(?P<begin><!-- output of: (?P<command>[^\n;]+?)(?:; before: (?P<before>[^\n]+?))? -->\n)"
+    r".*?(?P<end><!-- end of output -->)",
+    re.DOTALL,
+)
 _EXIT_CODES = """\
 ## Exit codes
 
@@ -95,7 +100,14 @@ def with_outputs(page: str) -> str:
     """`page` with every marked output replaced by what its command prints now."""
 
     def current(found: re.Match[str]) -> str:
-        return f"{found['begin']}```text\n{output_of(found['command'])}\n```\n{found['end']}"
+        output = output_of(found["command"])
+        if found["before"]:
+            lines = itertools.takewhile(lambda line: not line.startswith(found["before"]), output.splitlines())
+            output = "\n".join(lines).rstrip()
+        for place in {sys.prefix, str(Path.home())}:
+            if place in output:
+                raise RuntimeError(f"the output of {found['command']!r} names a place on this machine: {place}")
+        return f"{found['begin']}```text\n{output}\n```\n{found['end']}"
 
     return _OUTPUT.sub(current, page)
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
-from memprof.findings.evidence import file_and_line, format_shape
+from memprof.findings.evidence import file_and_line, format_shape, without_numbers
 from memprof.findings.finding import Context, Evidence, Finding, Severity
 from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def find(context: Context) -> list[Finding]:
@@ -32,7 +28,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch]) -> Finding:
         f"{other.device} and {stranger.device}!"
     )
     times = f", {len(group)} times" if len(group) > 1 else ""
-    inside = "" if module is None else f" in {_NUMBER.sub('*', module) or 'the model'}"
+    inside = "" if module is None else f" in {without_numbers(module) or 'the model'}"
     title = (
         f"Device mismatch: {op} at {file_and_line(met)} is given {other.device} and {stranger.device}; "
         f"{format_shape(stranger.shape)} {stranger.dtype} was made on {stranger.device} at "
@@ -69,8 +65,8 @@ def _fix(trace: Trace, stranger: Operand, other: Operand, met: str | None) -> st
     if made is None:
         return f"fix: {move}; if a module keeps it, register_buffer() lets model.to() take it along"
     return (
-        f"fix: at {file_and_line(made)} create it with device=<the {other.device} tensor>.device; if a module keeps it, "
-        f"register_buffer() lets model.to() take it along; else {move}"
+        f"fix: at {file_and_line(made)} create it with device=<the {other.device} tensor>.device; if a module keeps "
+        f"it, register_buffer() lets model.to() take it along; else {move}"
     )
 
 

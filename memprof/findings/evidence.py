@@ -48,10 +48,15 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def without_numbers(path: str) -> str:
+    """A module's path with layer numbers replaced by `*`."""
+    return _NUMBER.sub("*", path)
+
+
 def module_pattern(trace: Trace, storage: Storage) -> str | None:
     """Path of the storage's module with layer numbers replaced by `*`; None outside modules."""
     path = trace.module_path(storage)
-    return None if path is None else _NUMBER.sub("*", path)
+    return None if path is None else without_numbers(path)
 
 
 # -- evidence -------------------------------------------------------------------------------------------------------
@@ -92,9 +97,11 @@ def tensors_evidence(
         s = trace.storages[first]
         then = len(lives.at(moment, indices).storages)
         peak = sum(index in lives.at_peak for index in indices)
+        module = module_pattern(trace, s)
+        inside = f"in {module} " if module else ""
         text = (
-            f"{label(first)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} at "
-            f"{file_and_line(trace.source_line(s))}; {then} alive at their most, {peak} at the peak"
+            f"{label(first)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} "
+            f"{inside}at {file_and_line(trace.source_line(s))}; {then} alive at their most, {peak} at the peak"
         )
         lines.append((then * s.num_bytes, tensor_evidence(trace, first, text)))
     return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))

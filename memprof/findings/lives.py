@@ -1,4 +1,4 @@
-"""When each storage was born and when it died: found once per trace, since almost every rule asks who lived together."""
+"""When each storage was born and when it died: found once per trace, for rules ask who lived together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ class Together(NamedTuple):
 
 
 class Lives:
-    """Birth and death of every storage, as events; what never dies has the end of the trace as its death."""
+    """Birth and death of every storage, as events; what never dies has the end of the trace as its death.
+
+    Args:
+        ledger: the accounting whose storages are meant.
+    """
 
     __slots__ = ("_allocated", "at_peak", "births", "deaths")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from memprof.findings.evidence import (
     HALF_DTYPES,
     computing,
@@ -39,7 +41,7 @@ def find(context: Context) -> list[Finding]:
     trace = ledger.trace
     at_peak = lives.at(ledger.peak_event, copies)
     largest = trace.storages[max(most.storages, key=lambda index: trace.storages[index].num_bytes)]
-    rows = (largest.num_bytes and _numel(largest.shape) // largest.shape[-1], largest.shape[-1])
+    rows = (math.prod(largest.shape[:-1]), largest.shape[-1])
     share = percent(most.num_bytes, ledger.peak_bytes)
     if at_peak.num_bytes == most.num_bytes:
         compared = f"{share} of the peak"
@@ -115,10 +117,3 @@ def describe(trace: Trace, storage: Storage) -> str:
         half = storage.dtype in HALF_DTYPES
         return "gradient of the half-precision logits" if half else "gradient of the logits, upcast"
     return "gradient of the logits"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

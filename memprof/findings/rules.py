@@ -36,7 +36,4 @@ def find_all(context: Context) -> list[Finding]:
     """What all rules find: errors first, then the most expensive first; those without bytes come last of their kind."""
     findings = [finding for rule in RULES for finding in rule(context)]
     # The sort is stable, so that equal ones stay in the order of the rules.
-    return sorted(
-        findings,
-        key=lambda f: (f.severity is not Severity.ERROR, -1 if f.num_bytes is None else 0, -(f.num_bytes or 0)),
-    )
+    return sorted(findings, key=lambda finding: (finding.severity is not Severity.ERROR, -(finding.num_bytes or 0)))

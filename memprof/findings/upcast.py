@@ -59,8 +59,7 @@ def find(context: Context) -> list[Finding]:
             f"{half} activations copied to float32 at {line}: {format_bytes(most.num_bytes)} alive at once, "
             f"{format_bytes(at_peak.num_bytes)} at the peak ({percent(at_peak.num_bytes, peak_bytes)}){why}"
         )
-        label = "float32 copy in a norm" if norm else "float32 copy"
-        lines = tensors_evidence(context, indices, most.event, lambda index, label=label: label)  # type: ignore[misc]
+        lines = tensors_evidence(context, indices, most.event, lambda index: "float32 copy")
         severity = Severity.NOTE if norm else Severity.WARNING
         findings.append(Finding("float32-upcast", severity, title, most.num_bytes, lines, ()))
     return findings

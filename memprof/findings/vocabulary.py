@@ -48,8 +48,8 @@ def find(context: Context) -> list[Finding]:
             extra[Category.LOGITS_AND_LOSS] += _beyond(storage.num_bytes, storage.shape[-1], asked)
     total = sum(extra.values())
     title = (
-        f"Vocabulary of {rows:,} where {asked:,} were asked for: {format_bytes(total)} at the peak are words never asked "
-        f"for ({percent(total, ledger.peak_bytes)})"
+        f"Vocabulary of {rows:,} where {asked:,} were asked for: {format_bytes(total)} at the peak are words that "
+        f"nobody asked for ({percent(total, ledger.peak_bytes)})"
     )
     evidence = []
     for index, name in tables.items():

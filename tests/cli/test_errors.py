@@ -1,0 +1,96 @@
+"""Wrong use gives one clear error, exit code 2, nothing on stdout and no traceback."""
+
+import gzip
+import json
+
+import pytest
+
+
+def assert_refused(result, *parts):
+    assert result.exit_code == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--model", "gpt3"), ("unknown model", "did you mean 'gpt2'")),
+        (("--model-size", "4Q"), ("4Q", "4B")),
+        (("--model-size", "banana"), ("banana",)),
+        (("--model", "gpt2", "--gpu", "h1000"), ("unknown GPU", "h100-80gb", "--gpu-vram")),
+        (("--model", "gpt2", "--gpu-vram", "-1"), ("not an amount of memory",)),
+        (("--model", "gpt2", "--gpu-vram", "0"), ("not an amount of memory",)),
+        (("--model", "gpt2", "--dtype", "bf16"), ("unknown --dtype", "bfloat16")),
+        (("--model", "gpt2", "--optimizer", "adam"), ("unknown --optimizer", "adamw")),
+        (("--model", "gpt2", "--attention", "sdp"), ("unknown --attention", "sdpa")),
+        (("--model", "gpt2", "--batch-size", "0"), ("--batch-size must be at least 1",)),
+        (("--model", "gpt2", "--context-length", "-3"), ("--context-length must be at least 1",)),
+        (("--model", "gpt2", "--steps", "0"), ("--steps must be at least 1",)),
+        (("--model", "gpt2", "--vocab-size", "-5"), ("--vocab-size must be at least 1",)),
+        (("--model", "gpt2", "--gradient-accumulation", "0"), ("--gradient-accumulation must be at least 1",)),
+        (("--model", "vit-base", "--vocab-size", "10"), ("--vocab-size does not apply",)),
+        (("--model", "gpt2", "--save", "/nowhere/run.memprof"), ("no such folder",)),
+        (("--model", "nowhere.py:factory"), ("no such file",)),
+        (("--model", "no_such_package.module:factory"), ("cannot be imported",)),
+        (("--model", "model.py"), ("needs the name of a factory",)),
+        (("--model", "/nowhere/config.json"), ("no config.json",)),
+        ((), ("--model or --model-size",)),
+        (("--model", "gpt2", "--model-size", "4B"), ("not both",)),
+        (("--model", "gpt2", "--batch-size", "many"), ("--batch-size",)),
+        (("--model", "gpt2", "--mode", "trian"), ("train",)),
+    ],
+)
+def test_profile(memprof, arguments, parts):
+    assert_refused(memprof("profile", *arguments), *parts)
+
+
+def test_unreachable_hub(memprof, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    result = memprof("profile", "--model", "nobody/nothing-1b")
+    assert_refused(result, "could not be had from the model hub", "config.json")
+
+
+def test_broken_configurations(memprof, tmp_path):
+    file = tmp_path / "config.json"
+    for text, part in (("{", "cannot read"), ("[]", "not a model configuration"), ("{}", "model_type")):
+        file.write_text(text)
+        assert_refused(memprof("profile", "--model", file), part)
+    file.write_text(json.dumps({"model_type": "no-such-type"}))
+    assert_refused(memprof("profile", "--model", file), "unknown model type")
+    file.write_text(json.dumps({"model_type": "gpt2", "architectures": ["NoSuchForCausalLM"]}))
+    assert_refused(memprof("profile", "--model", file), "does not have the model's class")
+
+
+def test_captures_that_are_none(memprof, tmp_path):
+    assert_refused(memprof("show", tmp_path / "none"), "no such file")
+    file = tmp_path / "file"
+    file.write_bytes(b"not a capture")
+    assert_refused(memprof("show", file), "not a memprof capture")
+    file.write_bytes(gzip.compress(b'{"format": "other"}'))
+    assert_refused(memprof("show", file), "not a memprof capture")
+    file.write_bytes(gzip.compress(b'{"format": "memprof capture", "schema": 99}'))
+    assert_refused(memprof("show", file), "newer memprof", "schema 99")
+    file.write_bytes(gzip.compress(b'{"format": "memprof capture", "schema": 1}'))
+    assert_refused(memprof("show", file), "damaged")
+
+
+def test_a_truncated_capture(memprof, tmp_path):
+    file = tmp_path / "run.memprof"
+    memprof("profile", "--model", "pythia-70m", "--context-length", 64, "--save", file)
+    whole = file.read_bytes()
+    for length in (5, 100, len(whole) // 2, len(whole) - 4):
+        file.write_bytes(whole[:length])
+        result = memprof("show", file)
+        assert result.exit_code == 2, length
+        assert "Traceback" not in result.stderr
+
+
+def test_beyond_positions_is_a_warning(memprof):
+    result = memprof("profile", "--model", "pythia-70m", "--context-length", 4096, "--json")
+    assert result.exit_code == 0
+    assert "beyond-positions" in {finding["id"] for finding in result.json["findings"]}

@@ -1,0 +1,356 @@
+"""Each rule on hand-written traces: where it must speak, and where it must not."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.findings import Context, Finding, Severity, find_all
+from memprof.findings.rules import RULES
+from memprof.spec import Mode, TargetSpec
+from memprof.trace.events import ModuleRole, PhaseKind, Role
+from memprof.units import GIB, MIB
+from tests.unit.findings.builder import Builder
+
+
+def of(context: Context, identifier: str) -> list[Finding]:
+    """Findings of one rule; all of them are well-formed."""
+    findings = find_all(context)
+    for finding in findings:
+        assert finding.evidence and finding.title and "\n" not in finding.title
+        assert finding.num_bytes is None or finding.num_bytes > 0
+    return [finding for finding in findings if finding.id == identifier]
+
+
+def training(tokens: int, vocabulary: int, hidden: int = 512, dtype: str = "bfloat16", layers: int = 1) -> Builder:
+    """A small language model up to its head: parameters, inputs, layers."""
+    b = Builder()
+    b.parameter("embed.weight", vocabulary, hidden, dtype=dtype)
+    for layer in range(layers):
+        b.parameter(f"layers.{layer}.mlp.weight", 4 * hidden, hidden, dtype=dtype)
+    b.inputs(1, tokens)
+    for layer in range(layers):
+        b.enter(f"layers.{layer}", "Layer", ModuleRole.LAYER)
+        b.new(tokens, 4 * hidden, dtype=dtype, line="model.py:20 forward")
+        b.leave()
+    return b
+
+
+def head_and_loss(b: Builder, tokens: int, vocabulary: int) -> None:
+    """Logits in half precision, their upcast, log-softmax and gradients; four of them alive together at the end."""
+    b.enter("lm_head", "Linear", ModuleRole.HEAD)
+    head = len(b.trace.events)
+    b.new(tokens, vocabulary, dtype="bfloat16", op="aten.mm", line="model.py:30 forward")
+    b.leave()
+    up = b.new(1, tokens, vocabulary, op="aten._to_copy", line="loss.py:5 loss")
+    b.new(tokens, vocabulary, op="aten._log_softmax", line="loss.py:6 loss")
+    b.free(up)
+    b.phase(PhaseKind.BACKWARD)
+    b.new(tokens, vocabulary, op="aten.nll_loss_backward", line="loss.py:6 loss", forward_event=head + 2)
+    b.new(tokens, vocabulary, op="aten._log_softmax_backward_data", line="loss.py:6 loss", forward_event=head + 2)
+
+
+class TestDoesNotFit:
+    def test_names_what_dies_and_what_is_missing(self) -> None:
+        b = training(4096, 32000, layers=3)
+        head_and_loss(b, 4096, 32000)
+        context = b.context(400 * MIB, card="Card", spec=TargetSpec(model="x"))
+        (finding,) = of(context, "does-not-fit")
+        assert finding.severity is Severity.ERROR
+        assert finding.num_bytes == context.ledger.peak_bytes - 400 * MIB
+        assert "loss of step 1" in finding.title and "500.00 MiB" in finding.title
+        died = finding.evidence[0]
+        assert (died.shape, died.dtype, died.source) == ((1, 4096, 32000), "float32", "loss.py:5 loss")
+        assert finding.remedies[0] == "chunked-loss"
+        assert "smaller-micro-batch" not in finding.remedies  # the batch is 1 already
+
+    def test_names_the_layer(self) -> None:
+        (finding,) = of(training(4096, 1000, layers=4).context(50 * MIB), "does-not-fit")
+        assert "layer 2 of step 1" in finding.title
+        assert finding.remedies[0] == "activation-checkpointing"
+
+    def test_inference_is_not_told_to_checkpoint(self) -> None:
+        spec = TargetSpec(model="x", mode=Mode.INFERENCE, batch_size=2)
+        (finding,) = of(training(4096, 1000, layers=4).context(50 * MIB, spec=spec), "does-not-fit")
+        assert "activation-checkpointing" not in finding.remedies and "smaller-micro-batch" in finding.remedies
+
+    @pytest.mark.parametrize("usable", [None, GIB])
+    def test_silent_when_it_fits_or_there_is_no_card(self, usable: int | None) -> None:
+        assert not of(training(4096, 1000).context(usable), "does-not-fit")
+
+
+class TestLogits:
+    def test_lists_every_copy(self) -> None:
+        b = training(8192, 50000)
+        head_and_loss(b, 8192, 50000)
+        (finding,) = of(b.context(vocab_size=50000), "logits-explosion")
+        once = 8192 * 50000
+        assert finding.num_bytes == once * (2 + 4 + 4 + 4)
+        assert "4 copies of [8192 x 50000]" in finding.title
+        labels = {line.text.partition(":")[0]: line.num_bytes for line in finding.evidence[:-1]}
+        assert labels == {
+            "logits": once * 2,
+            "float32 upcast": once * 4,
+            "log-softmax": once * 4,
+            "gradient of the log-softmax": once * 4,
+            "gradient of the log-softmax's input": once * 4,
+        }
+
+    def test_vocabulary_is_inferred(self) -> None:
+        b = training(8192, 50000)
+        head_and_loss(b, 8192, 50000)
+        assert of(b.context(), "logits-explosion")
+
+    def test_silent_on_chunks(self) -> None:
+        b = training(8192, 50000)
+        for _ in range(16):
+            chunk = [b.new(512, 50000), b.new(512, 50000, op="aten._log_softmax")]
+            b.free(*chunk)
+        assert not of(b.context(vocab_size=50000), "logits-explosion")
+
+    def test_silent_on_gradients_of_a_transposed_head(self) -> None:
+        b = Builder()
+        b.parameter("head", 16384, 50000)
+        b.inputs(1, 64)
+        b.new(64, 16384)
+        b.phase(PhaseKind.BACKWARD)
+        b.new(16384, 50000, op="aten.mm", owner=(Role.GRADIENT, "head"))
+        b.new(16384, 50000, op="aten.mm")
+        assert not of(b.context(vocab_size=50000), "logits-explosion")
+
+
+class TestWeightDelta:
+    @pytest.mark.parametrize(
+        "shape", [(4, 512, 4096, 14336), (2048, 4096, 14336), (1, 2048 * 4096, 14336), (2048, 4096 * 14336)]
+    )
+    def test_every_layout_of_the_einsum(self, shape: tuple[int, ...]) -> None:
+        b = Builder()
+        b.parameter("up.weight", 14336, 4096)
+        b.inputs(4, 512)
+        b.new(*shape, op="aten.bmm", line="npt.py:13 forward")
+        (finding,) = of(b.context(), "weight-delta-per-token")
+        assert finding.num_bytes == 4 * 512 * 4096 * 14336 * 4
+        assert "448.00 GiB" in finding.title and "npt.py:13" in finding.title
+        assert finding.remedies == ("low-rank-npt", "smaller-micro-batch")
+
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            (4, 14336, 4096),  # for one token of each sequence: the remedy
+            (2048, 14336),
+            (4, 512, 128256),
+            (2048, 128256),
+            (4, 32, 512, 512),
+            (128, 512, 512),
+            (8, 14336, 4096),  # experts
+        ],
+    )
+    def test_silent_on_what_every_model_has(self, shape: tuple[int, ...]) -> None:
+        b = Builder()
+        for name, rows, columns in (("up", 14336, 4096), ("lm_head", 128256, 4096), ("o_proj", 512, 512)):
+            b.parameter(f"{name}.weight", rows, columns)
+        b.inputs(4, 512)
+        for _ in range(64):
+            b.new(*shape)
+        assert not of(b.context(vocab_size=128256, context_length=512), "weight-delta-per-token")
+
+    def test_silent_on_gradients_of_as_many_experts_as_tokens(self) -> None:
+        b = Builder()
+        b.parameter("experts.up", 256, 4096, 2048)
+        b.inputs(1, 256)
+        b.phase(PhaseKind.BACKWARD)
+        b.new(256, 4096, 2048)
+        assert not of(b.context(), "weight-delta-per-token")
+
+
+class TestDeviceMismatch:
+    def test_says_where_and_what_to_do(self) -> None:
+        b = training(64, 100)
+        for layer in range(2):
+            b.enter(f"layers.{layer}.rope", "Rope")
+            b.mismatch(
+                "aten.mul",
+                "rope.py:9 forward",
+                ("cpu", (64, 1), "rope.py:8 forward"),
+                ("cuda:0", (32,), "train.py:3 <module>"),
+            )
+            b.leave()
+        (finding,) = of(b.context(), "device-mismatch")
+        assert finding.severity is Severity.ERROR and finding.num_bytes is None
+        assert "rope.py:9" in finding.title and "rope.py:8" in finding.title
+        texts = [line.text for line in finding.evidence]
+        assert "2 times" in texts[0] and "layers.*.rope" in texts[0]
+        assert any(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!" in text
+            for text in texts
+        )
+        assert "at rope.py:8 create it with device=" in texts[-1]
+        assert [line.device for line in finding.evidence[1:3]] == ["cpu", "cuda:0"]
+
+    def test_silent_without(self) -> None:
+        assert not of(training(64, 100).context(), "device-mismatch")
+
+
+class TestAttentionScores:
+    @staticmethod
+    def eager(op: str = "aten._softmax") -> Builder:
+        b = training(1024, 100, hidden=1024, dtype="float32")
+        b.new(1, 1, 1024, 1024, dtype="bool", op="aten.le")
+        for layer in range(4):
+            b.enter(f"layers.{layer}.attn", "Attention")
+            bmm = b.new(16, 1024, 1024, op="aten.bmm", line="attn.py:5 eager")
+            b.new(1, 16, 1024, 1024, op=op, line="attn.py:6 eager")
+            b.free(bmm)
+            b.leave()
+        return b
+
+    def test_scores_and_mask(self) -> None:
+        (finding,) = of(self.eager().context(), "attention-scores")
+        # Four softmax outputs stay; beside them the product of the last layer and the mask.
+        assert finding.num_bytes == 5 * 64 * MIB + MIB
+        assert {line.text.partition(":")[0] for line in finding.evidence[:-1]} == {"scores", "mask"}
+        assert finding.remedies == ("sdpa-attention",)
+
+    def test_math_path_of_sdpa_is_not_told_to_use_sdpa(self) -> None:
+        (finding,) = of(self.eager("aten._safe_softmax").context(), "attention-scores")
+        assert "sdpa-attention" not in finding.remedies
+        assert "math path" in finding.evidence[-1].text
+
+    def test_silent_on_features_as_many_as_tokens(self) -> None:
+        b = training(1024, 100, hidden=1024)
+        for _ in range(8):
+            b.new(1, 1024, 1024)
+            b.new(1, 16, 1024, 64, op="aten._scaled_dot_product_flash_attention")
+        assert not of(b.context(context_length=1024), "attention-scores")
+
+    def test_mask_without_scores(self) -> None:
+        b = training(4096, 100)
+        for _ in range(4):
+            b.new(1, 1, 4096, 4096, op="aten.where", line="mask.py:1 mask")
+        (finding,) = of(b.context(context_length=4096), "attention-scores")
+        assert "Attention masks" in finding.title
+
+
+class TestUpcast:
+    def test_outside_norms_is_a_warning(self) -> None:
+        b = training(4096, 100, layers=2)
+        for layer in range(2):
+            b.enter(f"layers.{layer}.mlp", "Mlp")
+            b.new(1, 4096, 2048, op="aten._to_copy", line="mlp.py:7 forward")
+            b.leave()
+        (finding,) = of(b.context(), "float32-upcast")
+        assert finding.severity is Severity.WARNING and finding.num_bytes == 2 * 32 * MIB
+        assert "mlp.py:7" in finding.title
+        assert finding.evidence[0].num_bytes == 32 * MIB and finding.evidence[0].module == "layers.*.mlp"
+
+    def test_in_norms_is_a_note(self) -> None:
+        b = training(4096, 100)
+        b.enter("layers.0.norm", "LlamaRMSNorm", ModuleRole.NORM)
+        b.new(1, 4096, 2048, op="aten._to_copy")
+        b.leave()
+        (finding,) = of(b.context(), "float32-upcast")
+        assert finding.severity is Severity.NOTE and "own numerics" in finding.title
+
+    def test_silent_in_a_float32_model_and_on_logits(self) -> None:
+        b = training(4096, 100, dtype="float32")
+        b.new(1, 4096, 2048, op="aten._to_copy")
+        assert not of(b.context(), "float32-upcast")
+        b = training(4096, 32000)
+        head_and_loss(b, 4096, 32000)
+        assert not of(b.context(vocab_size=32000), "float32-upcast")
+
+
+class TestOptimizer:
+    @staticmethod
+    def stepped(dtype: str, state: str) -> Builder:
+        b = training(16, 1000, dtype=dtype, layers=4)
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+        for name in ("exp_avg", "exp_avg_sq"):
+            b.new(2048, 512, dtype=state, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, name))
+        b.new(1, op="aten.zeros", owner=(Role.OPTIMIZER_STATE, "step"))
+        return b
+
+    def test_float32_state_of_half_parameters(self) -> None:
+        (finding,) = of(self.stepped("bfloat16", "float32").context(), "float32-optimizer-state")
+        assert finding.severity is Severity.NOTE and finding.num_bytes == 4 * MIB + 256
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_silent_on_state_like_the_parameters(self, dtype: str) -> None:
+        assert not of(self.stepped(dtype, dtype).context(), "float32-optimizer-state")
+
+    def test_temporaries_that_decide_the_peak(self) -> None:
+        b = self.stepped("bfloat16", "bfloat16")
+        roots = [b.new(2048, 512, dtype="bfloat16", op="aten._foreach_sqrt") for _ in range(4)]
+        b.free(*roots)
+        (finding,) = of(b.context(), "optimizer-step-temporaries")
+        assert finding.num_bytes == 8 * MIB and finding.remedies[0] == "fused-optimizer"
+
+    def test_silent_when_the_peak_is_elsewhere(self) -> None:
+        b = self.stepped("bfloat16", "bfloat16")
+        b.free(b.new(2048, 512, op="aten._foreach_sqrt"))
+        b.phase(PhaseKind.FORWARD, 2)
+        b.new(65536, 512)
+        assert not of(b.context(), "optimizer-step-temporaries")
+
+
+class TestVocabulary:
+    def test_rows_beyond_those_asked_for(self) -> None:
+        b = training(64, 50257)
+        b.phase(PhaseKind.BACKWARD)
+        b.new(50257, 512, dtype="bfloat16", owner=(Role.GRADIENT, "embed.weight"))
+        (finding,) = of(b.context(asked_vocab_size=1000), "vocabulary-larger-than-asked")
+        assert finding.num_bytes == 2 * (49257 * 512 * 2)
+        assert finding.evidence[0].shape == (50257, 512)
+
+    @pytest.mark.parametrize("asked", [None, 50257, 50200])
+    def test_silent_when_as_asked_or_padded(self, asked: int | None) -> None:
+        assert not of(training(64, 50257).context(asked_vocab_size=asked), "vocabulary-larger-than-asked")
+
+    def test_positions_and_projections_are_no_vocabulary(self) -> None:
+        b = training(64, 100)
+        b.parameter("wpe.weight", 4096, 512)
+        b.parameter("position_embeddings.weight", 4096, 512)
+        b.parameter("layers.0.attn.head.weight", 4096, 512)
+        assert not of(b.context(asked_vocab_size=100), "vocabulary-larger-than-asked")
+
+
+class TestPositions:
+    def test_rotary_model_is_warned_about(self) -> None:
+        (finding,) = of(training(64, 100).context(context_length=8192, max_positions=4096), "beyond-positions")
+        assert finding.severity is Severity.WARNING and finding.num_bytes is None
+
+    def test_learned_positions_are_an_error(self) -> None:
+        b = training(64, 100)
+        b.parameter("wpe.weight", 1024, 512)
+        (finding,) = of(b.context(context_length=2048, max_positions=1024), "beyond-positions")
+        assert finding.severity is Severity.ERROR
+
+    @pytest.mark.parametrize("most", [None, 8192, 9000])
+    def test_silent_within(self, most: int | None) -> None:
+        assert not of(training(64, 100).context(context_length=8192, max_positions=most), "beyond-positions")
+
+
+class TestUnattributed:
+    def test_largest_first_and_why(self) -> None:
+        b = training(64, 100)
+        b.phase(PhaseKind.OTHER, 0)
+        b.new(1024, 1024, op="aten.empty", line=None)
+        b.new(2048, 1024, op="aten.randn", line="script.py:3 <module>")
+        (finding,) = of(b.context(), "unattributed")
+        assert finding.num_bytes == 12 * MIB and finding.severity is Severity.NOTE
+        assert finding.evidence[0].source == "script.py:3 <module>"
+        assert "no line outside torch" in finding.evidence[1].text
+
+    def test_silent_when_all_is_known(self) -> None:
+        assert not of(training(64, 100).context(), "unattributed")
+
+
+def test_errors_come_first_then_the_most_expensive() -> None:
+    b = training(8192, 50000)
+    head_and_loss(b, 8192, 50000)
+    b.mismatch("aten.mul", "a.py:1 f", ("cpu", (4,), "a.py:2 f"), ("cuda:0", (4,), "a.py:3 f"))
+    findings = find_all(b.context(GIB, vocab_size=50000, asked_vocab_size=100, context_length=8192, max_positions=64))
+    errors = [finding.severity is Severity.ERROR for finding in findings]
+    assert errors == sorted(errors, reverse=True) and sum(errors) == 2
+    rest = [finding.num_bytes or 0 for finding in findings if finding.severity is not Severity.ERROR]
+    assert len(rest) >= 3 and rest == sorted(rest, reverse=True)
+    assert len(RULES) == 10
