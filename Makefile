@@ -36,7 +36,7 @@ docs: $(VENV)/.stamp-dev
 	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.stamp
-	$(BIN)/python tests/benchmarks/simulate.py
+	$(BIN)/python -m tests.benchmarks.simulate
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

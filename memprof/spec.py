@@ -54,6 +54,9 @@ class TargetSpec:
     """Capacity of a card that is in no catalog; replaces `gpu`."""
 
     def __post_init__(self) -> None:
+        if self.mode not in tuple(Mode):
+            raise unknown_name("--mode", str(self.mode), [mode.value for mode in Mode])
+        object.__setattr__(self, "mode", Mode(self.mode))
         for name in ("context_length", "batch_size", "vocab_size", "gradient_accumulation", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:

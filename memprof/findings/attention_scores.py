@@ -8,6 +8,7 @@ from memprof.findings.evidence import (
     percent,
     plural,
     tensors_evidence,
+    useful,
     vocabulary,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity
@@ -28,7 +29,7 @@ _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 def find(context: Context) -> list[Finding]:
     """One finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
     trace, lives = context.ledger.trace, context.lives
-    kinds = _kinds(context)
+    kinds = score_storages(context)
     if not kinds:
         return []
     most = lives.most(kinds)
@@ -63,11 +64,11 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        remedies = ("smaller-micro-batch",)
+        remedies = useful(context, ("smaller-micro-batch",))
     return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
 
 
-def _kinds(context: Context) -> dict[int, str]:
+def score_storages(context: Context) -> dict[int, str]:
     """Storages that are [..., queries, keys], each as "scores" or "mask".
 
     That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens. Scores are

@@ -6,6 +6,15 @@ from memprof.findings.evidence import file_and_line, format_shape, without_numbe
 from memprof.findings.finding import Context, Evidence, Finding, Severity
 from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace
 
+_ARGUMENTS = {
+    "aten.mm": ("self", "mat2"),
+    "aten.bmm": ("self", "mat2"),
+    "aten.addmm": ("self", "mat1", "mat2"),
+    "aten.baddbmm": ("self", "batch1", "batch2"),
+}
+"""Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure
+in c10), and says which one differs."""
+
 
 def find(context: Context) -> list[Finding]:
     """One finding for each line at which devices meet; equal ones of other layers and steps are counted."""
@@ -23,10 +32,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch]) -> Finding:
     module = None if mismatch.module == NONE else trace.modules[mismatch.module].path
     met = _line(trace, mismatch.source)
     stranger, other = _pair(mismatch.operands)
-    error = (
-        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, "
-        f"{other.device} and {stranger.device}!"
-    )
+    error = _error(op, mismatch.operands, stranger, other)
     times = f", {len(group)} times" if len(group) > 1 else ""
     inside = "" if module is None else f" in {without_numbers(module) or 'the model'}"
     title = (
@@ -34,9 +40,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch]) -> Finding:
         f"{format_shape(stranger.shape)} {stranger.dtype} was made on {stranger.device} at "
         f"{file_and_line(_line(trace, stranger.source))}"
     )
-    evidence = [
-        Evidence(f"{op} met them at {met or 'an unknown line'}{inside}{times}", module=module, op=op, source=met)
-    ]
+    evidence = [Evidence(f"{op} met them at {file_and_line(met)}{inside}{times}", module=module, op=op, source=met)]
     for operand in mismatch.operands:
         made = _line(trace, operand.source)
         text = f"{format_shape(operand.shape)} {operand.dtype} on {operand.device}, made at {made or 'an unknown line'}"
@@ -46,6 +50,19 @@ def _finding(trace: Trace, group: list[DeviceMismatch]) -> Finding:
     evidence.append(Evidence(f"on a real GPU: {error}", op=op, source=met))
     evidence.append(Evidence(_fix(trace, stranger, other, met), source=_line(trace, stranger.source) or met))
     return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), ("device-placement",))
+
+
+def _error(op: str, operands: tuple[Operand, ...], stranger: Operand, other: Operand) -> str:
+    """What torch raises: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
+    start = "RuntimeError: Expected all tensors to be on the same device, but"
+    names = _ARGUMENTS.get(op, ())
+    first = operands[0].device
+    for name, operand in zip(names, operands, strict=False):
+        if len(names) == len(operands) and operand.device != first:
+            method = f"wrapper_CUDA_{op.removeprefix('aten.')}"
+            differs = f"{name} is on {operand.device}, different from other tensors on {first}"
+            return f"{start} got {differs} (when checking argument in method {method})"
+    return f"{start} found at least two devices, {other.device} and {stranger.device}!"
 
 
 def _pair(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence
+from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence, useful
 from memprof.findings.finding import Context, Evidence, Finding, Severity
 from memprof.ledger.categories import Category
 from memprof.ledger.stages import Span
-from memprof.spec import Mode
 from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
@@ -23,7 +22,6 @@ _REMEDIES = {
     Category.INPUTS: ("smaller-micro-batch",),
     Category.TEMPORARIES: ("smaller-micro-batch",),
 }
-_TRAINING_ONLY = {"chunked-loss", "activation-checkpointing", "8-bit-optimizer", "lora"}
 
 
 def find(context: Context) -> list[Finding]:
@@ -78,7 +76,7 @@ def stage_text(span: Span) -> str:
 
 def _remedies(context: Context) -> tuple[str, ...]:
     """Those of the dominating category first; none that is in force already or that the mode has no use for."""
-    ledger, spec = context.ledger, context.spec
+    ledger = context.ledger
     names: dict[str, None] = {}
     for category, num_bytes in ledger.by_category().items():
         if num_bytes < MIN_SHARE * ledger.peak_bytes:
@@ -87,12 +85,4 @@ def _remedies(context: Context) -> tuple[str, ...]:
             names |= dict.fromkeys(("fused-optimizer", "8-bit-optimizer"))
         else:
             names |= dict.fromkeys(_REMEDIES.get(category, ()))
-    unfit = set()
-    if spec is not None:
-        if spec.mode is Mode.INFERENCE:
-            unfit |= _TRAINING_ONLY
-        if spec.activation_checkpointing:
-            unfit.add("activation-checkpointing")
-        if spec.batch_size == 1:
-            unfit.add("smaller-micro-batch")
-    return tuple(name for name in names if name not in unfit)
+    return useful(context, names)

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence
 from memprof.ledger.categories import Category
-from memprof.trace.events import NONE, PhaseKind, Role, Storage, Trace
+from memprof.spec import Mode
+from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source
 from memprof.units import format_bytes
 
 HALF_DTYPES = ("bfloat16", "float16")
+
+_TRAINING_ONLY = {"chunked-loss", "activation-checkpointing", "8-bit-optimizer", "fused-optimizer", "lora"}
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _INTEGERS = ("int64", "int32")
@@ -21,7 +24,7 @@ _COMPUTING = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
 _VOCABULARY = re.compile(
     r"embed|wte|(^|\.)(shared|lm_head|head|output|output_projection|unembed)\.weight$", re.IGNORECASE
 )
-_POSITIONS = re.compile(r"(^|[._])pos|wpe|token_type|patch", re.IGNORECASE)
+_POSITIONS = re.compile(r"(^|[._])(pos|pe(\.|$))|wpe|token_type|patch", re.IGNORECASE)
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
@@ -33,8 +36,8 @@ def format_shape(shape: Sequence[int]) -> str:
 
 
 def file_and_line(source: str | None) -> str:
-    """`file:line` of a source `file:line function`."""
-    return "an unknown line" if source is None else source.rpartition(" ")[0] or source
+    """Where a source `file:line function` is, for a sentence; the whole path is in the evidence's `source`."""
+    return "an unknown line" if source is None else short_source(source)
 
 
 def percent(num_bytes: int, whole: int) -> str:
@@ -57,6 +60,23 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
     """Path of the storage's module with layer numbers replaced by `*`; None outside modules."""
     path = trace.module_path(storage)
     return None if path is None else without_numbers(path)
+
+
+# -- remedies -------------------------------------------------------------------------------------------------------
+
+
+def useful(context: Context, remedies: Iterable[str]) -> tuple[str, ...]:
+    """Those of `remedies` that can still change this run: not in force already, and of use in its mode."""
+    spec = context.spec
+    unfit: set[str] = set()
+    if spec is not None:
+        if spec.mode is Mode.INFERENCE:
+            unfit |= _TRAINING_ONLY
+        if spec.activation_checkpointing:
+            unfit.add("activation-checkpointing")
+        if spec.batch_size == 1:
+            unfit.add("smaller-micro-batch")
+    return tuple(name for name in remedies if name not in unfit)
 
 
 # -- evidence -------------------------------------------------------------------------------------------------------
@@ -146,13 +166,16 @@ def half_dtype(context: Context) -> str | None:
 def vocabulary_tables(trace: Trace) -> dict[int, str]:
     """The token embeddings and heads by storage: matrices with one row for each word, by the name of the parameter.
 
-    Numbered modules (layers, experts) have none: `layers.0.attn.head.weight` is a projection.
+    Known by their names, or as the weight of a module that is an embedding or the head. Numbered modules (layers,
+    experts) have none: `layers.0.attn.head.weight` is a projection.
     """
+    roles = (ModuleRole.EMBEDDING, ModuleRole.HEAD)
+    weights = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
     return {
         index: name
         for index, name in parameters(trace).items()
         if len(trace.storages[index].shape) == 2
-        and _VOCABULARY.search(name)
+        and (name in weights or _VOCABULARY.search(name))
         and not _POSITIONS.search(name)
         and not _NUMBER.search(name)
     }

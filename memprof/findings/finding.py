@@ -66,6 +66,7 @@ class Context:
     """Births and deaths of the ledger's storages, for all rules to share."""
 
     def __post_init__(self) -> None:
+        """Follow the storages' lives; by the base class's way, for the dataclass is frozen."""
         object.__setattr__(self, "lives", Lives(self.ledger))
 
     @property

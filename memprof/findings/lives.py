@@ -21,15 +21,12 @@ class Together(NamedTuple):
 
 
 class Lives:
-    """Birth and death of every storage, as events; what never dies has the end of the trace as its death.
-
-    Args:
-        ledger: the accounting whose storages are meant.
-    """
+    """Birth and death of every storage, as events; what never dies has the end of the trace as its death."""
 
     __slots__ = ("_allocated", "at_peak", "births", "deaths")
 
     def __init__(self, ledger: Ledger) -> None:
+        """Read the whole trace of `ledger` once."""
         trace = ledger.trace
         end = len(trace.events)
         # A storage that was never allocated (a broken or cut trace) is born when everything is over.

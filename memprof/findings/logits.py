@@ -13,6 +13,7 @@ from memprof.findings.evidence import (
     percent,
     plural,
     tensors_evidence,
+    useful,
     vocabulary,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity
@@ -61,12 +62,8 @@ def find(context: Context) -> list[Finding]:
         num_bytes=at_peak.num_bytes,
     )
     lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    remedies = ["chunked-loss", "vocabulary-cap", "smaller-micro-batch"]
-    if context.spec is not None and context.spec.batch_size == 1:
-        remedies.remove("smaller-micro-batch")
-    return [
-        Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), tuple(remedies)),
-    ]
+    remedies = useful(context, ("chunked-loss", "vocabulary-cap", "smaller-micro-batch"))
+    return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), remedies)]
 
 
 def logits_storages(context: Context) -> list[int]:

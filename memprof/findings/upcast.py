@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from memprof.findings.attention_scores import score_storages
 from memprof.findings.evidence import (
     file_and_line,
     half_dtype,
@@ -26,7 +27,8 @@ def find(context: Context) -> list[Finding]:
     """One finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
 
     A trace does not say what dtype an operator was given: a float32 tensor that `aten._to_copy` made in the forward
-    pass of a model whose parameters are half is taken for an upcast. Logits are left to the rule `logits-explosion`.
+    pass of a model whose parameters are half is taken for an upcast. Logits are left to the rule `logits-explosion`,
+    attention scores to `attention-scores`.
     """
     half = half_dtype(context)
     trace, lives = context.ledger.trace, context.lives
@@ -34,6 +36,7 @@ def find(context: Context) -> list[Finding]:
         return []
     copy = trace.ops.index("aten._to_copy")
     words = vocabulary(context)
+    scores = score_storages(context)
     by_line: dict[int, list[int]] = defaultdict(list)
     for index, storage in enumerate(trace.storages):
         if (
@@ -41,6 +44,7 @@ def find(context: Context) -> list[Finding]:
             and storage.dtype == "float32"
             and is_forward(trace, storage)
             and index not in trace.owners
+            and index not in scores
             and context.ledger.categories[index] is not Category.LOGITS_AND_LOSS
             and storage.shape[-1:] != (words,)
         ):

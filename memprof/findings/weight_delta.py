@@ -13,6 +13,7 @@ from memprof.findings.evidence import (
     plural,
     tensors_evidence,
     token_counts,
+    useful,
     vocabulary,
 )
 from memprof.findings.finding import Context, Finding, Severity
@@ -54,7 +55,7 @@ def find(context: Context) -> list[Finding]:
         return f"{tokens} tokens x {format_shape((rows, columns))}"
 
     lines = tensors_evidence(context, matches, most.event, label)
-    remedies = ("low-rank-npt", "smaller-micro-batch")
+    remedies = useful(context, ("low-rank-npt", "smaller-micro-batch"))
     return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, remedies)]
 
 

@@ -6,7 +6,7 @@ import bisect
 from enum import StrEnum
 
 from memprof.ledger.stages import Span
-from memprof.trace.events import NONE, EventKind, PhaseKind, Role, Storage, Trace
+from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Role, Storage, Trace
 
 
 class Category(StrEnum):
@@ -26,6 +26,7 @@ class Category(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
+_TIED = (ModuleRole.HEAD, ModuleRole.EMBEDDING)
 _OF_ROLE = {
     Role.PARAMETER: Category.PARAMETERS,
     Role.BUFFER: Category.BUFFERS,
@@ -41,6 +42,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     begins = [span.begin for span in spans]
     outlives = _outlives_its_module(trace)
     first_forward = next((s.begin for s in spans if s.kind is PhaseKind.FORWARD), len(trace.events))
+    weights = {trace.storages[index].shape for index, owner in trace.owners.items() if owner.role is Role.PARAMETER}
     births = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC}
 
     def span_at(time: int) -> Span | None:
@@ -63,6 +65,9 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
                 return Category.KV_CACHE
             return Category.ACTIVATIONS if index in outlives else Category.TEMPORARIES
         if kind is PhaseKind.BACKWARD:
+            if storage.module != NONE and trace.modules[storage.module].role in _TIED and storage.shape in weights:
+                # Of a tied weight: the head's part, before the embedding's is added and the sum becomes `.grad`.
+                return Category.GRADIENTS
             if storage.forward_event != NONE:
                 span = span_at(storage.forward_event)
                 if span is not None and span.is_logits_or_loss:

@@ -14,6 +14,7 @@ from rich.text import Text
 from memprof.findings import Evidence, Finding, Severity
 from memprof.report.document import Document, TensorRow
 from memprof.report.folding import shown_stages, shown_step
+from memprof.trace.events import short_source
 from memprof.units import GIB, MIB, format_bytes, format_count, gib
 
 MAX_TENSORS = 10
@@ -175,13 +176,6 @@ def _origin(tensor: TensorRow) -> Text:
     if tensor.source and not tensor.name:
         text.append(f" {short_source(tensor.source)}", style="dim")
     return text
-
-
-def short_source(source: str) -> str:
-    """`folder/file.py:line` of a source line: enough to find it, short enough for a table."""
-    location = source.rpartition(" ")[0] or source
-    path, _, line = location.rpartition(":")
-    return "/".join(path.replace("\\", "/").split("/")[-2:]) + f":{line}"
 
 
 def _findings(document: Document) -> RenderableType:

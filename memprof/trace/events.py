@@ -172,3 +172,9 @@ class Trace:
     def source_line(self, storage: Storage) -> str | None:
         """`file:line function` that allocated `storage`, None if no line outside torch was running."""
         return None if storage.source == NONE else self.sources[storage.source]
+
+
+def short_source(source: str) -> str:
+    """`folder/file.py:line` of a source `file:line function`: enough to find it, short enough for a sentence."""
+    path, _, line = (source.rpartition(" ")[0] or source).rpartition(":")
+    return "/".join(path.replace("\\", "/").split("/")[-2:]) + f":{line}"

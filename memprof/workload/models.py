@@ -239,6 +239,8 @@ def _configuration(model_class: Any, raw: dict[str, Any]) -> Any:
 
 
 def _max_positions(config: Mapping[str, Any]) -> int | None:
+    if "relative_attention_num_buckets" in config:
+        return None  # T5: positions are relative, and n_positions binds nothing
     for key in ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length"):
         value = config.get(key)
         if isinstance(value, int):

@@ -1,6 +1,6 @@
 """Peaks that Liger-Kernel published for its PyTorch baselines, measured on real cards, against the virtual GPU.
 
-The workloads follow what that project's benchmark scripts keep alive (benchmark/scripts at ead96b61): setup and then the
+The workloads follow what that project's benchmark scripts keep alive (benchmark/scripts at ead96b61): setup, then the
 same step again and again, the highest `max_memory_allocated` of a step in MiB. The figures are rounded to 0.001 MiB.
 """
 

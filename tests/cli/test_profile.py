@@ -49,7 +49,12 @@ def test_4b_at_131072_tokens(memprof):
 @pytest.mark.parametrize(
     ("model", "options", "num_parameters", "stages"),
     [
-        ("gpt2", ("--batch-size", 4, "--context-length", 1024, "--dtype", "float32"), 124_439_808, {"layer 11", "loss"}),
+        (
+            "gpt2",
+            ("--batch-size", 4, "--context-length", 1024, "--dtype", "float32"),
+            124_439_808,
+            {"layer 11", "loss"},
+        ),
         ("pythia-70m", (), 70_426_624, {"layer 5", "logits"}),
         ("llama-3.1-8b", (), 8_030_261_248, {"layer 31", "final norm"}),
         ("mixtral-8x7b", ("--context-length", 256), 46_702_792_704, {"layer 31"}),

@@ -165,6 +165,15 @@ def test_first_result_is_near_the_top_of_the_readme():
     assert any(line.startswith("make test") for line in lines)
 
 
+def test_every_finding_is_explained():
+    concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    sources = [file.read_text(encoding="utf-8") for file in (ROOT / "memprof" / "findings").glob("*.py")]
+    findings = {name for source in sources for name in re.findall(r'Finding\(\s*"([\w-]+)"', source)}
+    assert len(findings) > 5
+    for name in findings:
+        assert f"| `{name}` |" in concepts, f"{name} is not explained in docs/concepts.md"
+
+
 def test_nothing_names_a_place_on_one_machine():
     for page in [*PAGES, *(ROOT / "docs").glob("**/*.csv")]:
         assert not re.search(r"/(tmp|home|root|work|Users)/|site-packages", page.read_text(encoding="utf-8")), _name(

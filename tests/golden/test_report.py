@@ -56,7 +56,9 @@ class Script:
     def leave(self, module: int) -> None:
         self.trace.events.append(Event(EventKind.EXIT, module))
 
-    def alloc(self, op, shape, dtype="bfloat16", module=NONE, source=NONE, owner=None, forward=NONE, hidden=False) -> int:
+    def alloc(
+        self, op, shape, dtype="bfloat16", module=NONE, source=NONE, owner=None, forward=NONE, hidden=False
+    ) -> int:
         width = {"bfloat16": 2, "float32": 4, "int64": 8, "uint8": 1}[dtype]
         size = width
         for extent in shape:
@@ -117,7 +119,9 @@ def training_run() -> Trace:
         grad = s.alloc("aten._log_softmax_backward_data", (4096, 64000), "float32", 0, 2, forward=begin + 4)
         s.free(softmax, logits)
         gradients = [
-            s.alloc("aten.mm", (64000, 512), module=6, source=1, owner=Owner(Role.GRADIENT, "head.weight"), forward=begin)
+            s.alloc(
+                "aten.mm", (64000, 512), module=6, source=1, owner=Owner(Role.GRADIENT, "head.weight"), forward=begin
+            )
         ]
         s.free(grad)
         for layer in (4, 3, 2):

@@ -64,10 +64,7 @@ class Composites:
         backend = self.attention_backend(query, key, value, attn_mask, dropout_p, is_causal, needs_grad)
         self._assume(f"Attention runs on the {backend} backend of scaled_dot_product_attention.")
         if backend == "math":
-            result = _aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )
-            return result[0]  # type: ignore[no-any-return]
+            return self._math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         head_dim = query.shape[-1]
         if scale is None:
             scale = head_dim**-0.5
@@ -128,10 +125,48 @@ class Composites:
             and query.dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if capability >= (8, 0) else ()))
             and head_dim % alignment == 0
             and value.shape[-1] % alignment == 0
-            and not (attn_mask is not None and attn_mask.requires_grad)
         ):
             return "efficient"
         return "math"
+
+    def _math_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """The generic path, operator by operator as `_scaled_dot_product_attention_math` runs without modes.
+
+        Under a mode C++ would add the mask out of place and take the CPU's dropout
+        (aten/src/ATen/native/transformers/attention.cpp).
+        """
+        dtype = query.dtype
+        if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+            query, key, value = query.float(), key.float(), value.float()
+        root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+        query = query * root
+        if is_causal:
+            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = _additive(attn_mask, query)
+        if enable_gqa and key.shape[1] != query.shape[1]:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = query @ (key.transpose(-2, -1) * root)
+        if attn_mask is not None:
+            scores.add_(attn_mask)
+        scores = torch._safe_softmax(scores, -1)
+        if dropout_p > 0:
+            scores = self._dropout(scores, dropout_p)
+        result = (scores @ value).to(dtype)
+        # The operator returns the scores too, in the input's dtype; SDPA drops them.
+        scores.to(dtype)
+        return result
 
     # -- the others -------------------------------------------------------------------------------------------------
 
@@ -156,10 +191,16 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A boolean mask as zeros and minus infinities of the query's dtype."""
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, torch.full_like(zero, float("-inf")))
+
+
 def _additive_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """The mask as the efficient kernel takes it: additive, its rows aligned to 16 elements, expanded over the heads."""
     if mask.dtype is torch.bool:
-        mask = torch.where(mask, torch.zeros((), dtype=query.dtype, device=query.device), float("-inf")).to(query.dtype)
+        mask = _additive(mask, query)
     length = mask.shape[-1]
     if length % 16:
         mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]

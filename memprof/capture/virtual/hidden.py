@@ -85,8 +85,15 @@ def embedding_backward(args: Any, num_sms: int) -> list[int]:
     return 3 * [count * indices.element_size()] if count > 3072 else []
 
 
+def safe_softmax(args: Any, num_sms: int) -> list[int]:
+    """The boolean mask of -inf scores and of rows without any (native/transformers/attention.cpp, _safe_softmax)."""
+    scores = args[0]
+    return [scores.numel(), scores.numel() // scores.shape[-1]]
+
+
 TEMPORARIES: dict[Any, Callable[[Any, int], list[int]]] = {
     _aten._scaled_dot_product_flash_attention_backward: flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: efficient_attention_backward,
     _aten.embedding_dense_backward: embedding_backward,
+    **({_aten._safe_softmax: safe_softmax} if hasattr(_aten, "_safe_softmax") else {}),
 }

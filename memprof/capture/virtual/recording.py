@@ -253,7 +253,7 @@ class RecordingMode(TorchDispatchMode):
         outputs = _tensors(result)
         if target is not None:
             self.record(outputs, operator.name, place, target)
-        self.values.learn(call.func, call.args, call.kwargs, outputs)
+            self.values.learn(call.func, call.args, call.kwargs, outputs)
         return result
 
     def _in_place(self, operator: _Operator, call: Call, place: Place) -> Any:

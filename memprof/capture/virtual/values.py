@@ -48,6 +48,8 @@ class Values:
         """The real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
         if not tensor.is_meta:
             return tensor
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         flat = self._flat.get(tensor.untyped_storage()._cdata)
         if flat is None or flat.dtype is not tensor.dtype:
             return None
@@ -55,6 +57,8 @@ class Values:
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`tensor`, which owns its whole storage, is known to hold `value` (same shape and dtype)."""
+        if not tensor.numel():
+            return
         flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
         flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(value)
         self._flat[tensor.untyped_storage()._cdata] = flat

@@ -103,9 +103,7 @@ def test_ways_to_the_gpu(gpu: VirtualGpu, make: Callable[[], torch.Tensor]) -> N
         lambda tensor: tensor.contiguous().float().double(),
     ],
 )
-def test_like_functions_stay_where_the_tensor_is(
-    gpu: VirtualGpu, like: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_like_functions_stay_where_the_tensor_is(gpu: VirtualGpu, like: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert like(torch.ones(4, device="cuda")).device == CUDA
     assert like(torch.ones(4)).device == CPU
     assert like(torch.ones(4, device="meta")).device == META
@@ -256,7 +254,9 @@ def test_optimizer_built_after_the_move(gpu: VirtualGpu) -> None:
 def test_state_dict_and_copies(gpu: VirtualGpu) -> None:
     model = Model().to("cuda")
     assert all(tensor.device == CUDA for tensor in model.state_dict().values())
-    model.load_state_dict({name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in model.state_dict().items()}
+    )
     assert model.head.weight.device == CUDA
     twin = copy.deepcopy(model)
     assert twin.head.weight.device == CUDA and twin.head.weight is not model.head.weight

@@ -186,6 +186,13 @@ class TestDeviceMismatch:
         assert "at rope.py:8 create it with device=" in texts[-1]
         assert [line.device for line in finding.evidence[1:3]] == ["cpu", "cuda:0"]
 
+    def test_matrix_products_name_the_argument(self) -> None:
+        b = training(64, 100)
+        b.mismatch("aten.mm", "a.py:1 f", ("cuda:0", (4, 4), "a.py:2 f"), ("cpu", (4, 4), "a.py:3 f"))
+        (finding,) = of(b.context(), "device-mismatch")
+        assert "got mat2 is on cpu, different from other tensors on cuda:0" in finding.evidence[3].text
+        assert "made on cpu at a.py:3" in finding.title
+
     def test_silent_without(self) -> None:
         assert not of(training(64, 100).context(), "device-mismatch")
 
@@ -209,6 +216,13 @@ class TestAttentionScores:
         assert finding.num_bytes == 5 * 64 * MIB + MIB
         assert {line.text.partition(":")[0] for line in finding.evidence[:-1]} == {"scores", "mask"}
         assert finding.remedies == ("sdpa-attention",)
+
+    def test_scores_are_not_told_of_as_upcasts_too(self) -> None:
+        b = training(1024, 100)
+        for _ in range(4):
+            b.new(1, 16, 1024, 1024, op="aten._to_copy")
+            b.new(1, 16, 1024, 1024, op="aten._softmax")
+        assert of(b.context(), "attention-scores") and not of(b.context(), "float32-upcast")
 
     def test_math_path_of_sdpa_is_not_told_to_use_sdpa(self) -> None:
         (finding,) = of(self.eager("aten._safe_softmax").context(), "attention-scores")
@@ -304,6 +318,15 @@ class TestVocabulary:
     @pytest.mark.parametrize("asked", [None, 50257, 50200])
     def test_silent_when_as_asked_or_padded(self, asked: int | None) -> None:
         assert not of(training(64, 50257).context(asked_vocab_size=asked), "vocabulary-larger-than-asked")
+
+    def test_embedding_of_any_name(self) -> None:
+        b = Builder()
+        b.parameter("tok.weight", 50257, 512)
+        b.inputs(1, 64)
+        b.enter("tok", "Embedding", ModuleRole.EMBEDDING)
+        b.new(1, 64, 512, op="aten.embedding")
+        b.leave()
+        assert of(b.context(asked_vocab_size=1000), "vocabulary-larger-than-asked")
 
     def test_positions_and_projections_are_no_vocabulary(self) -> None:
         b = training(64, 100)

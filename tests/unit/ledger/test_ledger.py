@@ -1,0 +1,428 @@
+"""The ledger on traces written by hand, and on random ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memprof.allocator.rounding import round_size
+from memprof.ledger.categories import Category
+from memprof.ledger.ledger import Ledger, alive_at, build_ledger
+from memprof.ledger.stages import spans
+from memprof.trace.events import (
+    HOST,
+    NONE,
+    Event,
+    EventKind,
+    Module,
+    ModuleRole,
+    Owner,
+    Phase,
+    PhaseKind,
+    Role,
+    Storage,
+    Trace,
+)
+
+if TYPE_CHECKING:
+    from tests.unit.ledger.conftest import Builder
+
+KIB = 1024
+
+
+def names(ledger: Ledger) -> list[str]:
+    return [stage.span.name for stage in ledger.stages]
+
+
+def categories(ledger: Ledger, *indices: int) -> list[Category]:
+    return [ledger.categories[index] for index in indices]
+
+
+def training_step(build: Builder, layers: int = 2) -> dict[str, int]:
+    """A model with a stack of layers and a head: one whole step."""
+    made: dict[str, int] = {}
+    build.phase(PhaseKind.OTHER)
+    build.phase(PhaseKind.MODEL)
+    for path in ["embedding", *(f"layers.{i}" for i in range(layers)), "head"]:
+        made[path] = build.alloc(8 * KIB, role=Role.PARAMETER, name=f"{path}.weight")
+    build.phase(PhaseKind.OTHER)
+    build.phase(PhaseKind.INPUTS, 1, 1)
+    made["ids"] = build.alloc(512, "aten._to_copy")
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("", ModuleRole.ROOT)
+    build.enter("embedding", ModuleRole.EMBEDDING)
+    made["states"] = build.alloc(2 * KIB, "aten.embedding")
+    build.exit()
+    for index in range(layers):
+        build.enter(f"layers.{index}", ModuleRole.LAYER, "layers")
+        made[f"temporary {index}"] = build.alloc(3 * KIB, "aten.mul")
+        made[f"saved {index}"] = build.alloc(4 * KIB, "aten.mm")
+        build.free(made[f"temporary {index}"])
+        build.exit()
+    build.enter("norm", ModuleRole.NORM)
+    made["normed"] = build.alloc(2 * KIB, "aten.native_layer_norm")
+    build.exit()
+    build.enter("head", ModuleRole.HEAD)
+    made["forward of the head"] = len(build.trace.events)
+    made["logits"] = build.alloc(32 * KIB, "aten.mm")
+    build.exit()
+    made["log_softmax"] = build.alloc(32 * KIB, "aten._log_softmax")
+    build.exit()
+    build.phase(PhaseKind.OTHER)
+    build.phase(PhaseKind.BACKWARD, 1, 1)
+    made["logits gradient"] = build.alloc(32 * KIB, "aten.mm", forward_event=made["forward of the head"])
+    build.free(made["log_softmax"])
+    made["gradient"] = build.alloc(8 * KIB, "aten.mm", role=Role.GRADIENT, name="head.weight")
+    build.free(made["logits gradient"])
+    build.phase(PhaseKind.OTHER)
+    build.free(made["logits"], made["ids"])
+    build.phase(PhaseKind.OPTIMIZER_STEP, 1)
+    made["exp_avg"] = build.alloc(8 * KIB, "aten.zeros_like", role=Role.OPTIMIZER_STATE, name="exp_avg")
+    made["update"] = build.alloc(1 * KIB, "aten._foreach_sqrt")
+    build.free(made["update"])
+    build.phase(PhaseKind.ZERO_GRAD, 1)
+    build.free(made["gradient"])
+    return made
+
+
+def test_stages_follow_the_model(build: Builder) -> None:
+    training_step(build)
+    ledger = build_ledger(build.trace)
+    assert names(ledger) == [
+        "parameters", "inputs", "embedding", "layer 0", "layer 1", "final norm", "logits", "loss", "backward",
+        "optimizer step", "zero_grad",
+    ]  # fmt: skip
+    layer = ledger.stages[3]
+    assert (layer.span.stack, layer.span.index, layer.span.step, layer.span.micro_batch) == ("layers", 0, 1, 1)
+    assert layer.delta_bytes == 4 * KIB
+    assert layer.peak_allocated_bytes == layer.allocated_bytes + 3 * KIB
+    assert ledger.stages[0].allocated_bytes == 32 * KIB
+    assert ledger.stages[0].delta_bytes == 32 * KIB
+
+
+def test_what_a_return_frees_belongs_to_the_stage_before(build: Builder) -> None:
+    training_step(build)
+    ledger = build_ledger(build.trace)
+    backward = next(stage for stage in ledger.stages if stage.span.name == "backward")
+    assert backward.delta_bytes == (8 - 32 - 32) * KIB - 512
+
+
+def test_deltas_chain(build: Builder) -> None:
+    training_step(build)
+    ledger = build_ledger(build.trace)
+    total = 0
+    for stage in ledger.stages:
+        total += stage.delta_bytes
+        assert stage.allocated_bytes == total <= stage.peak_allocated_bytes
+    assert total == ledger.allocated[-1]
+
+
+def test_categories(build: Builder) -> None:
+    made = training_step(build)
+    ledger = build_ledger(build.trace)
+    expected = {
+        "embedding": Category.PARAMETERS,
+        "ids": Category.INPUTS,
+        "states": Category.ACTIVATIONS,
+        "temporary 0": Category.TEMPORARIES,
+        "saved 0": Category.ACTIVATIONS,
+        "logits": Category.LOGITS_AND_LOSS,
+        "log_softmax": Category.LOGITS_AND_LOSS,
+        "logits gradient": Category.LOGITS_AND_LOSS,
+        "gradient": Category.GRADIENTS,
+        "exp_avg": Category.OPTIMIZER_STATE,
+        "update": Category.TEMPORARIES,
+    }
+    assert {name: ledger.categories[made[name]] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("role", "category"),
+    [
+        (Role.PARAMETER, Category.PARAMETERS),
+        (Role.BUFFER, Category.BUFFERS),
+        (Role.GRADIENT, Category.GRADIENTS),
+        (Role.OPTIMIZER_STATE, Category.OPTIMIZER_STATE),
+        (Role.INPUT, Category.INPUTS),
+        (Role.KV_CACHE, Category.KV_CACHE),
+    ],
+)
+def test_an_owner_decides(build: Builder, role: Role, category: Category) -> None:
+    build.phase(PhaseKind.BACKWARD, 1, 1)
+    owned = build.alloc(KIB, role=role, name="it")
+    assert categories(build_ledger(build.trace), owned) == [category]
+
+
+def test_categories_without_an_owner(build: Builder) -> None:
+    build.phase(PhaseKind.OTHER)
+    before = build.alloc(KIB)
+    nowhere = build.alloc(KIB, source=None)
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("", ModuleRole.ROOT)
+    workspace = build.alloc(KIB, hidden=True)
+    cache = build.alloc(KIB, source="transformers/cache_utils.py:9 update")
+    build.exit()
+    build.phase(PhaseKind.OTHER)
+    after = build.alloc(KIB)
+    ledger = build_ledger(build.trace)
+    assert categories(ledger, before, nowhere, workspace, cache, after) == [
+        Category.INPUTS,
+        Category.UNATTRIBUTED,
+        Category.LIBRARY_WORKSPACE,
+        Category.KV_CACHE,
+        Category.UNATTRIBUTED,
+    ]
+
+
+def test_recomputed_activations(build: Builder) -> None:
+    """A module that runs inside a backward pass leaves activations behind; what dies inside it is a temporary."""
+    build.phase(PhaseKind.BACKWARD, 1, 1)
+    build.enter("layers.0", ModuleRole.LAYER, "layers")
+    temporary = build.alloc(KIB)
+    kept = build.alloc(KIB)
+    build.free(temporary)
+    build.exit()
+    build.free(kept)
+    assert categories(build_ledger(build.trace), temporary, kept) == [Category.TEMPORARIES, Category.ACTIVATIONS]
+
+
+def test_peak_and_what_was_alive(build: Builder) -> None:
+    made = training_step(build)
+    ledger = build_ledger(build.trace)
+    alive = [made[n] for n in made if n in {"embedding", "layers.0", "layers.1", "head", "ids", "states", "normed"}]
+    alive += [made[n] for n in ("saved 0", "saved 1", "logits", "log_softmax", "logits gradient")]
+    assert sorted(i for tensor in ledger.live for i in tensor.storages) == sorted(alive)
+    assert ledger.peak_bytes == (32 + 2 + 8 + 2 + 96) * KIB + 512
+    assert ledger.peak_stage.name == "backward"
+    assert ledger.by_category() == {
+        Category.LOGITS_AND_LOSS: 96 * KIB,
+        Category.PARAMETERS: 32 * KIB,
+        Category.ACTIVATIONS: 12 * KIB,
+        Category.INPUTS: 512,
+    }
+
+
+def test_equal_tensors_of_a_stack_are_one_line(build: Builder) -> None:
+    training_step(build, layers=4)
+    ledger = build_ledger(build.trace)
+    (saved,) = [tensor for tensor in ledger.live if tensor.op == "aten.mm" and tensor.num_bytes == 4 * KIB]
+    assert (saved.count, saved.module, saved.allocated_bytes) == (4, "layers.*", 16 * KIB)
+    (weights,) = [tensor for tensor in ledger.live if tensor.name == "layers.*.weight"]
+    assert weights.count == 4
+    (embedding,) = [tensor for tensor in ledger.live if tensor.name == "embedding.weight"]
+    assert embedding.count == 1
+
+
+def test_a_single_layer_keeps_its_number(build: Builder) -> None:
+    training_step(build, layers=1)
+    ledger = build_ledger(build.trace)
+    (saved,) = [tensor for tensor in ledger.live if tensor.op == "aten.mm" and tensor.num_bytes == 4 * KIB]
+    assert (saved.count, saved.module) == (1, "layers.0")
+
+
+def test_largest_first(build: Builder) -> None:
+    training_step(build)
+    sizes = [tensor.num_bytes for tensor in build_ledger(build.trace).live]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 2
+
+
+def test_two_stacks_are_told_apart(build: Builder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("", ModuleRole.ROOT)
+    for stack in ("encoder.block", "decoder.block"):
+        for index in range(2):
+            build.enter(f"{stack}.{index}", ModuleRole.LAYER, stack)
+            build.alloc(KIB)
+            build.exit()
+    build.exit()
+    found = names(build_ledger(build.trace))
+    assert found == ["encoder layer 0", "encoder layer 1", "decoder layer 0", "decoder layer 1"]
+
+
+def test_memory_between_layers_belongs_to_the_layer_before(build: Builder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("", ModuleRole.ROOT)
+    for index in range(2):
+        build.enter(f"layers.{index}", ModuleRole.LAYER, "layers")
+        build.alloc(KIB)
+        build.exit()
+        build.alloc(2 * KIB) if index == 0 else None
+    build.exit()
+    ledger = build_ledger(build.trace)
+    assert [(s.span.name, s.delta_bytes) for s in ledger.stages] == [("layer 0", 3 * KIB), ("layer 1", KIB)]
+
+
+def test_a_model_without_a_stack_is_shown_by_its_children(build: Builder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("", ModuleRole.ROOT)
+    for child in ("conv", "pool"):
+        build.enter(child, ModuleRole.CHILD)
+        build.alloc(KIB)
+        build.exit()
+    build.exit()
+    assert names(build_ledger(build.trace)) == ["conv Module", "pool Module"]
+
+
+def test_nested_layers_count_once(build: Builder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.enter("layers.0", ModuleRole.LAYER, "layers")
+    build.enter("layers.0.inner.0", ModuleRole.LAYER, "layers.0.inner")
+    build.alloc(KIB)
+    build.exit()
+    build.alloc(KIB)
+    build.exit()
+    ledger = build_ledger(build.trace)
+    assert [stage.delta_bytes for stage in ledger.stages] == [2 * KIB]
+
+
+def test_rounding_and_requested_bytes(build: Builder) -> None:
+    build.phase(PhaseKind.OTHER)
+    build.alloc(513)
+    build.alloc(1)
+    ledger = build_ledger(build.trace)
+    assert ledger.peak_bytes == 1024 + 512
+    assert ledger.stages[-1].requested_bytes == 514
+    assert sum(row.allocated_bytes for row in ledger.rows) == 1536
+
+
+def test_host_memory_is_counted_apart(build: Builder) -> None:
+    build.phase(PhaseKind.OTHER)
+    host = build.alloc(5000, device=HOST)
+    build.alloc(512)
+    build.free(host)
+    build.alloc(100, device=HOST)
+    ledger = build_ledger(build.trace)
+    assert (ledger.peak_bytes, ledger.host_peak_bytes) == (512, 5000)
+    assert [i for tensor in ledger.live for i in tensor.storages] == [1]
+
+
+def test_the_last_of_equal_peaks(build: Builder) -> None:
+    build.phase(PhaseKind.OTHER)
+    first = build.alloc(KIB)
+    build.free(first)
+    build.alloc(KIB, "aten.ones")
+    ledger = build_ledger(build.trace)
+    assert ledger.peak_event == 3 and [tensor.op for tensor in ledger.live] == ["aten.ones"]
+
+
+def test_out_of_memory(build: Builder) -> None:
+    made = training_step(build)
+    ledger = build_ledger(build.trace)
+    assert ledger.out_of_memory(ledger.peak_bytes) is None
+    short = ledger.out_of_memory(ledger.peak_bytes - 1)
+    assert short is not None
+    assert short.storage == made["logits gradient"] and short.event == ledger.peak_event
+    assert (short.tried_bytes, short.in_use_bytes) == (32 * KIB, ledger.peak_bytes - 32 * KIB)
+    assert short.stage.name == "backward"
+    early = ledger.out_of_memory(20 * KIB)
+    assert early is not None and early.storage == made["layers.1"] and early.stage.name == "parameters"
+
+
+def test_no_allocation_at_all(build: Builder) -> None:
+    build.phase(PhaseKind.OTHER)
+    build.alloc(KIB, device=HOST)
+    with pytest.raises(ValueError, match="no allocation"):
+        build_ledger(build.trace)
+
+
+# -- random traces ----------------------------------------------------------------------------------------------------
+
+MODULES = [
+    Module("", "Model", ModuleRole.ROOT, ""),
+    Module("embedding", "Embedding", ModuleRole.EMBEDDING, ""),
+    *(Module(f"layers.{i}", "Layer", ModuleRole.LAYER, "layers") for i in range(3)),
+    Module("layers.0.norm", "Norm", ModuleRole.NORM, ""),
+    Module("head", "Linear", ModuleRole.HEAD, ""),
+    Module("child", "Linear", ModuleRole.CHILD, ""),
+]
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """Any order of phases, well-nested module calls, births and deaths, that a recorder could write."""
+    trace = Trace(ops=["a", "b"], sources=["s", "cache_utils.py:1 f"], modules=list(MODULES))
+    trace.phases.append(Phase(PhaseKind.OTHER, 0, 0))
+    trace.events.append(Event(EventKind.PHASE, 0))
+    stack: list[int] = []
+    alive: list[int] = []
+    for action in draw(st.lists(st.sampled_from("pexaaaaff"), max_size=60)):
+        if action == "p" and not stack:
+            trace.phases.append(Phase(draw(st.sampled_from(list(PhaseKind))), draw(st.integers(0, 2)), 1))
+            trace.events.append(Event(EventKind.PHASE, len(trace.phases) - 1))
+        elif action == "e":
+            stack.append(draw(st.integers(0, len(MODULES) - 1)))
+            trace.events.append(Event(EventKind.ENTER, stack[-1]))
+        elif action == "x" and stack:
+            trace.events.append(Event(EventKind.EXIT, stack.pop()))
+        elif action == "a":
+            index = len(trace.storages)
+            num_bytes = draw(st.integers(1, 5000))
+            forward = draw(st.integers(NONE, len(trace.events) - 1))
+            trace.storages.append(
+                Storage(
+                    num_bytes, (num_bytes,), "uint8", draw(st.sampled_from(["cuda:0", "cuda:0", HOST])),
+                    draw(st.integers(0, 1)), stack[-1] if stack else NONE, draw(st.integers(NONE, 1)),
+                    len(trace.phases) - 1, forward, draw(st.booleans()),
+                )
+            )  # fmt: skip
+            trace.events.append(Event(EventKind.ALLOC, index))
+            alive.append(index)
+            if draw(st.integers(0, 3)) == 0:
+                trace.owners[index] = Owner(draw(st.sampled_from(list(Role))), f"layers.{index}.weight")
+        elif action == "f" and alive:
+            trace.events.append(Event(EventKind.FREE, alive.pop(draw(st.integers(0, len(alive) - 1)))))
+    while stack:
+        trace.events.append(Event(EventKind.EXIT, stack.pop()))
+    return trace
+
+
+def brute_force(trace: Trace) -> list[set[int]]:
+    """The GPU storages alive after every event."""
+    result = []
+    for time in range(len(trace.events)):
+        counts = Counter[int]()
+        for event in trace.events[: time + 1]:
+            if event.kind is EventKind.ALLOC:
+                counts[event.ref] += 1
+            elif event.kind is EventKind.FREE:
+                counts[event.ref] -= 1
+        result.append({i for i, n in counts.items() if n and trace.storages[i].device != HOST})
+    return result
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(traces())
+def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
+    alive = brute_force(trace)
+    totals = [sum(round_size(trace.storages[i].num_bytes) for i in now) for now in alive]
+    if not any(totals):
+        with pytest.raises(ValueError, match="no allocation"):
+            build_ledger(trace)
+        return
+    ledger = build_ledger(trace)
+    assert ledger.allocated == totals
+    assert ledger.peak_bytes == max(totals) == totals[ledger.peak_event]
+    assert sum(row.allocated_bytes for row in ledger.rows) == ledger.peak_bytes
+    assert sum(tensor.allocated_bytes for tensor in ledger.live) == ledger.peak_bytes
+    assert sum(ledger.by_category().values()) == ledger.peak_bytes
+    live = [index for tensor in ledger.live for index in tensor.storages]
+    assert len(live) == len(set(live)) and set(live) == alive[ledger.peak_event] == set(
+        alive_at(trace, ledger.peak_event)
+    )
+    assert all(tensor.count == len(tensor.storages) for tensor in ledger.live)
+    assert len(ledger.categories) == len(trace.storages)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(traces())
+def test_stages_cover_every_birth_and_death_once(trace: Trace) -> None:
+    moves = [t for t, event in enumerate(trace.events) if event.kind in (EventKind.ALLOC, EventKind.FREE)]
+    found = spans(trace)
+    covered = [t for span in found for t in range(span.begin, span.end)]
+    assert len(covered) == len(set(covered)) and covered == sorted(covered)
+    assert set(moves) <= set(covered)
+    assert all(any(span.begin <= t < span.end for t in moves) for span in found)

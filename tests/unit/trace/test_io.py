@@ -1,0 +1,136 @@
+"""The capture file: what is saved comes back; what is no capture is refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from memprof.errors import MemprofError, UsageError
+from memprof.trace.events import (
+    NONE,
+    DeviceMismatch,
+    Event,
+    EventKind,
+    Module,
+    ModuleRole,
+    Operand,
+    Owner,
+    Phase,
+    PhaseKind,
+    Role,
+    Storage,
+    Trace,
+)
+from memprof.trace.io import SCHEMA, load_trace, save_trace
+
+
+def sample() -> Trace:
+    return Trace(
+        events=[
+            Event(EventKind.PHASE, 0),
+            Event(EventKind.ENTER, 0),
+            Event(EventKind.ALLOC, 0),
+            Event(EventKind.FREE, 0),
+        ],
+        storages=[Storage(513, (3, 171), "int8", "cuda:0", 0, 0, 0, 0, NONE, False)],
+        ops=["aten.empty"],
+        modules=[Module("model.layers.0", "Layer", ModuleRole.LAYER, "model.layers")],
+        sources=["/home/ä/train.py:3 main"],
+        phases=[Phase(PhaseKind.FORWARD, 1, 2)],
+        owners={0: Owner(Role.GRADIENT, "weight")},
+        mismatches=[
+            DeviceMismatch(2, 0, 0, 0, (Operand("cuda:0", (2,), "float32", NONE), Operand("cpu", (), "int64", 0)))
+        ],
+        assumptions=["One."],
+        facts={"device": {"name": "A", "total_bytes": 1}, "target": None},
+    )
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "run.memprof"
+    save_trace(sample(), path)
+    assert load_trace(path) == sample()
+    assert [file.name for file in tmp_path.iterdir()] == ["run.memprof"]
+
+
+def test_types_survive(tmp_path: Path) -> None:
+    save_trace(sample(), tmp_path / "a")
+    trace = load_trace(tmp_path / "a")
+    assert isinstance(trace.events[0].kind, EventKind) and isinstance(trace.modules[0].role, ModuleRole)
+    assert isinstance(trace.storages[0].shape, tuple) and isinstance(trace.phases[0].kind, PhaseKind)
+    assert isinstance(trace.mismatches[0].operands[0], Operand)
+
+
+def test_saving_into_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(MemprofError, match="could not be saved") as raised:
+        save_trace(sample(), tmp_path / "missing" / "a")
+    assert raised.value.exit_code == 1
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_trace(sample(), path)
+    before = path.read_bytes()
+    trace = sample()
+    trace.facts = {"not JSON": object()}
+    with pytest.raises(TypeError):
+        save_trace(trace, path)
+    assert path.read_bytes() == before
+
+
+def damaged(**changes: object) -> bytes:
+    document = {
+        "format": "memprof capture", "schema": SCHEMA, "source": "simulated", "facts": {}, "assumptions": [], "ops": [],
+        "sources": [], "modules": [], "phases": [[str(PhaseKind.OTHER), 0, 0]], "owners": [], "mismatches": [],
+        "storages": [], "events": {"kind": [2], "ref": [0]},
+    } | changes  # fmt: skip
+    return gzip.compress(json.dumps(document).encode())
+
+
+def test_the_undamaged_document_loads(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(damaged())
+    assert load_trace(tmp_path / "a").events == [Event(EventKind.PHASE, 0)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a memprof capture|damaged"),
+        (b"no gzip", "not a memprof capture"),
+        (gzip.compress(b"no JSON"), "not a memprof capture"),
+        (gzip.compress(b'{"format": "else"}'), "not a memprof capture"),
+        (gzip.compress(b"[1]"), "not a memprof capture"),
+        (damaged()[:-12], "truncated or damaged"),
+        (damaged(schema=SCHEMA + 1), "newer memprof"),
+        (damaged(schema=None), "newer memprof"),
+        (damaged(events={"kind": [9], "ref": [0]}), "damaged"),
+        (damaged(events={"kind": [0], "ref": [0]}), "damaged"),
+        (damaged(events={"kind": [2, 2], "ref": [0]}), "damaged"),
+        (damaged(storages=[[1]]), "damaged"),
+        (damaged(storages=[[1, [1], "int8", "cuda:0", 0, -1, -1, 0, -1, False]]), "damaged"),
+        (damaged(phases=[["lunch", 0, 0]]), "damaged"),
+    ],
+)  # fmt: skip
+def test_what_is_no_capture(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message) as raised:
+        load_trace(path)
+    assert str(path) in str(raised.value)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        load_trace(tmp_path / "a")
+
+
+def test_look_ups() -> None:
+    trace = sample()
+    storage = trace.storages[0]
+    assert (trace.op(storage), trace.module_path(storage)) == ("aten.empty", "model.layers.0")
+    assert trace.source_line(storage) == "/home/ä/train.py:3 main"
+    nowhere = storage._replace(module=NONE, source=NONE)
+    assert trace.module_path(nowhere) is None and trace.source_line(nowhere) is None
