@@ -1,6 +1,7 @@
 """Prints the table of docs/accuracy.md: published peaks beside those of the virtual GPU.
 
-The workloads are those of tests/accuracy/test_liger.py; the published figures are in docs/data/published_memory.csv.
+The workloads are those of tests/accuracy/test_liger.py; the published figures are read from shared/published_memory.csv
+beside the checkout. Without it nothing can be compared: exit code 4.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
+NOT_HERE = 4
 
 
 def _comparison() -> ModuleType:
@@ -26,12 +28,15 @@ def _comparison() -> ModuleType:
 
 def main() -> None:
     """Simulate every row and print it."""
+    shared = ROOT.parent / "shared"
+    if not (shared / "published_memory.csv").is_file():
+        sys.exit(NOT_HERE)
     comparison = _comparison()
     worst = 0.0
     count = 0
     print(f"{'workload':<28}{'size':>10}  {'card':<24}{'published':>12}{'simulated':>12}{'difference':>12}")
     for setup, axis in comparison.CASES:
-        for row in comparison.published(ROOT / "docs" / "data", setup.__name__, axis):
+        for row in comparison.published(shared, setup.__name__, axis):
             simulated = comparison.simulated_mib(row, setup)
             difference = simulated - row.mib
             worst = max(worst, abs(difference) / row.mib)

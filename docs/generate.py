@@ -101,6 +101,8 @@ def with_outputs(page: str) -> str:
 
     def current(found: re.Match[str]) -> str:
         output = output_of(found["command"])
+        if output is None:
+            return found[0]
         if found["before"]:
             lines = itertools.takewhile(lambda line: not line.startswith(found["before"]), output.splitlines())
             output = "\n".join(lines).rstrip()
@@ -112,8 +114,10 @@ def with_outputs(page: str) -> str:
     return _OUTPUT.sub(current, page)
 
 
-def output_of(command: str) -> str:
+def output_of(command: str) -> str | None:
     """What `command` (memprof or python, with arguments) prints on stdout; it may say that something does not fit.
+
+    None if it says, by exit code 4, that what it needs is not here.
 
     Raises:
         RuntimeError: the command failed.
@@ -129,6 +133,8 @@ def output_of(command: str) -> str:
         text=True,
         check=False,
     )
+    if done.returncode == 4:
+        return None
     if done.returncode not in (0, 3):
         raise RuntimeError(f"{command!r} failed with exit code {done.returncode}:\n{done.stderr}")
     return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())

@@ -59,7 +59,7 @@ def save_trace(trace: Trace, path: Path) -> None:
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = Path(file.name)
-            with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=5, mtime=0) as packed:
+            with gzip.GzipFile("", fileobj=file, mode="wb", compresslevel=5, mtime=0) as packed:
                 packed.write(json.dumps(document, separators=(",", ":")).encode())
         temporary.chmod(0o666 & ~_umask())
         os.replace(temporary, path)

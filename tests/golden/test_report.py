@@ -201,7 +201,8 @@ def test_json_names_are_those_of_the_design():
         "verdict", "assumptions",
     }  # fmt: skip
     assert set(report["stages"][0]) >= {
-        "name", "allocated_bytes", "delta_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes", "seconds",
+        "name", "allocated_bytes", "delta_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes",
+        "seconds",
     }  # fmt: skip
     assert set(report["peak"]) >= {
         "stage", "allocated_bytes", "reserved_bytes", "device_used_bytes", "categories", "tensors",

@@ -11,11 +11,13 @@ they run as plain Python under the mode, which then sees the C++ functions that 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch.overrides import TorchFunctionMode
 
 from memprof.capture.virtual.recording import RecordingMode
@@ -50,11 +52,17 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.tolist: self._tolist,
             _Tensor.numpy: self._numpy,
             _Tensor.__array__: self._numpy,
-            _Tensor.__repr__: self._repr,
             _Tensor.pin_memory: self._pin_memory,
             _Tensor.is_pinned: self._is_pinned,
-            _Tensor.record_stream: self._nothing,
             _Tensor.data_ptr: self._data_ptr,
+            _Tensor.__setitem__: self._setitem,
+            torch._C._nn._parse_to: _parse_to,
+            torch.device: self._make_device,
+            torch.tensor: self._tensor,
+            torch.as_tensor: self._as_tensor,
+            torch.asarray: self._as_tensor,
+            _Tensor.new_tensor: self._new_tensor,
+            **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,12 +77,12 @@ class DeviceMode(TorchFunctionMode):
             wanted = torch.device(device) if isinstance(device, str) else device
             if isinstance(wanted, int) or wanted.type == "cuda":
                 kwargs = {**(kwargs or {}), "device": _META}
-                if "pin_memory" in kwargs:
-                    kwargs["pin_memory"] = False
+                for name in ("pin_memory", "generator"):  # neither goes with meta tensors
+                    kwargs.pop(name, None)
                 return self._on(GPU, func, args, kwargs)
             if wanted.type == "meta":
                 return self._on("meta", func, args, {**(kwargs or {}), "device": _META})
-        for position, arg in enumerate(args if func is not torch.device else ()):
+        for position, arg in enumerate(args):
             if type(arg) is torch.device and arg.type == "cuda":
                 return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -87,6 +95,55 @@ class DeviceMode(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             recording.factory_device = outer
+
+    def _make_device(self, *args: Any, **kwargs: Any) -> torch.device:
+        """A bare index is an index of CUDA devices."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], int):
+            return torch.device("cuda", args[0])
+        return torch.device(*args, **kwargs)
+
+    # -- tensors from data ------------------------------------------------------------------------------------------
+
+    def _tensor(
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
+    ) -> torch.Tensor:
+        if isinstance(data, torch.Tensor):
+            target = self._device(data) if device is None else device
+            return self._to(data.detach(), target, dtype, copy=True).requires_grad_(requires_grad)
+        result = torch.tensor(data, dtype=dtype, device=_CPU)
+        return self._placed(result, device).requires_grad_(requires_grad)
+
+    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, torch.Tensor):
+            return self._to(data, self._device(data) if device is None else device, dtype)
+        return self._placed(torch.as_tensor(data, dtype=dtype, device=_CPU), device)
+
+    def _new_tensor(
+        self, tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> torch.Tensor:
+        target = self._device(tensor) if device is None else device
+        return self._tensor(data, dtype=dtype or tensor.dtype, device=target, requires_grad=requires_grad)
+
+    def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        """A tensor just made on the host, on the device that was asked for."""
+        if device is None:
+            device = torch.utils._device.CURRENT_DEVICE
+        return tensor if device is None else self._to(tensor, device)
+
+    def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if isinstance(value, (bool, int, float)) and self._believed(tensor) == GPU:
+            # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
+            value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
+        _Tensor.__setitem__(tensor, index, value)
+
+    def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Unknown numbers are finite (values.py): composites would compare them first, and lose that."""
+        result: torch.Tensor = func(tensor)
+        values = self._recording.values
+        with _NoTorchFunction():
+            if result.is_meta and result.numel() and values.get(tensor.detach()) is None and values.wants(result):
+                values.set(result, torch.full(result.shape, _NONFINITE[func], dtype=torch.bool))
+        return result
 
     # -- what a tensor says of itself -------------------------------------------------------------------------------
 
@@ -133,7 +190,7 @@ class DeviceMode(TorchFunctionMode):
             rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
             copy = kwargs.get("copy", False)
         else:
-            device, dtype, _, memory_format = torch._C._nn._parse_to(
+            device, dtype, _, memory_format = _parse_to(
                 *args, **{name: value for name, value in kwargs.items() if name != "copy"}
             )
             copy = bool(kwargs.get("copy", False)) or (len(args) > 3 and args[3] is True)
@@ -165,9 +222,6 @@ class DeviceMode(TorchFunctionMode):
     def _is_pinned(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         return False
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
     # -- reads ------------------------------------------------------------------------------------------------------
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -184,12 +238,23 @@ class DeviceMode(TorchFunctionMode):
         with _NoTorchFunction():
             return value.numpy(**kwargs)
 
-    def _repr(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-        with _NoTorchFunction():
-            if not tensor.is_meta:
-                return repr(tensor)
-            device, shape = self._recording.device_of(tensor), tuple(tensor.shape)
-            return f"tensor(..., device='{device}', size={shape}, dtype={tensor.dtype})"
+    def repr_of(self, original: Callable[..., str]) -> Callable[..., str]:
+        """The replacement for `torch._tensor_str._str`, which takes all modes off before it looks at the data."""
+
+        def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
+            with _NoTorchFunction():
+                virtual = type(tensor) in (_Tensor, torch.nn.Parameter) and tensor.is_meta
+                device = self._recording.device_of(tensor) if virtual else "meta"
+                if device == "meta":
+                    return original(tensor, **kwargs)
+                known = self._recording.values.get(tensor.detach())
+                if known is None and tensor.dim() == 0:
+                    known = self._recording.values.read(tensor.detach())
+                if known is None:
+                    return f"tensor(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+                return f"{original(known, **kwargs)[:-1]}, device='{device}')"
+
+        return _str
 
     def _data_ptr(self, tensor: torch.Tensor) -> int:
         with _NoTorchFunction():
@@ -197,6 +262,13 @@ class DeviceMode(TorchFunctionMode):
                 return tensor.data_ptr()
             # Unique per storage and never null, as code that compares addresses (weight tying) expects.
             return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+def _parse_to(*args: Any, **kwargs: Any) -> Any:
+    """The arguments of a `.to()`; a bare index is an index of CUDA devices."""
+    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+        args = (torch.device("cuda", args[0]), *args[1:])
+    return torch._C._nn._parse_to(*args, **kwargs)
 
 
 def python_functions_run_inside() -> Iterator[tuple[Any, str, Any]]:
@@ -225,6 +297,14 @@ def _overridden(tensors: Any) -> bool:
     return False
 
 
+_NONFINITE: dict[Any, bool] = {
+    torch.isfinite: True,
+    _Tensor.isfinite: True,
+    torch.isnan: False,
+    _Tensor.isnan: False,
+    torch.isinf: False,
+    _Tensor.isinf: False,
+}
 _C_NAMES = {
     "has_torch_function": "_has_torch_function",
     "has_torch_function_unary": "_has_torch_function_unary",

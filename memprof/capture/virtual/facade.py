@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,6 +12,13 @@ import torch
 
 from memprof.capture.recorder import Recorder
 from memprof.catalog import Gpu
+
+
+class _Device(contextlib.nullcontext[None]):
+    """`with torch.cuda.device(0)`: there is one card, and it is current."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
 
 
 class _Stream:
@@ -29,6 +37,10 @@ class _Stream:
     def elapsed_time(self, other: Any) -> float:
         """Milliseconds between two events: no time passes on the virtual GPU."""
         return 0.0
+
+    def is_capturing(self) -> bool:
+        """No graph is being captured."""
+        return False
 
     def query(self) -> bool:
         """Everything has completed."""
@@ -72,6 +84,13 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         return max(0, gpu.total_bytes - context_bytes - recorder.live_bytes), gpu.total_bytes
 
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        stats: dict[str, int] = collections.defaultdict(int)
+        for kind in ("allocated_bytes", "active_bytes", "requested_bytes"):
+            stats[f"{kind}.all.current"] = recorder.live_bytes
+            stats[f"{kind}.all.peak"] = recorder.peak_bytes
+        return stats
+
     @contextlib.contextmanager
     def stream(stream: Any) -> Iterator[None]:
         yield
@@ -108,6 +127,9 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         "max_memory_reserved": peak,
         "reset_peak_memory_stats": reset_peak,
         "reset_accumulated_memory_stats": nothing,
+        "memory_stats": memory_stats,
+        "memory_summary": lambda *args, **kwargs: f"allocated {recorder.live_bytes} bytes (virtual GPU)",
+        "device": _Device,
         "Stream": _Stream,
         "Event": _Stream,
         "stream": stream,
@@ -117,6 +139,33 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     }
     for name, value in cuda.items():
         yield torch.cuda, name, value
+    yield torch.Tensor, "record_stream", nothing
+    accelerator: dict[str, Any] = {
+        "is_available": returning(True),
+        "current_accelerator": returning(torch.device("cuda")),
+        "device_count": returning(1),
+        "current_device_index": returning(0),
+        "set_device_index": nothing,
+        "current_stream": lambda device=None: _Stream(),
+        "set_stream": nothing,
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "memory_allocated": allocated,
+        "max_memory_allocated": peak,
+        "memory_reserved": allocated,
+        "max_memory_reserved": peak,
+        "memory_stats": memory_stats,
+        "get_memory_info": mem_get_info,
+        "reset_peak_memory_stats": reset_peak,
+    }
+    for name, value in accelerator.items():
+        if hasattr(torch.accelerator, name):  # releases differ
+            yield torch.accelerator, name, value
+    nvtx = SimpleNamespace(
+        rangePushA=returning(0), rangePop=returning(0), rangeStartA=returning(0), rangeEnd=nothing, markA=nothing
+    )
+    yield torch.cuda.nvtx, "_nvtx", nvtx
+    yield torch.cuda.memory, "_record_memory_history", nothing
     # cuDNN's own paths (RNN weights in one buffer) are not taken: see docs/limitations.md.
     yield torch.backends.cudnn, "is_acceptable", returning(False)
     for name in ("memory_allocated", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats"):

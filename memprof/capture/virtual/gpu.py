@@ -101,6 +101,10 @@ class VirtualGpu:
             patches.set(owner, name, value)
         for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes):
             patches.set(owner, name, value)
+        patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
+        # A module built on the host and moved must keep its parameters' identity (ties, optimizers); between a real and
+        # a meta tensor only a swap can.
+        patches.set(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
         patches.set(nn.Module, "__call__", self.modules.wrap_call(nn.Module.__call__))
         self._patch_backward()
         self._patch_saved_tensor_hooks(function_mode)

@@ -85,6 +85,31 @@ def embedding_backward(args: Any, num_sms: int) -> list[int]:
     return 3 * [count * indices.element_size()] if count > 3072 else []
 
 
+def cumsum_copy(args: Any) -> list[int]:
+    """Integers and booleans are summed as int64, from a copy (native/ReduceOps.cpp, impl_func_cum_ops)."""
+    data = args[0]
+    return [8 * data.numel()] if not data.is_floating_point() and data.dtype is not torch.int64 else []
+
+
+def embedding_copy(args: Any) -> list[int]:
+    """Indices that cannot be viewed flat are copied (native/Embedding.cpp, embedding)."""
+    indices = args[1]
+    return [] if indices.is_contiguous() else [indices.numel() * indices.element_size()]
+
+
+def embedding_backward_copy(args: Any) -> list[int]:
+    """The gradient and the indices are made contiguous (native/cuda/Embedding.cu)."""
+    return [t.numel() * t.element_size() for t in args[:2] if not t.is_contiguous()]
+
+
+INPUT_COPIES: dict[Any, Callable[[Any], list[int]]] = {
+    _aten.cumsum: cumsum_copy,
+    _aten.embedding: embedding_copy,
+    _aten.embedding_dense_backward: embedding_backward_copy,
+}
+"""Copies of inputs that an operator makes before its outputs and drops when it returns."""
+
+
 def safe_softmax(args: Any, num_sms: int) -> list[int]:
     """The boolean mask of -inf scores and of rows without any (native/transformers/attention.cpp, _safe_softmax)."""
     scores = args[0]

@@ -41,7 +41,16 @@ class _Kind(enum.Enum):
 class _Operator:
     """What is known of one operator overload."""
 
-    __slots__ = ("device_exempt", "handler", "kind", "name", "temporaries", "uses_cublas", "uses_cublaslt")
+    __slots__ = (
+        "device_exempt",
+        "handler",
+        "input_copies",
+        "kind",
+        "name",
+        "temporaries",
+        "uses_cublas",
+        "uses_cublaslt",
+    )
 
     def __init__(self, func: Any) -> None:
         packet = func.overloadpacket
@@ -53,6 +62,7 @@ class _Operator:
         else:
             self.kind = _Kind.ALLOCATES
         self.handler = _HANDLERS.get(packet)
+        self.input_copies = hidden.INPUT_COPIES.get(packet)
         self.temporaries = hidden.TEMPORARIES.get(packet)
         self.uses_cublas = packet in hidden.CUBLAS_OPS
         self.uses_cublaslt = packet in hidden.CUBLASLT_OPS
@@ -225,12 +235,16 @@ class RecordingMode(TorchDispatchMode):
             result = self._run(operator, call, place, target)
             self._take_workspace(operator, place)
             return result
-        if operator.temporaries is not None and target == GPU:
-            sizes = operator.temporaries(call.args, self._num_sms)
-            result = self._run(operator, call, place, target)
-            self.transients(sizes, operator, place)
-            return result
-        return self._run(operator, call, place, target)
+        if target != GPU or (operator.temporaries is None and operator.input_copies is None):
+            return self._run(operator, call, place, target)
+        copies = operator.input_copies(call.args) if operator.input_copies else []
+        taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in copies]
+        temporaries = operator.temporaries(call.args, self._num_sms) if operator.temporaries else []
+        result = self._run(operator, call, place, target)
+        self.transients(temporaries, operator, place)
+        for index in taken:
+            self.recorder.free_hidden(index)
+        return result
 
     def _run(self, operator: _Operator, call: Call, place: Place, target: str | None) -> Any:
         """Run `call` on meta tensors and record its new storages."""
@@ -286,11 +300,18 @@ class RecordingMode(TorchDispatchMode):
             return None
         outs = [t for t in _tensors(list(call.kwargs.values())) if t.is_meta]
         before = [t.untyped_storage().nbytes() for t in outs]
+        known = None
+        if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
+            written = torch.empty(0, dtype=outs[0].dtype)
+            known = self.values.compute(call.func, call.args, {**call.kwargs, "out": written})
         result = call.func(*call.args, **call.kwargs)
         for out, size in zip(outs, before, strict=True):
             self.values.drop(out.untyped_storage()._cdata)
             if out.untyped_storage().nbytes() != size:
                 self._grown(out, operator, place)
+        whole = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
+        if whole and isinstance(known, torch.Tensor) and known.shape == outs[0].shape and self.values.wants(outs[0]):
+            self.values.set(outs[0], known)
         return result
 
     def _grown(self, tensor: torch.Tensor, operator: _Operator, place: Place) -> None:
@@ -363,6 +384,10 @@ class RecordingMode(TorchDispatchMode):
             # Host tensors among themselves: the small ones are real, the large ones virtual; no mismatch.
             self._virtualise(call)
             return
+        self._note_mismatch(operator, call, place)
+        self._virtualise(call)
+
+    def _note_mismatch(self, operator: _Operator, call: Call, place: Place) -> None:
         self.recorder.mismatch(
             DeviceMismatch(
                 len(self.recorder.trace.events),
@@ -372,7 +397,6 @@ class RecordingMode(TorchDispatchMode):
                 tuple(self._operand(tensor) for tensor in call.tensors),
             )
         )
-        self._virtualise(call)
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
         storage = tensor.untyped_storage()
@@ -431,6 +455,26 @@ class RecordingMode(TorchDispatchMode):
         known = self.values.compute(call.func, call.args, call.kwargs)
         return False if known is None else known
 
+    def _allclose(self, operator: _Operator, call: Call, place: Place) -> Any:
+        known = self.values.compute(call.func, call.args, call.kwargs)
+        return True if known is None else known
+
+    def _grouped_mm(self, operator: _Operator, call: Call, place: Place) -> Any:
+        """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone."""
+        dtype = call.args[0].dtype
+        if dtype is torch.bfloat16 or not call.args[0].is_meta:
+            return NotImplemented
+
+        def as_bfloat16(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=_META)
+            return torch.bfloat16 if value is dtype else value
+
+        shape = call.func(*map(as_bfloat16, call.args), **{k: as_bfloat16(v) for k, v in call.kwargs.items()})
+        result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=_META)
+        self.record([result], operator.name, place, self._inputs_device(call) or GPU)
+        return result
+
     def _to_copy(self, operator: _Operator, call: Call, place: Place) -> Any:
         source = call.args[0]
         device = call.kwargs.get("device")
@@ -481,11 +525,18 @@ class RecordingMode(TorchDispatchMode):
         count = len(self.values.selected(mask))
         result = torch.empty(count, dtype=data.dtype, device=_META)
         self.record([result], operator.name, place, self._inputs_device(call) or GPU)
+        self.values.learn(call.func, call.args, call.kwargs, [result])
         return result
 
     def _index(self, operator: _Operator, call: Call, place: Place) -> Any:
         """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
         indices = call.args[1]
+        if not call.args[0].is_meta and any(i is not None and i.is_meta for i in indices):
+            # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
+            self._note_mismatch(operator, call, place)
+            real = [None if i is None else self.values.read(i) for i in indices]
+            rest = [self.values.read(a) if isinstance(a, torch.Tensor) else a for a in call.args[2:]]
+            return call.func(call.args[0], real, *rest, **call.kwargs)
         masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
         if not masks or not (call.on_gpu or call.on_host):
             return NotImplemented
@@ -502,10 +553,11 @@ class RecordingMode(TorchDispatchMode):
                 expanded.append(virtual)
         args = (call.args[0], expanded, *call.args[2:])
         if operator.kind is _Kind.IN_PLACE:
-            self.values.drop(call.args[0].untyped_storage()._cdata)
+            self.values.write(call.func, call.args, call.kwargs, call.args[0])
             return call.func(*args, **call.kwargs)
         result = call.func(*args, **call.kwargs)
         self.record(_tensors(result), operator.name, place, device)
+        self.values.learn(call.func, call.args, call.kwargs, _tensors(result))
         return result
 
     def _by_value(self, operator: _Operator, call: Call, place: Place) -> Any:
@@ -579,6 +631,7 @@ _HANDLERS: dict[Any, Any] = {
     _aten.add: RecordingMode._add,
     _aten._local_scalar_dense: RecordingMode._local_scalar,
     _aten.equal: RecordingMode._equal,
+    _aten.allclose: RecordingMode._allclose,
     _aten._to_copy: RecordingMode._to_copy,
     _aten.copy_: RecordingMode._copy,
     _aten.nonzero: RecordingMode._nonzero,
@@ -592,4 +645,5 @@ _HANDLERS: dict[Any, Any] = {
     _aten.bincount: RecordingMode._by_value,
     _aten.repeat_interleave: RecordingMode._by_value,
     _aten.native_dropout: RecordingMode._native_dropout,
+    **({_aten._grouped_mm: RecordingMode._grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),
 }

@@ -35,6 +35,7 @@ class Values:
     def __init__(self, assume: Callable[[str], None]) -> None:
         self._flat: dict[int, torch.Tensor] = {}
         self._assume = assume
+        self._draws = 0
 
     def drop(self, address: int) -> None:
         """The storage at `address` died, or its contents are no longer known."""
@@ -51,9 +52,10 @@ class Values:
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         flat = self._flat.get(tensor.untyped_storage()._cdata)
-        if flat is None or flat.dtype is not tensor.dtype:
+        if flat is None:
             return None
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`tensor`, which owns its whole storage, is known to hold `value` (same shape and dtype)."""
@@ -81,12 +83,20 @@ class Values:
             known_kwargs["device"] = torch.device("cpu")
         try:
             if func.overloadpacket._qualified_op_name.removeprefix("aten::").rstrip("_") in _RANDOM:
-                with torch.random.fork_rng(devices=[]):
-                    return func(*known_args, **known_kwargs)
+                return self._draw(func, known_args, known_kwargs)
             return func(*known_args, **known_kwargs)
         except (RuntimeError, IndexError, NotImplementedError):
             # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.
             return None
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Random integers, the same in every run and without touching the program's generator; floats are unknown."""
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self._draws)
+            self._draws += 1
+            result = func(*args, **kwargs)
+        return None if result.is_floating_point() else result
 
     def _known(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -181,8 +191,6 @@ _POLICIES: dict[Any, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     _aten.sort: _balanced,
     _aten.argsort: _balanced,
     _aten.multinomial: _balanced,
-    _aten.isnan: _zeros,
-    _aten.isinf: _zeros,
-    _aten.isfinite: _true,
+    _aten.all: _true,
 }
 _OVERWRITING = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})

@@ -521,9 +521,24 @@ def test_cublas_workspace_of_each_thread() -> None:
 def test_embedding_backward_sorts_many_indices() -> None:
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         embedding = nn.Embedding(10, 4, device="cuda")
-        embedding(torch.zeros(3072, dtype=torch.int64, device="cuda")).sum().backward()
+        # Squared: the gradient of a sum is expanded, and would be copied first.
+        embedding(torch.zeros(3072, dtype=torch.int64, device="cuda")).square().sum().backward()
         assert hidden(gpu) == []
-        embedding(torch.zeros(3073, dtype=torch.int64, device="cuda")).sum().backward()
+        embedding(torch.zeros(3073, dtype=torch.int64, device="cuda")).square().sum().backward()
         assert hidden(gpu)[:3] == [("aten.embedding_dense_backward", 3073 * 8)] * 3
     frees = {event.ref for event in gpu.trace.events if event.kind is EventKind.FREE}
     assert all(index in frees for index, storage in enumerate(gpu.trace.storages) if storage.hidden)
+
+
+def test_embedding_backward_copies_what_is_not_contiguous() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        embedding = nn.Embedding(10, 4, device="cuda")
+        embedding(torch.zeros(8, dtype=torch.int64, device="cuda")).sum().backward()
+        assert hidden(gpu) == [("aten.embedding_dense_backward", 8 * 4 * 4)]
+
+
+def test_cumsum_of_booleans_sums_an_integer_copy() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        torch.ones(100, dtype=torch.bool, device="cuda").cumsum(0)
+        torch.ones(100, dtype=torch.int64, device="cuda").cumsum(0)
+        assert hidden(gpu) == [("aten.cumsum", 800)]

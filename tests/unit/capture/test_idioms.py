@@ -1,0 +1,164 @@
+"""Idioms of real programs, each of which was once wrong on the virtual GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import find_gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu():
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.to("cuda"),
+        lambda m: m.to(torch.device("cuda")),
+        lambda m: m.to(device="cuda"),
+        lambda m: m.to(torch.device("cuda", 0), torch.float32),
+        lambda m: m.to(0),
+        lambda m: m.cuda(),
+        lambda m: m.cuda(0),
+    ],
+)
+def test_modules_move(gpu, move):
+    module = move(nn.Linear(4, 4))
+    assert module.weight.device == CUDA
+    assert module.bias.is_cuda
+    assert gpu.recorder.live_bytes == 4 * 4 * 4 + 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (lambda: torch.tensor([5, 6], device="cuda"), [5, 6]),
+        (lambda: torch.tensor(3, device="cuda"), 3),
+        (lambda: torch.as_tensor([1, 2], device="cuda"), [1, 2]),
+        (lambda: torch.ones(3).new_tensor([1, 2], device="cuda"), [1.0, 2.0]),
+        (lambda: torch.zeros(3, device="cuda", dtype=torch.int32).new_tensor([1, 2]), [1, 2]),
+        (lambda: torch.tensor(torch.tensor([7, 8], device="cuda")), [7, 8]),
+    ],
+)
+def test_tensors_from_data(gpu, make, values):
+    tensor = make()
+    assert tensor.device == CUDA
+    assert tensor.tolist() == values
+    assert gpu.recorder.live_bytes == tensor.numel() * tensor.element_size()
+
+
+def test_tensors_from_data_under_a_device_context(gpu):
+    with torch.device("cuda"):
+        tensor = torch.tensor([1, 2])
+    assert tensor.device == CUDA
+    assert tensor.tolist() == [1, 2]
+
+
+def test_a_moved_module_keeps_its_ties_and_its_optimizer(gpu):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.to("cuda")
+    assert module[1].weight is module[0].weight
+    assert optimizer.param_groups[0]["params"][0] is module[0].weight
+    module(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    assert module[0].weight.grad is not None
+    assert optimizer.state[module[0].weight]["exp_avg"].is_cuda
+
+
+def test_printing(gpu):
+    known = torch.tensor([1, 2], device="cuda")
+    assert str(known) == "tensor([1, 2], device='cuda:0')"
+    unknown = torch.randn(3, device="cuda")
+    assert repr(unknown) == "tensor(..., device='cuda:0', size=(3,), dtype=torch.float32)"
+    loss = unknown.sum()
+    assert f"{loss:.2f}" == "1.00"
+    assert str(loss) == "tensor(1., device='cuda:0')"
+    assert torch.allclose(unknown, unknown)
+    assert repr(torch.zeros(2)) == "tensor([0., 0.])"
+
+
+def test_host_tensors_indexed_by_device_tensors_are_a_mismatch(gpu):
+    table = torch.arange(10)
+    assert table[torch.arange(4, device="cuda")].tolist() == [0, 1, 2, 3]
+    counts = torch.zeros(5)
+    counts[torch.arange(2, device="cuda")] = 1.0
+    assert counts.tolist() == [1, 1, 0, 0, 0]
+    assert len(gpu.trace.mismatches) == 2
+
+
+def test_device_tensors_indexed_by_host_tensors_are_fine(gpu):
+    table = torch.arange(10, device="cuda")
+    assert table[torch.tensor([1, 2])].tolist() == [1, 2]
+    assert not gpu.trace.mismatches
+
+
+@pytest.mark.parametrize("size", [9, 9000])
+def test_unknown_numbers_are_finite(gpu, size):
+    numbers = torch.randn(size, device="cuda")
+    assert torch.isfinite(numbers).all().item() is True
+    assert torch.isnan(numbers).any().item() is False
+    assert numbers.isinf().any().item() is False
+
+
+def test_the_trace_does_not_depend_on_the_seed():
+    shapes = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with VirtualGpu(find_gpu("a100-80gb")):
+            numbers = torch.randn(64, 8, device="cuda")
+            chosen = torch.randint(0, 9, (50,), device="cuda")
+            shapes.append((numbers[numbers > 0].shape, chosen[chosen > 4].shape))
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+def test_selection_by_a_mask_keeps_what_is_known(gpu):
+    numbers = torch.arange(5, device="cuda")
+    mask = numbers > 2
+    assert numbers[mask].tolist() == [3, 4]
+    assert numbers.masked_select(mask).tolist() == [3, 4]
+    numbers[mask] = 9
+    assert numbers.tolist() == [0, 1, 2, 9, 9]
+    written = torch.zeros(5, dtype=torch.int64, device="cuda")
+    torch.add(numbers, 1, out=written)
+    assert written.tolist() == [1, 2, 3, 10, 10]
+    assert torch.ones(2, dtype=torch.int32, device="cuda").view(torch.int16).tolist() == [1, 0, 1, 0]
+
+
+def test_setting_an_element_to_a_number_allocates_nothing(gpu):
+    tensor = torch.zeros(4, device="cuda")
+    before = len(gpu.trace.storages)
+    tensor[0] = 2.0
+    assert len(gpu.trace.storages) == before
+    assert tensor.tolist() == [2, 0, 0, 0]
+
+
+def test_the_rest_of_torch_cuda(gpu):
+    assert torch.device(0) == CUDA
+    assert torch.accelerator.is_available()
+    with torch.cuda.device(0):
+        tensor = torch.ones(3, device=0)
+    tensor.record_stream(torch.cuda.current_stream())
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 12
+    assert torch.randn(3, device="cuda", generator=torch.Generator()).is_cuda
+    with torch.cuda.nvtx.range("named"):
+        torch.cuda.synchronize()
+
+
+def test_grouped_matrix_products_in_float32(gpu):
+    if not hasattr(torch.ops.aten, "_grouped_mm"):
+        pytest.skip("this torch release has no _grouped_mm")
+    tokens, weights = torch.ones(8, 16, device="cuda"), torch.ones(2, 16, 32, device="cuda")
+    ends = torch.tensor([3, 8], dtype=torch.int32, device="cuda")
+    result = torch.ops.aten._grouped_mm(tokens, weights, ends)
+    assert result.shape == (8, 32)
+    assert result.dtype is torch.float32
