@@ -109,6 +109,7 @@ class VirtualGpu:
         self._patch_backward()
         self._patch_saved_tensor_hooks(function_mode)
         self._watch_optimizers()
+        self._watch_autocast()
         self._modes.enter_context(function_mode)
         self._modes.enter_context(self.recording)
 
@@ -212,6 +213,18 @@ class VirtualGpu:
             original(under_mode(pack), under_mode(unpack))
 
         self._patches.set(torch._C._autograd, "_push_saved_tensors_default_hooks", push)
+
+    def _watch_autocast(self) -> None:
+        """Autocast is not simulated: say so when it is used, rather than give a wrong number silently."""
+        autocast = torch.amp.autocast_mode.autocast
+        original = autocast.__enter__
+
+        def enter(context: Any) -> Any:
+            if context.device == "cuda" and context._enabled:
+                self.assume("torch.autocast is not simulated yet: operators ran in the dtype of their inputs.")
+            return original(context)
+
+        self._patches.set(autocast, "__enter__", enter)
 
     def _watch_optimizers(self) -> None:
         """Optimizer steps are seen through torch's own global hooks, which every optimizer class honours."""

@@ -116,7 +116,21 @@ def safe_softmax(args: Any, num_sms: int) -> list[int]:
     return [scores.numel(), scores.numel() // scores.shape[-1]]
 
 
+def index_put_accumulate(args: Any, num_sms: int) -> list[int]:
+    """Adding at indices sorts them: the linear index (wrapped, times its stride, summed over dimensions), the sorted and
+    original positions, a range, and cub's scratch (native/cuda/Indexing.cu, index_put_with_sort_kernel; the sequence is
+    that of real recordings, of one index tensor)."""
+    indices = [index for index in args[1] if index is not None]
+    if not (len(args) > 3 and args[3]) or not indices:
+        return []
+    num_bytes = 8 * torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+    return [num_bytes] * (3 * len(indices) - 1) + [num_bytes] * 3 + [1]
+
+
 TEMPORARIES: dict[Any, Callable[[Any, int], list[int]]] = {
+    _aten.index_put: index_put_accumulate,
+    _aten.index_put_: index_put_accumulate,
+    _aten._index_put_impl_: index_put_accumulate,
     _aten._scaled_dot_product_flash_attention_backward: flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: efficient_attention_backward,
     _aten.embedding_dense_backward: embedding_backward,

@@ -164,6 +164,8 @@ class RecordingMode(TorchDispatchMode):
                 self._check_devices(operator, call, place)
             self.recorder.note_forward(place)
             if func in FILLS_ZEROS and self._fills_new_zeros(call):
+                if operator.temporaries is not None:
+                    self.transients(operator.temporaries(call.args, self._num_sms), operator, place)
                 return FILLS_ZEROS[func](*args, **call.kwargs)
             if operator.handler is not None:
                 result = operator.handler(self, operator, call, place)
@@ -276,6 +278,8 @@ class RecordingMode(TorchDispatchMode):
             return call.func(*call.args, **call.kwargs)
         if target is None or "out" in call.kwargs:
             return self._foreach_or_out(operator, call, place)
+        if operator.temporaries is not None and call.on_gpu:
+            self.transients(operator.temporaries(call.args, self._num_sms), operator, place)
         if target.is_meta and (
             self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in _OVERWRITING
         ):

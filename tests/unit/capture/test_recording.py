@@ -542,3 +542,11 @@ def test_cumsum_of_booleans_sums_an_integer_copy() -> None:
         torch.ones(100, dtype=torch.bool, device="cuda").cumsum(0)
         torch.ones(100, dtype=torch.int64, device="cuda").cumsum(0)
         assert hidden(gpu) == [("aten.cumsum", 800)]
+
+
+def test_adding_at_indices_sorts_them() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        weight = nn.Parameter(torch.zeros(100, 4, device="cuda"))
+        weight[torch.arange(50, device="cuda")].square().sum().backward()
+        # As real recordings have it: five index tensors and cub's scratch.
+        assert hidden(gpu) == [("aten.index_put", 400)] * 5 + [("aten.index_put", 1)]
