@@ -117,9 +117,11 @@ def safe_softmax(args: Any, num_sms: int) -> list[int]:
 
 
 def index_put_accumulate(args: Any, num_sms: int) -> list[int]:
-    """Adding at indices sorts them: the linear index (wrapped, times its stride, summed over dimensions), the sorted and
-    original positions, a range, and cub's scratch (native/cuda/Indexing.cu, index_put_with_sort_kernel; the sequence is
-    that of real recordings, of one index tensor)."""
+    """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
+
+    Taken: the linear index (wrapped, times its stride, summed over dimensions), sorted and original positions, a range,
+    and cub's scratch. The sequence is that of real recordings with one index tensor.
+    """
     indices = [index for index in args[1] if index is not None]
     if not (len(args) > 3 and args[3]) or not indices:
         return []
