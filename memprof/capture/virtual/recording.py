@@ -7,7 +7,6 @@ second layer of a model costs a fraction of the first.
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from typing import Any
@@ -18,72 +17,23 @@ from torch.utils._pytree import tree_map
 
 from memprof.capture.recorder import Place, Recorder
 from memprof.capture.virtual import hidden, layout
+from memprof.capture.virtual.calls import (
+    HOST_VIRTUAL_BYTES,
+    MOVES_STORAGE,
+    OVERWRITES,
+    Call,
+    Kind,
+    Operator,
+    tensors_of,
+)
 from memprof.capture.virtual.engine import FILLS_ZEROS, Accumulation, called_by_engine, in_backward
+from memprof.capture.virtual.operators import HANDLERS
 from memprof.capture.virtual.values import Values
 from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
 
-_aten = torch.ops.aten
 _META = torch.device("meta")
-_CPU = torch.device("cpu")
 _NoTorchFunction = torch._C.DisableTorchFunction
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-
-HOST_VIRTUAL_BYTES = 1 << 20
-"""Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory."""
-
-
-class _Kind(enum.Enum):
-    VIEW = enum.auto()
-    IN_PLACE = enum.auto()
-    ALLOCATES = enum.auto()
-
-
-class _Operator:
-    """What is known of one operator overload."""
-
-    __slots__ = (
-        "device_exempt",
-        "handler",
-        "input_copies",
-        "kind",
-        "name",
-        "temporaries",
-        "uses_cublas",
-        "uses_cublaslt",
-    )
-
-    def __init__(self, func: Any) -> None:
-        packet = func.overloadpacket
-        self.name = func._schema.name.replace("::", ".")
-        if packet in _ALIASING or func.is_view:
-            self.kind = _Kind.VIEW
-        elif func._schema.is_mutable:
-            self.kind = _Kind.IN_PLACE
-        else:
-            self.kind = _Kind.ALLOCATES
-        self.handler = _HANDLERS.get(packet)
-        self.input_copies = hidden.INPUT_COPIES.get(packet)
-        self.temporaries = hidden.TEMPORARIES.get(packet)
-        self.uses_cublas = packet in hidden.CUBLAS_OPS
-        self.uses_cublaslt = packet in hidden.CUBLASLT_OPS
-        self.device_exempt = packet in _DEVICE_EXEMPT
-
-
-class Call:
-    """One operator call, its arguments looked over once: tensors, cache key, and where they live."""
-
-    __slots__ = ("args", "func", "host", "key", "kwargs", "on_gpu", "on_host", "on_meta", "real", "tensors")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.key: list[Any] = [func]
-        self.tensors: list[torch.Tensor] = []
-        self.real: list[torch.Tensor] = []
-        self.on_gpu = False
-        self.on_host = False
-        self.on_meta = False
 
 
 class RecordingMode(TorchDispatchMode):
@@ -104,12 +54,12 @@ class RecordingMode(TorchDispatchMode):
         self._workspace = workspace
         self._num_sms = num_sms
         self._taken_workspaces: set[str] = set()
-        self._operators: dict[Any, _Operator] = {}
+        self._operators: dict[Any, Operator] = {}
         self._layouts: dict[Any, Any] = {}
         self._done_in_place: dict[Any, bool] = {}
         self._host: set[int] = set()
         self._host_sources: dict[int, tuple[Any, int]] = {}
-        self._accumulation = Accumulation()
+        self.accumulation = Accumulation()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,12 +74,9 @@ class RecordingMode(TorchDispatchMode):
             return str(tensor.device)
         address = tensor.untyped_storage()._cdata
         if address not in self.recorder.live:
-            return "meta" if tensor.untyped_storage().nbytes() else self._empty_device(tensor)
+            # Empty tensors take no memory and are not tracked; inside a run they are taken for the program's own.
+            return "meta" if tensor.untyped_storage().nbytes() else GPU
         return HOST if address in self._host else GPU
-
-    def _empty_device(self, tensor: torch.Tensor) -> str:
-        # Empty tensors take no memory and are not tracked; inside a run they are the program's own.
-        return GPU
 
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
@@ -143,10 +90,8 @@ class RecordingMode(TorchDispatchMode):
             # A tensor subclass unwraps itself first; its inner operators come back here.
             return NotImplemented
         with _NoTorchFunction():
-            operator = self._operators.get(func)
-            if operator is None:
-                operator = self._operators[func] = _Operator(func)
-            if operator.kind is _Kind.VIEW and operator.handler is None:
+            operator = self._operator(func)
+            if operator.kind is Kind.VIEW and operator.handler is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
                 return result
@@ -158,22 +103,26 @@ class RecordingMode(TorchDispatchMode):
                     call.key.append(name)
                     self._look(arg, call)
             place = self.recorder.place(sys._getframe(1))
-            if (call.real and (call.on_gpu or call.on_host) and not operator.device_exempt) or (
-                call.on_host and call.on_gpu and not operator.device_exempt
-            ):
+            mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
+            if mixed and not operator.mixes_devices:
                 self._check_devices(operator, call, place)
             self.recorder.note_forward(place)
             if func in FILLS_ZEROS and self._fills_new_zeros(call):
-                if operator.temporaries is not None:
-                    self.transients(operator.temporaries(call.args, self._num_sms), operator, place)
-                return FILLS_ZEROS[func](*args, **call.kwargs)
+                call.func = call.key[0] = FILLS_ZEROS[func]
+                operator = self._operator(call.func)
             if operator.handler is not None:
                 result = operator.handler(self, operator, call, place)
                 if result is not NotImplemented:
                     return result
-            if operator.kind is _Kind.IN_PLACE:
+            if operator.kind is Kind.IN_PLACE:
                 return self._in_place(operator, call, place)
             return self._allocating(operator, call, place)
+
+    def _operator(self, func: Any) -> Operator:
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = Operator(func, HANDLERS.get(func.overloadpacket))
+        return operator
 
     def _look(self, arg: Any, call: Call) -> None:
         if isinstance(arg, torch.Tensor):
@@ -206,7 +155,7 @@ class RecordingMode(TorchDispatchMode):
             if device.type != "meta":
                 return "real"
             # The program asked for the GPU, or (a factory inside a C++ operator) inherits it from a device tensor.
-            wanted = self.factory_device or self._inputs_device(call) or GPU
+            wanted = self.factory_device or call.device or GPU
             return None if wanted == "meta" else wanted
         if call.tensors:
             if call.on_gpu:
@@ -221,14 +170,9 @@ class RecordingMode(TorchDispatchMode):
             return None
         return "real"
 
-    def _inputs_device(self, call: Call) -> str | None:
-        if call.on_gpu:
-            return GPU
-        return HOST if call.on_host else None
-
     # -- the three kinds --------------------------------------------------------------------------------------------
 
-    def _allocating(self, operator: _Operator, call: Call, place: Place) -> Any:
+    def _allocating(self, operator: Operator, call: Call, place: Place) -> Any:
         target = self._target_device(call)
         if target == "real":
             return self._on_cpu(operator, call, place)
@@ -248,7 +192,7 @@ class RecordingMode(TorchDispatchMode):
             self.recorder.free_hidden(index)
         return result
 
-    def _run(self, operator: _Operator, call: Call, place: Place, target: str | None) -> Any:
+    def _run(self, operator: Operator, call: Call, place: Place, target: str | None) -> Any:
         """Run `call` on meta tensors and record its new storages."""
         try:
             key: Any = tuple(call.key)
@@ -260,19 +204,19 @@ class RecordingMode(TorchDispatchMode):
             described = layout.describe(result)
             if described is not layout.UNCACHED and key is not None:
                 inputs = {t.untyped_storage()._cdata for t in call.tensors if t.is_meta}
-                if any(t.untyped_storage()._cdata in inputs for t in _tensors(result)):
+                if any(t.untyped_storage()._cdata in inputs for t in tensors_of(result)):
                     described = layout.UNCACHED
             if described is not layout.UNCACHED and key is not None:
                 self._layouts[key] = described
         else:
             result = layout.build(known)
-        outputs = _tensors(result)
+        outputs = tensors_of(result)
         if target is not None:
             self.record(outputs, operator.name, place, target)
             self.values.learn(call.func, call.args, call.kwargs, outputs)
         return result
 
-    def _in_place(self, operator: _Operator, call: Call, place: Place) -> Any:
+    def _in_place(self, operator: Operator, call: Call, place: Place) -> Any:
         target = call.args[0] if call.args and isinstance(call.args[0], torch.Tensor) else None
         if call.real and not (call.on_gpu or call.on_host or call.on_meta):
             return call.func(*call.args, **call.kwargs)
@@ -281,7 +225,7 @@ class RecordingMode(TorchDispatchMode):
         if operator.temporaries is not None and call.on_gpu:
             self.transients(operator.temporaries(call.args, self._num_sms), operator, place)
         if target.is_meta and (
-            self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in _OVERWRITING
+            self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in OVERWRITES
         ):
             self.values.write(call.func, call.args, call.kwargs, target)
         try:
@@ -294,15 +238,15 @@ class RecordingMode(TorchDispatchMode):
         result = call.func(*call.args, **call.kwargs)
         if target.untyped_storage().nbytes() != before:
             self._grown(target, operator, place)
-        elif key is not None and result is target and operator.name not in _MOVES_STORAGE:
+        elif key is not None and result is target and operator.packet not in MOVES_STORAGE:
             self._done_in_place[key] = True
         return result
 
-    def _foreach_or_out(self, operator: _Operator, call: Call, place: Place) -> Any:
+    def _foreach_or_out(self, operator: Operator, call: Call, place: Place) -> Any:
         """In-place operators on lists (the optimizers') and those with `out=`."""
         if operator.name.startswith(("aten._foreach_", "aten._fused_")) and not call.real:
             return None
-        outs = [t for t in _tensors(list(call.kwargs.values())) if t.is_meta]
+        outs = [t for t in tensors_of(list(call.kwargs.values())) if t.is_meta]
         before = [t.untyped_storage().nbytes() for t in outs]
         known = None
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
@@ -318,7 +262,7 @@ class RecordingMode(TorchDispatchMode):
             self.values.set(outs[0], known)
         return result
 
-    def _grown(self, tensor: torch.Tensor, operator: _Operator, place: Place) -> None:
+    def _grown(self, tensor: torch.Tensor, operator: Operator, place: Place) -> None:
         """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
         storage = tensor.untyped_storage()
         index = self.recorder.live.get(storage._cdata)
@@ -328,14 +272,14 @@ class RecordingMode(TorchDispatchMode):
         if storage.nbytes():
             self.recorder.allocate(storage, tensor.shape, tensor.dtype, device, operator.name, place)
 
-    def _on_cpu(self, operator: _Operator, call: Call, place: Place) -> Any:
+    def _on_cpu(self, operator: Operator, call: Call, place: Place) -> Any:
         """A host operator: really run, unless its result is large; then it is virtual as well."""
-        if not call.tensors and _factory_bytes(call) >= HOST_VIRTUAL_BYTES:
+        if not call.tensors and call.factory_bytes() >= HOST_VIRTUAL_BYTES:
             result = call.func(*call.args, **{**call.kwargs, "device": _META})
-            self.record(_tensors(result), operator.name, place, HOST)
+            self.record(tensors_of(result), operator.name, place, HOST)
             return result
         result = call.func(*call.args, **call.kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             if tensor.dim() and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._host_sources[storage._cdata] = (weakref.ref(storage), place.source)
@@ -353,13 +297,13 @@ class RecordingMode(TorchDispatchMode):
                 if device == HOST:
                     self._host.add(storage._cdata)
 
-    def transients(self, sizes: list[int], operator: _Operator, place: Place) -> None:
+    def transients(self, sizes: list[int], operator: Operator, place: Place) -> None:
         """Temporaries of a kernel: taken one after the other, all given back when it returns."""
         taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in sizes if size]
         for index in taken:
             self.recorder.free_hidden(index)
 
-    def _take_workspace(self, operator: _Operator, place: Place) -> None:
+    def _take_workspace(self, operator: Operator, place: Place) -> None:
         if self._workspace is None:
             return
         if not self._workspace.permanent:
@@ -376,7 +320,7 @@ class RecordingMode(TorchDispatchMode):
 
     # -- device mismatch --------------------------------------------------------------------------------------------
 
-    def _check_devices(self, operator: _Operator, call: Call, place: Place) -> None:
+    def _check_devices(self, operator: Operator, call: Call, place: Place) -> None:
         """CUDA's rule: all tensors on one device, but that host scalars (0-dim) may mix. A breach is noted, and the
         run goes on as if the host tensors had been moved."""
         strangers = [t for t in call.real if t.dim() > 0]
@@ -388,10 +332,11 @@ class RecordingMode(TorchDispatchMode):
             # Host tensors among themselves: the small ones are real, the large ones virtual; no mismatch.
             self._virtualise(call)
             return
-        self._note_mismatch(operator, call, place)
+        self.note_mismatch(operator, call, place)
         self._virtualise(call)
 
-    def _note_mismatch(self, operator: _Operator, call: Call, place: Place) -> None:
+    def note_mismatch(self, operator: Operator, call: Call, place: Place) -> None:
+        """On a real GPU this call raises: keep what it was given, and where from."""
         self.recorder.mismatch(
             DeviceMismatch(
                 len(self.recorder.trace.events),
@@ -442,212 +387,3 @@ class RecordingMode(TorchDispatchMode):
             return False
         index = self.recorder.live.get(target.untyped_storage()._cdata)
         return index is not None and index == len(self.recorder.trace.storages) - 1
-
-    # -- operators that need more -----------------------------------------------------------------------------------
-
-    def _add(self, operator: _Operator, call: Call, place: Place) -> Any:
-        """The engine's own accumulation of two gradients is in place on a run without modes: see engine.py."""
-        if self._accumulation.is_in_place(call.args, call.kwargs):
-            call.args[0].add_(call.args[1])
-            return call.args[0]
-        return NotImplemented
-
-    def _local_scalar(self, operator: _Operator, call: Call, place: Place) -> Any:
-        return self.values.read(call.args[0]).item()
-
-    def _equal(self, operator: _Operator, call: Call, place: Place) -> Any:
-        known = self.values.compute(call.func, call.args, call.kwargs)
-        return False if known is None else known
-
-    def _allclose(self, operator: _Operator, call: Call, place: Place) -> Any:
-        known = self.values.compute(call.func, call.args, call.kwargs)
-        return True if known is None else known
-
-    def _grouped_mm(self, operator: _Operator, call: Call, place: Place) -> Any:
-        """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone."""
-        dtype = call.args[0].dtype
-        if dtype is torch.bfloat16 or not call.args[0].is_meta:
-            return NotImplemented
-
-        def as_bfloat16(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=_META)
-            return torch.bfloat16 if value is dtype else value
-
-        shape = call.func(*map(as_bfloat16, call.args), **{k: as_bfloat16(v) for k, v in call.kwargs.items()})
-        result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=_META)
-        self.record([result], operator.name, place, self._inputs_device(call) or GPU)
-        return result
-
-    def _to_copy(self, operator: _Operator, call: Call, place: Place) -> Any:
-        source = call.args[0]
-        device = call.kwargs.get("device")
-        if (
-            device is None
-            or (device.type == "cpu") == (not source.is_meta)
-            or (device.type == "meta" and source.is_meta)
-        ):
-            return NotImplemented
-        dtype = call.kwargs.get("dtype") or source.dtype
-        if not source.is_meta:
-            # Host to GPU: the values travel along.
-            result = torch.empty_like(source, dtype=dtype, device=_META)
-            if self.factory_device != "meta":
-                self.record([result], operator.name, place, GPU)
-                if self.values.wants(result):
-                    self.values.set(result, source.to(dtype))
-            return result
-        if source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES and self.values.get(source) is None:
-            result = torch.empty_like(source, dtype=dtype)
-            self.record([result], operator.name, place, HOST)
-            return result
-        return self.values.read(source).to(dtype, copy=True)
-
-    def _copy(self, operator: _Operator, call: Call, place: Place) -> Any:
-        target, source = call.args[0], call.args[1]
-        if target.is_meta == source.is_meta and target.is_meta:
-            return NotImplemented
-        if target.is_meta:
-            if self.values.wants(target):
-                self.values.write(call.func, (target, source), {}, target)
-            return target
-        if source.is_meta:
-            target.copy_(self.values.read(source))
-            return target
-        return NotImplemented
-
-    def _nonzero(self, operator: _Operator, call: Call, place: Place) -> Any:
-        if not call.tensors[0].is_meta:
-            return NotImplemented
-        indices = self.values.selected(call.args[0])
-        return self._known_result(indices, operator, place, call)
-
-    def _masked_select(self, operator: _Operator, call: Call, place: Place) -> Any:
-        if not call.on_gpu and not call.on_host:
-            return NotImplemented
-        data, mask = torch.broadcast_tensors(call.args[0], call.args[1])
-        count = len(self.values.selected(mask))
-        result = torch.empty(count, dtype=data.dtype, device=_META)
-        self.record([result], operator.name, place, self._inputs_device(call) or GPU)
-        self.values.learn(call.func, call.args, call.kwargs, [result])
-        return result
-
-    def _index(self, operator: _Operator, call: Call, place: Place) -> Any:
-        """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
-        indices = call.args[1]
-        if not call.args[0].is_meta and any(i is not None and i.is_meta for i in indices):
-            # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
-            self._note_mismatch(operator, call, place)
-            real = [None if i is None else self.values.read(i) for i in indices]
-            rest = [self.values.read(a) if isinstance(a, torch.Tensor) else a for a in call.args[2:]]
-            return call.func(call.args[0], real, *rest, **call.kwargs)
-        masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        if not masks or not (call.on_gpu or call.on_host):
-            return NotImplemented
-        device = self._inputs_device(call) or GPU
-        expanded: list[torch.Tensor | None] = []
-        for index in indices:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
-                expanded.append(index)
-                continue
-            columns = self.values.selected(index)
-            for column in columns.unbind(1):
-                virtual = torch.empty(column.shape, dtype=torch.int64, device=_META)
-                self.record([virtual], "aten.nonzero", place, device)
-                expanded.append(virtual)
-        args = (call.args[0], expanded, *call.args[2:])
-        if operator.kind is _Kind.IN_PLACE:
-            self.values.write(call.func, call.args, call.kwargs, call.args[0])
-            return call.func(*args, **call.kwargs)
-        result = call.func(*args, **call.kwargs)
-        self.record(_tensors(result), operator.name, place, device)
-        self.values.learn(call.func, call.args, call.kwargs, _tensors(result))
-        return result
-
-    def _by_value(self, operator: _Operator, call: Call, place: Place) -> Any:
-        """Operators whose output's shape depends on values: run on the values, or as if all elements differed."""
-        if not (call.on_gpu or call.on_host):
-            return NotImplemented
-        result = self.values.compute(call.func, call.args, call.kwargs)
-        if result is None:
-            known = [None if not isinstance(a, torch.Tensor) else a for a in call.args]
-            first = next(a for a in known if a is not None)
-            stand_in = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
-            self.values._assume(f"{operator.name} of unknown values: as if all elements differed.")
-            result = call.func(stand_in, *call.args[1:], **call.kwargs)
-        return self._known_result(result, operator, place, call)
-
-    def _known_result(self, result: Any, operator: _Operator, place: Place, call: Call) -> Any:
-        device = self._inputs_device(call) or GPU
-
-        def lift(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            lifted = torch.empty(value.shape, dtype=value.dtype, device=_META)
-            self.record([lifted], operator.name, place, device)
-            if self.values.wants(lifted):
-                self.values.set(lifted, value)
-            return lifted
-
-        return tree_map(lift, result)
-
-    def _native_dropout(self, operator: _Operator, call: Call, place: Place) -> Any:
-        """CUDA keeps a boolean mask (native/cuda/Dropout.cu); the meta kernel would keep one in the input's dtype."""
-        data = call.args[0]
-        if not data.is_meta:
-            return NotImplemented
-        result = (torch.empty_like(data), torch.empty_like(data, dtype=torch.bool))
-        self.record(list(result), operator.name, place, self._inputs_device(call) or GPU)
-        return result
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
-
-
-def _factory_bytes(call: Call) -> int:
-    """Bytes of what a factory is about to make; 0 if its first argument is not a shape."""
-    shape = call.args[0] if call.args else ()
-    if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) for size in shape):
-        return 0
-    dtype = call.kwargs.get("dtype") or torch.get_default_dtype()
-    count = 1
-    for size in shape:
-        count *= size
-    return int(count * dtype.itemsize)
-
-
-_ALIASING = frozenset({_aten._unsafe_view, _aten.lift_fresh, _aten.detach, _aten.alias})
-_MOVES_STORAGE = frozenset({"aten.set_", "aten.resize_", "aten.resize_as_"})
-_OVERWRITING = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
-_DEVICE_EXEMPT = frozenset(
-    {
-        _aten.copy_, _aten._to_copy, _aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_,
-        _aten.set_, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided,
-        _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
-    }
-)  # fmt: skip
-_HANDLERS: dict[Any, Any] = {
-    _aten.add: RecordingMode._add,
-    _aten._local_scalar_dense: RecordingMode._local_scalar,
-    _aten.equal: RecordingMode._equal,
-    _aten.allclose: RecordingMode._allclose,
-    _aten._to_copy: RecordingMode._to_copy,
-    _aten.copy_: RecordingMode._copy,
-    _aten.nonzero: RecordingMode._nonzero,
-    _aten.masked_select: RecordingMode._masked_select,
-    _aten.index: RecordingMode._index,
-    _aten.index_put_: RecordingMode._index,
-    _aten._index_put_impl_: RecordingMode._index,
-    _aten._unique2: RecordingMode._by_value,
-    _aten.unique_dim: RecordingMode._by_value,
-    _aten.unique_consecutive: RecordingMode._by_value,
-    _aten.bincount: RecordingMode._by_value,
-    _aten.repeat_interleave: RecordingMode._by_value,
-    _aten.native_dropout: RecordingMode._native_dropout,
-    **({_aten._grouped_mm: RecordingMode._grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),
-}

@@ -34,7 +34,7 @@ class Values:
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self._flat: dict[int, torch.Tensor] = {}
-        self._assume = assume
+        self.assume = assume
         self._draws = 0
 
     def drop(self, address: int) -> None:
@@ -149,7 +149,7 @@ class Values:
         known = self.get(tensor)
         if known is not None:
             return known
-        self._assume(
+        self.assume(
             "Values that derive from floating-point data are not computed: a float read by the program is 1.0, "
             "an integer 1, a boolean False."
         )
@@ -159,7 +159,7 @@ class Values:
         """The indices of the elements that `mask` selects, as `nonzero` gives them; all of them if not known."""
         known = self.get(mask)
         if known is None:
-            self._assume("A selection by a mask whose values are not known keeps every element.")
+            self.assume("A selection by a mask whose values are not known keeps every element.")
             known = torch.ones(mask.shape, dtype=torch.bool)
         return known.nonzero()
 

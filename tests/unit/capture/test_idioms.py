@@ -162,3 +162,11 @@ def test_grouped_matrix_products_in_float32(gpu):
     result = torch.ops.aten._grouped_mm(tokens, weights, ends)
     assert result.shape == (8, 32)
     assert result.dtype is torch.float32
+
+
+def test_backward_of_a_selection_by_mask(gpu):
+    weight = nn.Parameter(torch.zeros(8, 4, device="cuda"))
+    mask = torch.arange(8, device="cuda") > 4
+    weight[mask].square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape

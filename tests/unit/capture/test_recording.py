@@ -549,4 +549,4 @@ def test_adding_at_indices_sorts_them() -> None:
         weight = nn.Parameter(torch.zeros(100, 4, device="cuda"))
         weight[torch.arange(50, device="cuda")].square().sum().backward()
         # As real recordings have it: five index tensors and cub's scratch.
-        assert hidden(gpu) == [("aten.index_put", 400)] * 5 + [("aten.index_put", 1)]
+        assert hidden(gpu) == [("aten.index_put_", 400)] * 5 + [("aten.index_put_", 1)]

@@ -1,0 +1,208 @@
+"""Operators that need more than "run it on meta and record what it made".
+
+Reads of values, copies between host and card, shapes that depend on values, and the places where the meta kernel or an
+active mode would do otherwise than CUDA. A handler returns NotImplemented for a call that is ordinary after all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, Call, Kind, Operator, tensors_of
+from memprof.trace.events import GPU, HOST
+
+if TYPE_CHECKING:
+    from memprof.capture.recorder import Place
+    from memprof.capture.virtual.recording import RecordingMode
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+
+
+def _add(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """The engine's own accumulation of two gradients is in place on a run without modes: see engine.py."""
+    if mode.accumulation.is_in_place(call.args, call.kwargs):
+        call.args[0].add_(call.args[1])
+        return call.args[0]
+    return NotImplemented
+
+
+def _local_scalar(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    return mode.values.read(call.args[0]).item()
+
+
+def _equal(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    known = mode.values.compute(call.func, call.args, call.kwargs)
+    return False if known is None else known
+
+
+def _allclose(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    known = mode.values.compute(call.func, call.args, call.kwargs)
+    return True if known is None else known
+
+
+def _grouped_mm(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone."""
+    dtype = call.args[0].dtype
+    if dtype is torch.bfloat16 or not call.args[0].is_meta:
+        return NotImplemented
+
+    def as_bfloat16(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=_META)
+        return torch.bfloat16 if value is dtype else value
+
+    shape = call.func(*map(as_bfloat16, call.args), **{k: as_bfloat16(v) for k, v in call.kwargs.items()})
+    result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=_META)
+    mode.record([result], operator.name, place, call.device or GPU)
+    return result
+
+
+def _to_copy(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    source = call.args[0]
+    device = call.kwargs.get("device")
+    if device is None or (device.type == "cpu") == (not source.is_meta) or (device.type == "meta" and source.is_meta):
+        return NotImplemented
+    dtype = call.kwargs.get("dtype") or source.dtype
+    if not source.is_meta:
+        # Host to GPU: the values travel along.
+        result = torch.empty_like(source, dtype=dtype, device=_META)
+        if mode.factory_device != "meta":
+            mode.record([result], operator.name, place, GPU)
+            if mode.values.wants(result):
+                mode.values.set(result, source.to(dtype))
+        return result
+    if source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES and mode.values.get(source) is None:
+        result = torch.empty_like(source, dtype=dtype)
+        mode.record([result], operator.name, place, HOST)
+        return result
+    return mode.values.read(source).to(dtype, copy=True)
+
+
+def _copy(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    target, source = call.args[0], call.args[1]
+    if target.is_meta == source.is_meta and target.is_meta:
+        return NotImplemented
+    if target.is_meta:
+        if mode.values.wants(target):
+            mode.values.write(call.func, (target, source), {}, target)
+        return target
+    if source.is_meta:
+        target.copy_(mode.values.read(source))
+        return target
+    return NotImplemented
+
+
+def _nonzero(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    if not call.tensors[0].is_meta:
+        return NotImplemented
+    indices = mode.values.selected(call.args[0])
+    return _known_result(mode, indices, operator, place, call)
+
+
+def _masked_select(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    if not call.on_gpu and not call.on_host:
+        return NotImplemented
+    data, mask = torch.broadcast_tensors(call.args[0], call.args[1])
+    count = len(mode.values.selected(mask))
+    result = torch.empty(count, dtype=data.dtype, device=_META)
+    mode.record([result], operator.name, place, call.device or GPU)
+    mode.values.learn(call.func, call.args, call.kwargs, [result])
+    return result
+
+
+def _index(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
+    indices = call.args[1]
+    if not call.args[0].is_meta and any(i is not None and i.is_meta for i in indices):
+        # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
+        mode.note_mismatch(operator, call, place)
+        real = [None if i is None else mode.values.read(i) for i in indices]
+        rest = [mode.values.read(a) if isinstance(a, torch.Tensor) else a for a in call.args[2:]]
+        return call.func(call.args[0], real, *rest, **call.kwargs)
+    masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if not masks or not (call.on_gpu or call.on_host):
+        return NotImplemented
+    device = call.device or GPU
+    expanded: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            expanded.append(index)
+            continue
+        columns = mode.values.selected(index)
+        for column in columns.unbind(1):
+            virtual = torch.empty(column.shape, dtype=torch.int64, device=_META)
+            mode.record([virtual], "aten.nonzero", place, device)
+            expanded.append(virtual)
+    args = (call.args[0], expanded, *call.args[2:])
+    if operator.kind is Kind.IN_PLACE:
+        mode.values.write(call.func, call.args, call.kwargs, call.args[0])
+        return call.func(*args, **call.kwargs)
+    result = call.func(*args, **call.kwargs)
+    mode.record(tensors_of(result), operator.name, place, device)
+    mode.values.learn(call.func, call.args, call.kwargs, tensors_of(result))
+    return result
+
+
+def _by_value(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """Operators whose output's shape depends on values: run on the values, or as if all elements differed."""
+    if not (call.on_gpu or call.on_host):
+        return NotImplemented
+    result = mode.values.compute(call.func, call.args, call.kwargs)
+    if result is None:
+        known = [None if not isinstance(a, torch.Tensor) else a for a in call.args]
+        first = next(a for a in known if a is not None)
+        stand_in = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
+        mode.values.assume(f"{operator.name} of unknown values: as if all elements differed.")
+        result = call.func(stand_in, *call.args[1:], **call.kwargs)
+    return _known_result(mode, result, operator, place, call)
+
+
+def _known_result(mode: RecordingMode, result: Any, operator: Operator, place: Place, call: Call) -> Any:
+    device = call.device or GPU
+
+    def lift(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        lifted = torch.empty(value.shape, dtype=value.dtype, device=_META)
+        mode.record([lifted], operator.name, place, device)
+        if mode.values.wants(lifted):
+            mode.values.set(lifted, value)
+        return lifted
+
+    return tree_map(lift, result)
+
+
+def _native_dropout(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """CUDA keeps a boolean mask (native/cuda/Dropout.cu); the meta kernel would keep one in the input's dtype."""
+    data = call.args[0]
+    if not data.is_meta:
+        return NotImplemented
+    result = (torch.empty_like(data), torch.empty_like(data, dtype=torch.bool))
+    mode.record(list(result), operator.name, place, call.device or GPU)
+    return result
+
+
+HANDLERS: dict[Any, Any] = {
+    _aten.add: _add,
+    _aten._local_scalar_dense: _local_scalar,
+    _aten.equal: _equal,
+    _aten.allclose: _allclose,
+    _aten._to_copy: _to_copy,
+    _aten.copy_: _copy,
+    _aten.nonzero: _nonzero,
+    _aten.masked_select: _masked_select,
+    _aten.index: _index,
+    _aten.index_put_: _index,
+    _aten._index_put_impl_: _index,
+    _aten._unique2: _by_value,
+    _aten.unique_dim: _by_value,
+    _aten.unique_consecutive: _by_value,
+    _aten.bincount: _by_value,
+    _aten.repeat_interleave: _by_value,
+    _aten.native_dropout: _native_dropout,
+    **({_aten._grouped_mm: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),
+}
