@@ -9,6 +9,7 @@ from enum import StrEnum
 from memprof.errors import UsageError, unknown_name
 
 DTYPES = ("float32", "float16", "bfloat16")
+AMP_DTYPES = ("float16", "bfloat16")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "none")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -40,6 +41,8 @@ class TargetSpec:
     """Replaces the model's vocabulary; None keeps it."""
     dtype: str | None = None
     """Of parameters and activations; None: the published checkpoint's (float16 is trained as bfloat16)."""
+    amp: str | None = None
+    """Autocast's dtype: forward and loss under torch.autocast, float32 weights; with float16, a GradScaler."""
     optimizer: str = "adamw"
     mode: Mode = Mode.TRAIN
     attention: str | None = None
@@ -62,10 +65,19 @@ class TargetSpec:
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
-        for name, choices in (("dtype", DTYPES), ("optimizer", OPTIMIZERS), ("attention", ATTENTIONS)):
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("amp", AMP_DTYPES),
+            ("optimizer", OPTIMIZERS),
+            ("attention", ATTENTIONS),
+        ):
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown_name(f"--{name}", value, choices)
+        if self.amp is not None and self.dtype not in (None, "float32"):
+            raise UsageError(
+                "--amp keeps the weights in float32", value=f"--dtype {self.dtype}", hint="leave out --dtype"
+            )
         if not self.model:
             raise UsageError("no model was named", hint="give --model NAME or --model-size 4B")
 

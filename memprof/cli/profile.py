@@ -13,7 +13,7 @@ import typer
 from memprof.catalog import DEFAULT_GPU
 from memprof.cli.progress import Progress
 from memprof.errors import UsageError
-from memprof.spec import ATTENTIONS, DTYPES, OPTIMIZERS, Mode, TargetSpec
+from memprof.spec import AMP_DTYPES, ATTENTIONS, DTYPES, OPTIMIZERS, Mode, TargetSpec
 from memprof.units import parse_gib
 
 
@@ -35,6 +35,9 @@ def profile(
     vocab_size: Annotated[int | None, typer.Option(help="Replace the model's vocabulary.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(DTYPES)}. [default: the checkpoint's]", metavar="DTYPE")
+    ] = None,
+    amp: Annotated[
+        str | None, typer.Option(help=f"Autocast to {' or '.join(AMP_DTYPES)}, with float32 weights.", metavar="DTYPE")
     ] = None,
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS) + ".")] = "adamw",
     mode: Annotated[Mode, typer.Option(help="Train, or run the forward alone.")] = Mode.TRAIN,
@@ -74,6 +77,7 @@ def profile(
         batch_size=batch_size,
         vocab_size=vocab_size,
         dtype=dtype,
+        amp=amp,
         optimizer=optimizer,
         mode=mode,
         attention=attention,

@@ -82,7 +82,8 @@ def _heading(document: Document) -> RenderableType:
 def _describe(target: dict[str, Any]) -> str:
     parts = [f"{target['model']}, {format_count(target['num_parameters'])} parameters ({target['num_parameters']:,})"]
     parts.append(f"batch {target['batch_size']} x {target['context_length']:,} tokens")
-    parts.append(str(target["dtype"]))
+    amp = f" with {target['amp']} autocast" if target.get("amp") else ""
+    parts.append(f"{target['dtype']}{amp}")
     if target["mode"] == "train":
         parts.append("no optimizer" if target["optimizer"] == "none" else str(target["optimizer"]))
         if target["activation_checkpointing"]:

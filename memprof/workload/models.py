@@ -252,6 +252,8 @@ def _dtype(checkpoint: str, spec: TargetSpec) -> tuple[str, str]:
     """The dtype to use and why."""
     if spec.dtype is not None:
         return spec.dtype, ""
+    if spec.amp is not None:
+        return "float32", "dtype float32: the master weights of mixed precision."
     if checkpoint == "float16":
         return "bfloat16", "dtype bfloat16: the checkpoint is float16, which does not train without a scaler."
     dtype = checkpoint if checkpoint in ("float32", "bfloat16") else "bfloat16"

@@ -79,13 +79,16 @@ class Workload:
             self._prepare_training(device, model)
             with device.phase(PhaseKind.OPTIMIZER):
                 optimizer = _optimizer(spec.optimizer, model)
+                # Disabled, a scaler passes everything through.
+                scaler = torch.amp.GradScaler("cuda", enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
                 progress(f"training step {step} of {spec.steps}")
                 for micro_batch in range(1, spec.gradient_accumulation + 1):
-                    self._micro_batch(device, model, feeder, step, micro_batch)
+                    self._micro_batch(device, model, feeder, scaler, step, micro_batch)
                 if optimizer is not None:
                     with device.phase(PhaseKind.OPTIMIZER_STEP, step):
-                        optimizer.step()
+                        scaler.step(optimizer)
+                        scaler.update()
                 with device.phase(PhaseKind.ZERO_GRAD, step):
                     model.zero_grad()
         for sentence in feeder.assumptions:
@@ -122,26 +125,39 @@ class Workload:
             hint="the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward",
         )
 
-    def _micro_batch(self, device: Device, model: nn.Module, feeder: Feeder, step: int, micro_batch: int) -> None:
+    def _micro_batch(
+        self,
+        device: Device,
+        model: nn.Module,
+        feeder: Feeder,
+        scaler: torch.amp.GradScaler,
+        step: int,
+        micro_batch: int,
+    ) -> None:
         """One forward and backward; what it leaves behind is the gradients, as in a function of its own."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             batch = _on_gpu(feeder.host_batch())
-        with device.phase(PhaseKind.FORWARD, step, micro_batch):
+        with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast():
             outputs = model(**batch)
             loss = feeder.loss(outputs, batch)
             if self.spec.gradient_accumulation > 1:
                 loss = loss / self.spec.gradient_accumulation
         with device.phase(PhaseKind.BACKWARD, step, micro_batch):
-            loss.backward()
+            scaler.scale(loss).backward()
         if step == 1 and micro_batch == 1:
             device.assume("The model's output is kept until its backward is done, as in a plain training loop.")
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.spec.amp is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cuda", dtype=getattr(torch, self.spec.amp))
 
     def _infer(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
         with device.phase(PhaseKind.INPUTS, step, 1):
             batch = _on_gpu(feeder.host_batch())
             if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
-        with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad():
+        with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast():
             outputs = model(**batch)
         del outputs
 

@@ -257,6 +257,10 @@ def test_options_change_what_they_say(memprof):
     assert peak("--attention", "eager")["categories"]["activations"] > plain["categories"]["activations"]
     assert "optimizer state" not in peak("--optimizer", "sgd")["categories"]
     assert "gradients" not in peak("--mode", "inference")["categories"]
+    mixed = memprof(*base, "--amp", "bfloat16").json
+    assert mixed["target"]["dtype"] == "float32"
+    assert {tensor["dtype"] for tensor in mixed["peak"]["tensors"]} >= {"float32", "bfloat16"}
+    assert mixed["peak"]["categories"]["parameters"] == 2 * plain["categories"]["parameters"]
     small = memprof(*base, "--vocab-size", 1000).json
     assert small["target"]["num_parameters"] == 70_426_624 - 2 * (50304 - 1000) * 512
     accumulated = memprof(*base, "--gradient-accumulation", 3).json

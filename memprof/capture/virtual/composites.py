@@ -6,6 +6,7 @@ in the input's dtype, RMS norm in pieces). Each choice that is made here is reco
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from memprof.trace.events import GPU
 _aten = torch.ops.aten
 _sdpa = torch._C._nn.scaled_dot_product_attention
 _dropout = torch.dropout
+_cross_entropy: Callable[..., torch.Tensor] = torch._C._nn.cross_entropy_loss
+_nll_loss: Callable[..., torch.Tensor] = torch._C._nn.nll_loss_nd
 _NoTorchFunction = torch._C.DisableTorchFunction
 
 
@@ -35,6 +38,16 @@ class Composites:
         handlers: dict[Any, Callable[..., Any]] = {
             _sdpa: self._attention,
             _dropout: self._dropout,
+            _cross_entropy: self._cross_entropy,
+            **{
+                func: functools.partial(self._softmax, func, operator)
+                for func, operator in (
+                    (torch.softmax, _aten._softmax),
+                    (torch.Tensor.softmax, _aten._softmax),
+                    (torch.log_softmax, _aten._log_softmax),
+                    (torch.Tensor.log_softmax, _aten._log_softmax),
+                )
+            },
             torch.nn.functional.scaled_dot_product_attention: self._attention,
         }
         if hasattr(_aten, "_fused_rms_norm"):
@@ -175,6 +188,32 @@ class Composites:
             return _dropout(input, p, train)
         self._assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
         return _aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
+
+    def _softmax(
+        self, func: Any, operator: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """From float16 to float32 without a copy, which CUDA's kernel does and others do not (native/SoftMax.cpp)."""
+        if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and self._on_gpu(input):
+            return operator(input, dim, True)  # type: ignore[no-any-return]
+        return func(input, dim, dtype=dtype, **kwargs)  # type: ignore[no-any-return]
+
+    def _cross_entropy(
+        self,
+        input: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        """Under autocast the log-softmax inside keeps its dtype, and nll_loss casts it (native/LossNLL.cpp)."""
+        half = input.dtype in (torch.float16, torch.bfloat16)
+        classes = not target.is_floating_point() and label_smoothing == 0
+        if half and classes and torch.is_autocast_enabled("cuda") and self._on_gpu(input):
+            log_softmax = torch.log_softmax(input, 1 if input.dim() > 1 else 0, dtype=input.dtype)
+            weight = None if weight is None else weight.float()
+            return _nll_loss(log_softmax.float(), target, weight, reduction, ignore_index)
+        return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing)
 
     def _rms_norm(
         self, input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None

@@ -20,6 +20,7 @@ import torch
 import torch.utils._device
 from torch.overrides import TorchFunctionMode
 
+from memprof.capture.virtual.autocast import Autocast
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.trace.events import GPU, HOST
 
@@ -29,6 +30,7 @@ _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _NoTorchFunction = torch._C.DisableTorchFunction
+_autocast_enabled = torch.is_autocast_enabled
 
 
 class DeviceMode(TorchFunctionMode):
@@ -37,6 +39,7 @@ class DeviceMode(TorchFunctionMode):
     def __init__(self, recording: RecordingMode, composites: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._recording = recording
+        self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
         self._factories = torch.utils._device._device_constructors()
         self._handlers: dict[Any, Callable[..., Any]] = {
             **composites,
@@ -66,6 +69,8 @@ class DeviceMode(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _autocast_enabled("cuda"):
+            args, kwargs = self.autocast.cast(func, args, kwargs)
         handler = self._handlers.get(func)
         if handler is not None:
             return handler(*args, **(kwargs or {}))

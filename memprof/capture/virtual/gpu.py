@@ -109,7 +109,7 @@ class VirtualGpu:
         self._patch_backward()
         self._patch_saved_tensor_hooks(function_mode)
         self._watch_optimizers()
-        self._watch_autocast()
+        self._watch_autocast(function_mode)
         self._modes.enter_context(function_mode)
         self._modes.enter_context(self.recording)
 
@@ -214,17 +214,15 @@ class VirtualGpu:
 
         self._patches.set(torch._C._autograd, "_push_saved_tensors_default_hooks", push)
 
-    def _watch_autocast(self) -> None:
-        """Autocast is not simulated: say so when it is used, rather than give a wrong number silently."""
-        autocast = torch.amp.autocast_mode.autocast
-        original = autocast.__enter__
+    def _watch_autocast(self, mode: DeviceMode) -> None:
+        """The half copies of weights live as long as the outermost autocast region."""
+        original = torch.clear_autocast_cache
 
-        def enter(context: Any) -> Any:
-            if context.device == "cuda" and context._enabled:
-                self.assume("torch.autocast is not simulated yet: operators ran in the dtype of their inputs.")
-            return original(context)
+        def clear() -> None:
+            original()
+            mode.autocast.clear_cache()
 
-        self._patches.set(autocast, "__enter__", enter)
+        self._patches.set(torch, "clear_autocast_cache", clear)
 
     def _watch_optimizers(self) -> None:
         """Optimizer steps are seen through torch's own global hooks, which every optimizer class honours."""

@@ -1,0 +1,265 @@
+"""Autocast on the virtual GPU: CUDA's lists and its weight cache, at the level of torch functions.
+
+torch's own autocast casts for tensors on CUDA alone, so that meta tensors pass it by. Here the function mode casts the
+arguments of a call before it is made, by the lists of torch's documentation (Automatic Mixed Precision, "CUDA Ops that
+can autocast to ..."); which of them a torch release really has is asked of its dispatcher.
+
+What differs from torch: a C++ function that calls a listed operator inside itself is listed here by its own name
+(`_COMPOSITES`), since the call inside is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LOWER_PRECISION = frozenset(
+    [
+        "_convolution",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_tbc",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "convolution",
+        "cudnn_convolution",
+        "cudnn_convolution_transpose",
+        "prelu",
+        "addmm",
+        "addmv",
+        "addr",
+        "matmul",
+        "einsum",
+        "mm",
+        "mv",
+        "linalg_vecdot",
+        "linear",
+        "addbmm",
+        "baddbmm",
+        "bmm",
+        "chain_matmul",
+        "linalg_multi_dot",
+        "_thnn_fused_lstm_cell",
+        "_thnn_fused_gru_cell",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+        "_scaled_dot_product_flash_attention",
+        "scaled_dot_product_attention",
+    ]
+)
+_FLOAT32 = frozenset(
+    [
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+        "pow",
+        "softplus",
+        "layer_norm",
+        "native_layer_norm",
+        "group_norm",
+        "rms_norm",
+        "frobenius_norm",
+        "nuclear_norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+        "nll_loss2d",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "pdist",
+        "cdist",
+        "renorm",
+        "logsumexp",
+        "upsample_nearest1d",
+        "_upsample_nearest_exact1d",
+        "upsample_nearest2d",
+        "_upsample_nearest_exact2d",
+        "upsample_nearest3d",
+        "_upsample_nearest_exact3d",
+        "upsample_linear1d",
+        "upsample_bilinear2d",
+        "_upsample_bilinear2d_aa",
+        "upsample_trilinear3d",
+        "upsample_bicubic2d",
+        "_upsample_bicubic2d_aa",
+    ]
+)
+_FLOAT32_RESULT = frozenset(
+    ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"]
+)
+"""These compute and return float32 from the half input itself: `dtype` is set, nothing is cast before."""
+_WIDEST = frozenset(
+    [
+        "addcdiv",
+        "addcmul",
+        "atan2",
+        "bilinear",
+        "cross",
+        "dot",
+        "vdot",
+        "grid_sampler",
+        "index_put",
+        "tensordot",
+        "scatter_add",
+    ]
+)
+_REFUSED = frozenset({"binary_cross_entropy"})
+_COMPOSITES = {
+    "lstm": _LOWER_PRECISION,
+    "gru": _LOWER_PRECISION,
+    "rnn_tanh": _LOWER_PRECISION,
+    "rnn_relu": _LOWER_PRECISION,
+    "nll_loss_nd": _FLOAT32,
+    "pairwise_distance": _FLOAT32,
+    "linalg_norm": _FLOAT32_RESULT,
+}
+_OPERATORS = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow"}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def registered() -> frozenset[str]:
+    """Names of the operators that this torch release autocasts on CUDA."""
+    return frozenset(
+        name.removeprefix("aten::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+    )
+
+
+def policy(name: str) -> frozenset[str] | None:
+    """The list that an operator is in, by its name; None if in none."""
+    for members in (_LOWER_PRECISION, _FLOAT32, _FLOAT32_RESULT, _WIDEST, _REFUSED):
+        if name in members:
+            return members
+    return None
+
+
+class Autocast:
+    """Casts arguments while `torch.autocast("cuda")` is on.
+
+    Args:
+        on_gpu: whether a tensor is on the virtual GPU.
+    """
+
+    def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
+        self._on_gpu = on_gpu
+        self._registered: frozenset[str] | None = None
+        self._policies: dict[Any, frozenset[str] | None] = {}
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def clear_cache(self) -> None:
+        """The outermost autocast region ended: the half copies of weights are dropped."""
+        self._cache.clear()
+
+    def cast(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with which CUDA's autocast would call `func`."""
+        if func not in self._policies:
+            self._policies[func] = self._policy(func)
+        members = self._policies[func]
+        if members is None:
+            return args, kwargs
+        kwargs = kwargs or {}
+        if members is _LOWER_PRECISION:
+            dtype = torch.get_autocast_dtype("cuda")
+            return self._all(args, dtype), self._all(kwargs, dtype)
+        if members is _FLOAT32:
+            return self._all(args, torch.float32), self._all(kwargs, torch.float32)
+        if members is _FLOAT32_RESULT:
+            first = args[0] if args else kwargs.get("input")
+            given = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+            if given or not self._eligible(first) or "out" in kwargs:
+                return args, kwargs
+            return args, {**kwargs, "dtype": torch.float32}
+        if members is _WIDEST:
+            tensors = [t for t in _flat((args, kwargs)) if self._eligible(t)]
+            if any(t.dtype not in (torch.float32, torch.get_autocast_dtype("cuda")) for t in tensors):
+                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+            if any(t.dtype is torch.float32 for t in tensors):
+                return self._all(args, torch.float32), self._all(kwargs, torch.float32)
+            return args, kwargs
+        raise RuntimeError(
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "
+            "use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+        )
+
+    def _policy(self, func: Any) -> frozenset[str] | None:
+        name = getattr(func, "__name__", "")
+        name = _OPERATORS.get(name, name)
+        if name in _COMPOSITES:
+            return _COMPOSITES[name]
+        if self._registered is None:
+            self._registered = registered()
+        return policy(name) if name in self._registered else None
+
+    def _eligible(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+            and self._on_gpu(value)
+        )
+
+    def _all(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._one(value, dtype)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._all(part, dtype) for part in value)
+        if isinstance(value, dict):
+            return {name: self._all(part, dtype) for name, part in value.items()}
+        return value
+
+    def _one(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`cached_cast` of aten/src/ATen/autocast_mode.cpp: float32 leaves with a gradient are cast once a region."""
+        if tensor.dtype is dtype or not self._eligible(tensor):
+            return tensor
+        cacheable = (
+            dtype in _HALF
+            and tensor.dtype is torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not cacheable:
+            return tensor.to(dtype)
+        known = self._cache.get(id(tensor))
+        if known is None:
+            known = self._cache[id(tensor)] = (tensor, tensor.to(dtype))
+        return known[1]
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in _flat(part)]
+    if isinstance(value, dict):
+        return _flat(list(value.values()))
+    return [value]
