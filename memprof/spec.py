@@ -45,6 +45,8 @@ class TargetSpec:
     """Autocast's dtype: forward and loss under torch.autocast, float32 weights; with float16, a GradScaler."""
     optimizer: str = "adamw"
     mode: Mode = Mode.TRAIN
+    new_tokens: int | None = None
+    """In inference: tokens to generate after the prompt, through the model's own KV cache."""
     attention: str | None = None
     """transformers' attention implementation; None leaves the choice to the model."""
     activation_checkpointing: bool = False
@@ -60,7 +62,7 @@ class TargetSpec:
         if self.mode not in tuple(Mode):
             raise unknown_name("--mode", str(self.mode), [mode.value for mode in Mode])
         object.__setattr__(self, "mode", Mode(self.mode))
-        for name in ("context_length", "batch_size", "vocab_size", "gradient_accumulation", "steps"):
+        for name in ("context_length", "batch_size", "vocab_size", "new_tokens", "gradient_accumulation", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
@@ -74,6 +76,8 @@ class TargetSpec:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown_name(f"--{name}", value, choices)
+        if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
+            raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):
             raise UsageError(
                 "--amp keeps the weights in float32", value=f"--dtype {self.dtype}", hint="leave out --dtype"

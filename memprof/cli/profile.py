@@ -41,6 +41,9 @@ def profile(
     ] = None,
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS) + ".")] = "adamw",
     mode: Annotated[Mode, typer.Option(help="Train, or run the forward alone.")] = Mode.TRAIN,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="In inference: generate this many tokens after the prompt.", metavar="TOKENS")
+    ] = None,
     attention: Annotated[
         str | None, typer.Option(help=f"{', '.join(ATTENTIONS)}. [default: the model's]", metavar="NAME")
     ] = None,
@@ -80,6 +83,7 @@ def profile(
         amp=amp,
         optimizer=optimizer,
         mode=mode,
+        new_tokens=new_tokens,
         attention=attention,
         activation_checkpointing=activation_checkpointing,
         gradient_accumulation=gradient_accumulation,

@@ -11,6 +11,7 @@ _WHOLE_PHASE = {
     PhaseKind.MODEL: "parameters",
     PhaseKind.OPTIMIZER: "optimizer",
     PhaseKind.INPUTS: "inputs",
+    PhaseKind.DECODE: "decode",
     PhaseKind.BACKWARD: "backward",
     PhaseKind.OPTIMIZER_STEP: "optimizer step",
     PhaseKind.ZERO_GRAD: "zero_grad",

@@ -91,7 +91,8 @@ def _describe(target: dict[str, Any]) -> str:
         if target["gradient_accumulation"] > 1:
             parts.append(f"{target['gradient_accumulation']} micro-batches")
     else:
-        parts.append("inference")
+        new = target.get("new_tokens")
+        parts.append(f"inference, {new:,} new tokens" if new else "inference")
     return ", ".join(parts)
 
 

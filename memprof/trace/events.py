@@ -90,6 +90,7 @@ class PhaseKind(enum.StrEnum):
     OPTIMIZER = "optimizer"
     INPUTS = "inputs"
     FORWARD = "forward"
+    DECODE = "decode"
     BACKWARD = "backward"
     OPTIMIZER_STEP = "optimizer step"
     ZERO_GRAD = "zero_grad"

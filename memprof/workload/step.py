@@ -1,14 +1,11 @@
-"""The training or inference step itself: plain PyTorch, as people write it, with its phases named.
-
-`Stage` is whatever marks the phases: a virtual GPU or a measuring one. Nothing here knows which.
-"""
+"""The training or inference step itself: plain PyTorch, as people write it, with its phases named."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,21 +13,10 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
+from memprof.workload import generate
+from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.models import ModelSource
-
-
-class Device(Protocol):
-    """What a step needs of the device that it runs on."""
-
-    def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
-        """What runs inside is this phase."""
-
-    def adopt(self, root: nn.Module) -> None:
-        """`root` is the model of this run."""
-
-    def assume(self, sentence: str) -> None:
-        """The run rests on this."""
 
 
 class Workload:
@@ -95,12 +81,9 @@ class Workload:
             device.assume(sentence)
 
     def _build(self) -> nn.Module:
-        if self.source.task != "custom":
-            with torch.device("cuda"):
-                return self.source.build()
-        # The user's own code decides where its tensors are made; then it moves the model, as a script does.
+        # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
         model = self.source.build()
-        if self.source.dtype is not None:
+        if self.source.task == "custom" and self.source.dtype is not None:
             model = model.to(getattr(torch, self.source.dtype))
         return model.to("cuda")
 
@@ -157,6 +140,11 @@ class Workload:
             batch = _on_gpu(feeder.host_batch())
             if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
+        if self.spec.new_tokens:
+            generate.check(model, self.source.task)
+            with torch.no_grad(), self._autocast():
+                generate.generate(device, model, batch, self.spec.new_tokens, step)
+            return
         with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast():
             outputs = model(**batch)
         del outputs

@@ -24,6 +24,8 @@ def assert_refused(result, *parts):
         (("--model", "gpt2", "--gpu-vram", "-1"), ("not an amount of memory",)),
         (("--model", "gpt2", "--gpu-vram", "0"), ("not an amount of memory",)),
         (("--model", "gpt2", "--dtype", "bf16"), ("unknown --dtype", "bfloat16")),
+        (("--model", "gpt2", "--new-tokens", "5"), ("--new-tokens is for inference", "--mode inference")),
+        (("--model", "vit-base", "--mode", "inference", "--new-tokens", "5"), ("for causal language models",)),
         (("--model", "gpt2", "--amp", "fp16"), ("unknown --amp",)),
         (("--model", "gpt2", "--amp", "float16", "--dtype", "bfloat16"), ("--amp keeps the weights in float32",)),
         (("--model", "gpt2", "--optimizer", "adam"), ("unknown --optimizer", "adamw")),

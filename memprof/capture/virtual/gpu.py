@@ -160,6 +160,10 @@ class VirtualGpu:
         self.modules.add_root(root)
         self.name_parameters()
 
+    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+        """`tensor` has this role, as the workload knows."""
+        self.recorder.own(tensor, owner)
+
     def name_parameters(self) -> None:
         """Tell the recorder which storages are parameters, buffers and gradients."""
         for root in self._roots:

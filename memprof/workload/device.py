@@ -1,0 +1,27 @@
+"""What a workload needs of the device that it runs on, be it a virtual GPU or a measuring one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from memprof.trace.events import Owner, PhaseKind
+
+
+class Device(Protocol):
+    """A device whose tensors are at "cuda" and that is told what is being done."""
+
+    def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> AbstractContextManager[None]:
+        """What runs inside is this phase."""
+
+    def adopt(self, root: nn.Module) -> None:
+        """`root` is the model of this run."""
+
+    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+        """`tensor` has this role."""
+
+    def assume(self, sentence: str) -> None:
+        """The run rests on this."""

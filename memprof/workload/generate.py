@@ -1,0 +1,92 @@
+"""Generation: a prompt, then one token after another through the model's own KV cache.
+
+A decode step differs from the one before only in the length of the cache, and what it needs grows with that length. So
+the first steps and the last ones are run, and the cache is made as long as it would have become in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.trace.events import Owner, PhaseKind, Role
+from memprof.workload.device import Device
+
+EDGE_STEPS = 3
+"""Decode steps run on each side of such a point."""
+
+
+def generate(device: Device, model: Any, batch: dict[str, Any], new_tokens: int, step: int) -> None:
+    """Run a prompt and `new_tokens` greedy tokens, as `model.generate` calls the model.
+
+    Raises:
+        UsageError: the model has no KV cache to decode with.
+    """
+    arguments: dict[str, Any] = {"use_cache": True}
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" not in parameters:
+        raise UsageError("--new-tokens needs a model that decodes", value=type(model).__name__)
+    if "logits_to_keep" in parameters:
+        # generate() asks for the last position's logits alone.
+        arguments["logits_to_keep"] = 1
+    with device.phase(PhaseKind.FORWARD, step, 1):
+        outputs = model(**batch, **arguments)
+        token = outputs.logits[:, -1:].argmax(-1)
+        cache = outputs.past_key_values
+        del outputs
+    if cache is None:
+        raise UsageError("--new-tokens needs a model with a KV cache", value=type(model).__name__)
+    with device.phase(PhaseKind.DECODE, step, 1):
+        # The prompt's forward has given the first token.
+        done, since_jump = 1, 0
+        while done < new_tokens:
+            outputs = model(input_ids=token, past_key_values=cache, **arguments)
+            token = outputs.logits[:, -1:].argmax(-1)
+            cache = outputs.past_key_values
+            del outputs
+            done, since_jump = done + 1, since_jump + 1
+            jump = _alike_steps(cache, new_tokens - done)
+            if since_jump >= 2 * EDGE_STEPS and jump > 0 and _grow(device, cache, jump):
+                device.assume("Decode steps that differ in the length of the KV cache alone were not all run.")
+                done, since_jump = done + jump, 0
+
+
+def _alike_steps(cache: Any, remaining: int) -> int:
+    """Steps from here on that differ in the length of the cache alone: up to the last ones, or until a window fills."""
+    layers = getattr(cache, "layers", None) or ()
+    until_full = [
+        layer.sliding_window - layer.cumulative_length
+        for layer in layers
+        if getattr(layer, "sliding_window", None) is not None and hasattr(layer, "cumulative_length")
+    ]
+    return min([remaining, *(steps for steps in until_full if steps > -EDGE_STEPS)]) - EDGE_STEPS
+
+
+def _grow(device: Device, cache: Any, length: int) -> bool:
+    """Lengthen `cache` by `length` tokens; False if it is of a kind whose growth is not known."""
+    layers = getattr(cache, "layers", None)
+    if not layers or any(type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer") for layer in layers):
+        return False
+    for index, layer in enumerate(layers):
+        window = getattr(layer, "sliding_window", None)
+        if window is not None:
+            layer.cumulative_length += length
+        for name in ("keys", "values"):
+            old = getattr(layer, name)
+            batch, heads, now, size = old.shape
+            longer = now + length
+            # A full window is the tail of one token more: the step's own, which it is cut from.
+            new = old.new_empty(batch, heads, longer if window is None else min(longer, window), size)
+            device.claim(new, Owner(Role.KV_CACHE, f"layer {index} {name}"))
+            setattr(layer, name, new if window is None else new[:, :, -window + 1 :])
+            del old, new
+    return True
+
+
+def check(model: nn.Module, task: str) -> None:
+    """Raises UsageError unless `model` generates text from text alone."""
+    if task != "causal-lm":
+        raise UsageError("--new-tokens is for causal language models", value=f"{type(model).__name__} ({task})")

@@ -1,0 +1,73 @@
+"""Generation: what is skipped between the first and the last tokens changes no figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from memprof import pipeline
+from memprof.report.document import Document
+from memprof.spec import Mode, TargetSpec
+from memprof.workload import generate
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "architectures": ["LlamaForCausalLM"],
+}
+
+
+def run(tmp_path: Path, prompt: int, new_tokens: int, **config: object) -> Document:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**TINY, **config}))
+    spec = TargetSpec(
+        model=str(file),
+        mode=Mode.INFERENCE,
+        context_length=prompt,
+        new_tokens=new_tokens,
+        batch_size=2,
+        steps=1,
+        gpu="a100-80gb",
+    )
+    return pipeline.profile(spec)[1]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 24,
+        },
+    ],
+    ids=["full", "sliding"],
+)
+def test_skipping_alike_steps_changes_no_figure(tmp_path, monkeypatch, config):
+    skipping = run(tmp_path, 16, 60, **config)
+    assert any("were not all run" in sentence for sentence in skipping.assumptions)
+    monkeypatch.setattr(generate, "EDGE_STEPS", 1000)
+    whole = run(tmp_path, 16, 60, **config)
+    assert not any("were not all run" in sentence for sentence in whole.assumptions)
+    decode = [next(row for row in document.stages if row.name == "decode") for document in (skipping, whole)]
+    assert decode[0].peak_allocated_bytes == decode[1].peak_allocated_bytes
+    assert decode[0].allocated_bytes == decode[1].allocated_bytes
+    assert skipping.peak.categories["KV cache"] == whole.peak.categories["KV cache"]
+
+
+def test_the_cache_has_its_true_size(tmp_path):
+    document = run(tmp_path, 2, 300)
+    assert document.peak.stage == "decode"
+    # Layers x keys and values x batch x heads x tokens (the last is never fed back) x head size x 4 bytes.
+    cache = 3 * 2 * 2 * 2 * 301 * 16 * 4
+    # While a layer's keys or values grow, the old ones are there too.
+    step = 2 * 2 * 301 * 16 * 4
+    assert cache - step <= document.peak.categories["KV cache"] <= cache + step + 3 * 2 * 512
