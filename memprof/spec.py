@@ -11,6 +11,8 @@ from memprof.errors import UsageError, unknown_name
 DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "none")
+SDPA_BACKENDS = ("flash", "efficient", "math")
+OPTIMIZER_IMPLS = ("foreach", "fused", "single")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -49,6 +51,12 @@ class TargetSpec:
     """In inference: tokens to generate after the prompt, through the model's own KV cache."""
     attention: str | None = None
     """transformers' attention implementation; None leaves the choice to the model."""
+    sdpa_backend: str | None = None
+    """The only backend that scaled_dot_product_attention may take; None: CUDA's choice."""
+    optimizer_impl: str | None = None
+    """How the optimizer steps: foreach, fused or single; None: torch's choice for CUDA (foreach)."""
+    workspaces: bool = True
+    """Whether memory that no tensor shows (workspaces, kernel temporaries) is counted."""
     activation_checkpointing: bool = False
     gradient_accumulation: int = 1
     """Micro-batches per optimizer step."""
@@ -72,10 +80,14 @@ class TargetSpec:
             ("amp", AMP_DTYPES),
             ("optimizer", OPTIMIZERS),
             ("attention", ATTENTIONS),
+            ("sdpa_backend", SDPA_BACKENDS),
+            ("optimizer_impl", OPTIMIZER_IMPLS),
         ):
             value = getattr(self, name)
             if value is not None and value not in choices:
-                raise unknown_name(f"--{name}", value, choices)
+                raise unknown_name("--" + name.replace("_", "-"), value, choices)
+        if self.optimizer_impl == "fused" and self.optimizer == "adafactor":
+            raise UsageError("Adafactor has no fused implementation", value="--optimizer-impl fused")
         if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
             raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):

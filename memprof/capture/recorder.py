@@ -67,6 +67,8 @@ class Recorder:
         self.live: dict[int, int] = {}
         """Address of a living storage object -> its index in the trace."""
         self.on_death: Callable[[int], None] = lambda address: None
+        self.counts_hidden = True
+        """Whether memory that no tensor shows is recorded."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self._refs: dict[int, _StorageRef] = {}
@@ -119,11 +121,14 @@ class Recorder:
 
     def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
         """Memory that a library takes and no tensor shows; the caller frees it with `free_hidden`, or never."""
+        if not self.counts_hidden:
+            return NONE
         return self._append(num_bytes, (num_bytes,), torch.uint8, device, op, place, hidden=True)
 
     def free_hidden(self, index: int) -> None:
         """The library gave back what `allocate_hidden` returned as `index`."""
-        self._append_free(index)
+        if index != NONE:
+            self._append_free(index)
 
     def release(self, index: int) -> None:
         """The memory of a living storage was given back although the storage lives on (it was resized)."""

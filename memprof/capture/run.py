@@ -30,7 +30,7 @@ def capture_virtual(workload: Workload, gpu: Gpu, progress: Callable[[str], None
         UsageError: the workload cannot be built.
         RunFailedError: the model's own code raised.
     """
-    device = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES)
+    device = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES, tensors_only=not workload.spec.workspaces)
     try:
         with _no_collection(), device:
             workload.run(device, progress)

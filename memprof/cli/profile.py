@@ -13,7 +13,7 @@ import typer
 from memprof.catalog import DEFAULT_GPU
 from memprof.cli.progress import Progress
 from memprof.errors import UsageError
-from memprof.spec import AMP_DTYPES, ATTENTIONS, DTYPES, OPTIMIZERS, Mode, TargetSpec
+from memprof.spec import AMP_DTYPES, ATTENTIONS, DTYPES, OPTIMIZER_IMPLS, OPTIMIZERS, SDPA_BACKENDS, Mode, TargetSpec
 from memprof.units import parse_gib
 
 
@@ -47,6 +47,18 @@ def profile(
     attention: Annotated[
         str | None, typer.Option(help=f"{', '.join(ATTENTIONS)}. [default: the model's]", metavar="NAME")
     ] = None,
+    sdpa_backend: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Force an attention kernel: {', '.join(SDPA_BACKENDS)}. [default: CUDA's choice]", metavar="NAME"
+        ),
+    ] = None,
+    optimizer_impl: Annotated[
+        str | None, typer.Option(help=f"{', '.join(OPTIMIZER_IMPLS)}. [default: torch's choice]", metavar="NAME")
+    ] = None,
+    no_workspaces: Annotated[
+        bool, typer.Option("--no-workspaces", help="Count tensors alone, not what kernels and libraries take beside.")
+    ] = False,
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing", help="Recompute each layer's activations in the backward.")
     ] = False,
@@ -85,6 +97,9 @@ def profile(
         mode=mode,
         new_tokens=new_tokens,
         attention=attention,
+        sdpa_backend=sdpa_backend,
+        optimizer_impl=optimizer_impl,
+        workspaces=not no_workspaces,
         activation_checkpointing=activation_checkpointing,
         gradient_accumulation=gradient_accumulation,
         steps=steps,

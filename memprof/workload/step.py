@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
@@ -38,7 +39,11 @@ class Workload:
         Raises:
             UsageError: the model cannot be built or fed.
         """
-        with _quiet_transformers() if self.source.task != "custom" else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self.source.task != "custom":
+                stack.enter_context(_quiet_transformers())
+            if self.spec.sdpa_backend is not None:
+                stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
             self._run(device, progress)
 
     def _run(self, device: Device, progress: Callable[[str], None]) -> None:
@@ -64,7 +69,7 @@ class Workload:
             model.train()
             self._prepare_training(device, model)
             with device.phase(PhaseKind.OPTIMIZER):
-                optimizer = _optimizer(spec.optimizer, model)
+                optimizer = _optimizer(spec, model)
                 # Disabled, a scaler passes everything through.
                 scaler = torch.amp.GradScaler("cuda", enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
@@ -167,12 +172,27 @@ def _on_gpu(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to("cuda") if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
+_SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
+    None: {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "single": {"foreach": False},
+}
+
+
+def _optimizer(spec: TargetSpec, model: nn.Module) -> torch.optim.Optimizer | None:
+    name = spec.optimizer
+    implementation: Any = _IMPLEMENTATIONS[spec.optimizer_impl]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-4)
+        return torch.optim.AdamW(parameters, lr=1e-4, **implementation)
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-4)
+        return torch.optim.SGD(parameters, lr=1e-4, **implementation)
     if name == "adafactor":
-        return torch.optim.Adafactor(parameters, lr=1e-4)
+        return torch.optim.Adafactor(parameters, lr=1e-4, **implementation)
     return None

@@ -26,6 +26,8 @@ def assert_refused(result, *parts):
         (("--model", "gpt2", "--dtype", "bf16"), ("unknown --dtype", "bfloat16")),
         (("--model", "gpt2", "--new-tokens", "5"), ("--new-tokens is for inference", "--mode inference")),
         (("--model", "vit-base", "--mode", "inference", "--new-tokens", "5"), ("for causal language models",)),
+        (("--model", "gpt2", "--sdpa-backend", "flsh"), ("unknown --sdpa-backend", "flash")),
+        (("--model", "gpt2", "--optimizer-impl", "fuse"), ("unknown --optimizer-impl", "fused")),
         (("--model", "gpt2", "--amp", "fp16"), ("unknown --amp",)),
         (("--model", "gpt2", "--amp", "float16", "--dtype", "bfloat16"), ("--amp keeps the weights in float32",)),
         (("--model", "gpt2", "--optimizer", "adam"), ("unknown --optimizer", "adamw")),

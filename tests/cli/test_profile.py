@@ -257,6 +257,17 @@ def test_options_change_what_they_say(memprof):
     assert peak("--attention", "eager")["categories"]["activations"] > plain["categories"]["activations"]
     assert "optimizer state" not in peak("--optimizer", "sgd")["categories"]
     assert "gradients" not in peak("--mode", "inference")["categories"]
+    assert "library workspace" not in peak("--no-workspaces")["categories"]
+    math = peak("--sdpa-backend", "math")["categories"]["activations"]
+    assert math > 1.5 * peak("--sdpa-backend", "efficient")["categories"]["activations"]
+
+    def optimizer_peak(implementation):
+        # A fused step moves no memory, and a stage in which none moves is left out.
+        stages = memprof(*base, "--optimizer-impl", implementation).json["stages"]
+        steps = [stage for stage in stages if stage["name"] == "optimizer step" and stage["step"] == 2]
+        return max((stage["peak_allocated_bytes"] for stage in steps), default=0)
+
+    assert optimizer_peak("foreach") > optimizer_peak("single") > optimizer_peak("fused")
     mixed = memprof(*base, "--amp", "bfloat16").json
     assert mixed["target"]["dtype"] == "float32"
     assert {tensor["dtype"] for tensor in mixed["peak"]["tensors"]} >= {"float32", "bfloat16"}

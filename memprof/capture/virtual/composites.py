@@ -140,6 +140,9 @@ class Composites:
             and value.shape[-1] % alignment == 0
         ):
             return "efficient"
+        if not backends.math_sdp_enabled():
+            # As scaled_dot_product_attention says it when the allowed backends cannot do it.
+            raise RuntimeError("No available kernel. Aborting execution.")
         return "math"
 
     def _math_attention(

@@ -37,15 +37,19 @@ class VirtualGpu:
         gpu: the card to be.
         context_bytes: what the CUDA context takes of it.
         workspaces: whether to count library workspaces (cuBLAS).
+        tensors_only: count neither these nor any other memory that no tensor shows.
 
     Raises:
         MemprofError: a virtual GPU is already active.
     """
 
-    def __init__(self, gpu: Gpu, *, context_bytes: int = 0, workspaces: bool = True) -> None:
+    def __init__(
+        self, gpu: Gpu, *, context_bytes: int = 0, workspaces: bool = True, tensors_only: bool = False
+    ) -> None:
         self.gpu = gpu
         self.modules = ModuleTracker()
         self.recorder = Recorder(self.modules)
+        self.recorder.counts_hidden = not tensors_only
         self._assumptions: dict[str, None] = {}
         self._roots: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
