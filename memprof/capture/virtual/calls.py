@@ -12,6 +12,7 @@ from memprof.capture.virtual import hidden
 from memprof.trace.events import GPU, HOST
 
 _aten = torch.ops.aten
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 HOST_VIRTUAL_BYTES = 1 << 20
 """Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory."""
@@ -41,6 +42,7 @@ class Operator:
     """What is known of one operator overload."""
 
     __slots__ = (
+        "decomposes",
         "handler",
         "input_copies",
         "kind",
@@ -62,6 +64,13 @@ class Operator:
         else:
             self.kind = Kind.ALLOCATES
         self.handler = handler
+        # Under inference_mode composite operators arrive whole; what they do inside must be seen all the same. Those
+        # with a kernel of their own (silu_backward) run as one: what has one on the CPU is taken to have one on CUDA.
+        self.decomposes = (
+            handler is None
+            and _has_kernel(func.name(), "CompositeImplicitAutograd")
+            and not any(_has_kernel(func.name(), key) for key in ("CompositeExplicitAutograd", "CPU"))
+        )
         self.input_copies = hidden.INPUT_COPIES.get(packet)
         self.temporaries = hidden.TEMPORARIES.get(packet)
         self.uses_cublas = packet in hidden.CUBLAS_OPS

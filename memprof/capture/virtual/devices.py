@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from memprof.capture.virtual.autocast import Autocast
+from memprof.capture.virtual.calls import tensors_of
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.trace.events import GPU, HOST
 
@@ -29,6 +31,7 @@ _META = torch.device("meta")
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
+_functorch = torch._C._functorch
 _NoTorchFunction = torch._C.DisableTorchFunction
 _autocast_enabled = torch.is_autocast_enabled
 
@@ -90,7 +93,24 @@ class DeviceMode(TorchFunctionMode):
         for position, arg in enumerate(args):
             if type(arg) is torch.device and arg.type == "cuda":
                 return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
-        return func(*args, **kwargs) if kwargs else func(*args)
+        mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if len(mismatches) != before and not _in_place(func) and any(t.requires_grad for t in tensors_of(result)):
+            # The breach is noted. On the way back the host tensor would be given a gradient on the card.
+            del result
+            return func(*self._moved(args), **self._moved(kwargs or {}))
+        return result
+
+    def _moved(self, value: Any) -> Any:
+        """Arguments of a call that mixed devices, its host tensors moved where autograd sees it."""
+
+        def move(part: Any) -> Any:
+            if isinstance(part, _Tensor) and part.dim() and self._believed(part) == HOST:
+                return self._to(part, _CUDA)
+            return part
+
+        return tree_map(move, value)
 
     def _on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
         recording = self._recording
@@ -139,7 +159,22 @@ class DeviceMode(TorchFunctionMode):
         if isinstance(value, (bool, int, float)) and self._believed(tensor) == GPU:
             # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
+        elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
+            value = self._assignable(tensor, index, value)
         _Tensor.__setitem__(tensor, index, value)
+
+    def _assignable(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+        """`value` moved if assigning it mixes devices (a slice takes a host tensor, indices on the card do not).
+
+        Tried without autograd, since an assignment that autograd has seen cannot be taken back.
+        """
+        if self._believed(tensor) != GPU or self._believed(value) != HOST:
+            return value
+        mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        with torch.no_grad():
+            _Tensor.__setitem__(tensor.detach(), index, value.detach())
+        return value if len(mismatches) == before else self._moved(value)
 
     def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Unknown numbers are finite (values.py): composites would compare them first, and lose that."""
@@ -154,10 +189,11 @@ class DeviceMode(TorchFunctionMode):
 
     def _believed(self, tensor: torch.Tensor) -> str:
         with _NoTorchFunction():
-            return self._recording.device_of(tensor)
+            return self._recording.device_of(_unwrapped(tensor))
 
     def _device(self, tensor: torch.Tensor) -> torch.device:
         with _NoTorchFunction():
+            tensor = _unwrapped(tensor)
             if not tensor.is_meta:
                 return tensor.device
             believed = self._recording.device_of(tensor)
@@ -267,6 +303,18 @@ class DeviceMode(TorchFunctionMode):
                 return tensor.data_ptr()
             # Unique per storage and never null, as code that compares addresses (weight tying) expects.
             return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers of torch.func (vmap, grad), which have no storage."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:

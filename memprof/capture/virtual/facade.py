@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memprof.capture.recorder import Recorder
+from memprof.capture.virtual.hidden import max_threads_per_sm
 from memprof.catalog import Gpu
 
 
@@ -64,7 +65,7 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         warp_size=32,
         is_integrated=0,
         is_multi_gpu_board=0,
-        max_threads_per_multi_processor=2048,
+        max_threads_per_multi_processor=max_threads_per_sm(gpu.compute_capability),
         L2_cache_size=gpu.l2_bytes or 0,
         gcnArchName=f"sm_{major}{minor}",
     )
@@ -166,6 +167,7 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     )
     yield torch.cuda.nvtx, "_nvtx", nvtx
     yield torch.cuda.memory, "_record_memory_history", nothing
+    yield torch.cuda.memory, "_dump_snapshot", nothing
     # cuDNN's own paths (RNN weights in one buffer) are not taken: see docs/limitations.md.
     yield torch.backends.cudnn, "is_acceptable", returning(False)
     for name in ("memory_allocated", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats"):

@@ -123,6 +123,10 @@ def _index(mode: RecordingMode, operator: Operator, call: Call, place: Place) ->
         real = [None if i is None else mode.values.read(i) for i in indices]
         rest = [mode.values.read(a) if isinstance(a, torch.Tensor) else a for a in call.args[2:]]
         return call.func(call.args[0], real, *rest, **call.kwargs)
+    value = call.args[2] if len(call.args) > 2 else None
+    if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() > 1 and call.args[0].is_meta:
+        # One number may be on the host, several may not (native/TensorAdvancedIndexing.cpp).
+        mode.note_mismatch(operator, call, place)
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks or not (call.on_gpu or call.on_host):
         return NotImplemented
@@ -186,6 +190,63 @@ def _native_dropout(mode: RecordingMode, operator: Operator, call: Call, place: 
     return result
 
 
+def _masked_fill(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """CUDA fills with a number that lies on the host (native/cuda/Indexing.cu); the meta kernel would not take it."""
+    data, mask, value = call.args
+    if not data.is_meta or not isinstance(value, torch.Tensor) or value.is_meta or value.dim():
+        return NotImplemented
+    return _again(mode, call.func.overloadpacket.Scalar, (data, mask, value.item()))
+
+
+def _again(mode: RecordingMode, func: Any, args: Any) -> Any:
+    """The same by another overload, which the mode has to see."""
+    with mode:
+        return func(*args)
+
+
+def _restride(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """These change the shape or strides of the very tensor: to be done each time, however often seen before."""
+    return call.func(*call.args, **call.kwargs)
+
+
+def _ctc_loss(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """Loss per sample and the alignments' log probabilities alpha (native/cuda/LossCTC.cu, ctc_loss_gpu_template)."""
+    log_probs, targets, _, target_lengths = call.args[:4]
+    if not log_probs.is_meta:
+        return NotImplemented
+    frames, batch = log_probs.shape[0], log_probs.shape[1]
+    known = (
+        mode.values.get(target_lengths) if isinstance(target_lengths, torch.Tensor) else torch.tensor(target_lengths)
+    )
+    if known is not None:
+        longest = int(known.max()) if known.numel() else 0
+    else:
+        mode.values.assume("CTC targets whose lengths are not known are all as long as they can be.")
+        longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // batch)
+    alpha = torch.empty(batch, frames, 2 * longest + 1, dtype=log_probs.dtype, device=_META)
+    loss = torch.empty(batch, dtype=log_probs.dtype, device=_META)
+    # The lengths go to the card as int64 (both), and so do the offsets of the targets.
+    mode.transients(3 * [8 * batch], operator, place)
+    mode.record([alpha, loss], operator.name, place, call.device or GPU)
+    return loss, alpha
+
+
+def _ctc_loss_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """A gradient like the log probabilities; beta, as large as alpha, lives while it runs (native/cuda/LossCTC.cu)."""
+    log_probs, alpha = call.args[1], call.args[6]
+    if not log_probs.is_meta:
+        return NotImplemented
+    result = torch.empty(log_probs.shape, dtype=log_probs.dtype, device=_META)
+    beta = mode.recorder.allocate_hidden(alpha.numel() * alpha.element_size(), operator.name, place, GPU)
+    mode.record([result], operator.name, place, call.device or GPU)
+    mode.transients(3 * [8 * log_probs.shape[1]], operator, place)
+    mode.recorder.free_hidden(beta)
+    return result
+
+
+_RESTRIDES = (
+    "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "detach_",
+)  # fmt: skip
 HANDLERS: dict[Any, Any] = {
     _aten.add: _add,
     _aten._local_scalar_dense: _local_scalar,
@@ -204,5 +265,10 @@ HANDLERS: dict[Any, Any] = {
     _aten.bincount: _by_value,
     _aten.repeat_interleave: _by_value,
     _aten.native_dropout: _native_dropout,
+    _aten.masked_fill: _masked_fill,
+    _aten.masked_fill_: _masked_fill,
+    _aten._ctc_loss: _ctc_loss,
+    _aten._ctc_loss_backward: _ctc_loss_backward,
+    **{getattr(_aten, name): _restride for name in _RESTRIDES},
     **({_aten._grouped_mm: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),
 }

@@ -91,6 +91,9 @@ class RecordingMode(TorchDispatchMode):
             return NotImplemented
         with _NoTorchFunction():
             operator = self._operator(func)
+            if operator.decomposes:
+                with self:
+                    return func.decompose(*args, **(kwargs or {}))
             if operator.kind is Kind.VIEW and operator.handler is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 self.recorder.note_forward(self.recorder.place(sys._getframe(1)))

@@ -170,3 +170,15 @@ def test_backward_of_a_selection_by_mask(gpu):
     weight[mask].square().sum().backward()
     assert weight.grad is not None
     assert weight.grad.shape == weight.shape
+
+
+def test_composite_operators_are_seen_inside_under_inference_mode():
+    def operators(mode):
+        with VirtualGpu(find_gpu("a100-80gb")) as gpu, mode():
+            query = torch.randn(4, 16, 128, 64, device="cuda")
+            mask = torch.ones(128, 128, device="cuda", dtype=torch.bool)
+            scores = torch.where(mask, torch.einsum("bhqd,bhkd->bhqk", query, query), float("-inf"))
+            nn.functional.linear(scores, torch.ones(5, 128, device="cuda"))
+        return [(gpu.trace.op(storage), storage.num_bytes) for storage in gpu.trace.storages]
+
+    assert operators(torch.inference_mode) == operators(torch.no_grad)

@@ -1,0 +1,175 @@
+"""Operators that transformers' architectures use and that once ended their run (tests/benchmarks/architectures.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import find_gpu
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu():
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        yield gpu
+
+
+# -- CTC: no meta kernel ----------------------------------------------------------------------------------------------
+
+FRAMES, BATCH, CLASSES = 20, 2, 10
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [torch.ones(BATCH, 7, dtype=torch.int64), torch.ones(9, dtype=torch.int64)],
+    ids=["padded", "concatenated"],
+)
+@pytest.mark.parametrize("as_tensors", [True, False])
+def test_ctc_loss_trains(gpu, targets, as_tensors):
+    lengths, target_lengths = (FRAMES, FRAMES), (5, 4)
+    if as_tensors:
+        lengths, target_lengths = (torch.tensor(each, device="cuda") for each in (lengths, target_lengths))
+    log_probs = torch.randn(FRAMES, BATCH, CLASSES, device="cuda").requires_grad_()
+    loss = nn.functional.ctc_loss(log_probs, targets.to("cuda"), lengths, target_lengths)
+    assert loss.shape == ()
+    assert loss.device == CUDA
+    loss.backward()
+    assert log_probs.grad.shape == log_probs.shape
+    assert log_probs.grad.is_cuda
+
+
+def test_ctc_loss_keeps_alpha_for_the_longest_target(gpu):
+    log_probs = torch.randn(FRAMES, BATCH, CLASSES, device="cuda")
+    targets = torch.ones(BATCH, 7, dtype=torch.int64, device="cuda")
+    lengths = torch.tensor([FRAMES, FRAMES], device="cuda"), torch.tensor([5, 4], device="cuda")
+    before = gpu.recorder.live_bytes
+    loss, alpha = torch.ops.aten._ctc_loss(log_probs, targets, *lengths)
+    # The longest target that there is, not the width of the padded matrix: as the real operator does.
+    real = torch.ops.aten._ctc_loss(
+        torch.randn(FRAMES, BATCH, CLASSES), torch.ones(BATCH, 7, dtype=torch.int64), (FRAMES, FRAMES), (5, 4)
+    )
+    assert [loss.shape, alpha.shape] == [each.shape for each in real]
+    assert gpu.recorder.live_bytes - before == 4 * (loss.numel() + alpha.numel())
+
+
+def test_ctc_targets_of_unknown_length_are_as_long_as_they_can_be(gpu):
+    log_probs = torch.randn(FRAMES, BATCH, CLASSES, device="cuda")
+    unknown = (torch.rand(BATCH, device="cuda") * 5).long()
+    lengths = torch.tensor([FRAMES, FRAMES], device="cuda")
+    targets = torch.ones(BATCH, 7, dtype=torch.int64, device="cuda")
+    _, alpha = torch.ops.aten._ctc_loss(log_probs, targets, lengths, unknown)
+    assert alpha.shape == (BATCH, FRAMES, 2 * 7 + 1)
+    assert any("CTC" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_ctc_backward_takes_beta_as_a_temporary(gpu):
+    log_probs = torch.randn(FRAMES, BATCH, CLASSES, device="cuda").requires_grad_()
+    targets = torch.ones(BATCH, 7, dtype=torch.int64, device="cuda")
+    loss = nn.functional.ctc_loss(log_probs, targets, (FRAMES, FRAMES), (5, 4))
+    first = len(gpu.trace.storages)
+    loss.backward()
+    sizes = [
+        storage.num_bytes for storage in gpu.trace.storages[first:] if "_ctc_loss_backward" in gpu.trace.op(storage)
+    ]
+    assert sizes[:2] == [4 * BATCH * FRAMES * (2 * 5 + 1), 4 * log_probs.numel()]
+
+
+# -- tensors whose shape changes in place ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [
+        (lambda t: t.t_(), (3, 2)),
+        (lambda t: t.transpose_(0, 1), (3, 2)),
+        (lambda t: t.swapaxes_(0, 1), (3, 2)),
+        (lambda t: t.unsqueeze_(0), (1, 2, 3)),
+        (lambda t: t.as_strided_((6,), (1,)), (6,)),
+    ],
+)
+def test_a_shape_changed_in_place_changes_every_time(gpu, change, shape):
+    for _ in range(3):
+        tensor = torch.empty(2, 3, device="cuda")
+        change(tensor)
+        assert tensor.shape == shape
+
+
+def test_orthogonal_initialisation_of_several_wide_matrices(gpu):
+    for _ in range(3):
+        weight = nn.init.orthogonal_(torch.empty(4, 16, device="cuda"))
+        assert weight.shape == (4, 16)
+
+
+# -- a number on the host, and host tensors where only a number may be -------------------------------------------------
+
+
+def test_masked_fill_takes_a_number_from_the_host(gpu):
+    data = torch.ones(4, 4, device="cuda", requires_grad=True)
+    mask = torch.eye(4, device="cuda") > 0
+    filled = data.masked_fill(mask, torch.tensor(-1.0))
+    assert filled.device == CUDA
+    filled.sum().backward()
+    assert data.grad.is_cuda
+    in_place = torch.zeros(4, dtype=torch.int64, device="cuda")
+    in_place.masked_fill_(torch.tensor([True, False, True, False], device="cuda"), torch.tensor(7))
+    assert in_place.tolist() == [7, 0, 7, 0]
+    assert not gpu.trace.mismatches
+
+
+def test_a_model_left_on_the_host_is_reported_and_trains_on(gpu):
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert len(gpu.trace.mismatches) == 1
+    assert layer.weight.grad.device == torch.device("cpu")
+    optimizer.step()
+
+
+def test_an_activation_left_on_the_host_is_reported_and_differentiated(gpu):
+    weight = torch.ones(4, requires_grad=True)
+    (weight * 2 + torch.ones(4, device="cuda", requires_grad=True)).sum().backward()
+    assert len(gpu.trace.mismatches) == 1
+    assert weight.grad.device == torch.device("cpu")
+
+
+def test_a_host_parameter_of_an_operator_with_several_results_is_reported_and_differentiated(gpu):
+    weight = torch.ones(4, requires_grad=True)
+    torch.native_layer_norm(torch.ones(2, 4, device="cuda"), [4], weight, None, 1e-5)[0].sum().backward()
+    assert len(gpu.trace.mismatches) == 1
+    assert weight.grad.device == torch.device("cpu")
+
+
+def test_a_host_parameter_assigned_at_a_mask_is_reported(gpu):
+    data = torch.zeros(4, 4, device="cuda", requires_grad=True) * 2
+    parameter = nn.Parameter(torch.ones(4))
+    data[torch.tensor([True, False, True, False], device="cuda")] = parameter
+    assert len(gpu.trace.mismatches) == 1
+    data.sum().backward()
+    assert parameter.grad.shape == (4,)
+
+
+def test_a_host_parameter_may_be_assigned_to_a_slice(gpu):
+    data = torch.zeros(4, 4, device="cuda", requires_grad=True) * 2
+    parameter = nn.Parameter(torch.ones(4))
+    data[1] = parameter
+    data.sum().backward()
+    assert parameter.grad.shape == (4,)
+    assert not gpu.trace.mismatches
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_inside_vmap_know_their_device(gpu):
+    rows = torch.arange(3, device="cuda")
+
+    def double(row):
+        assert row.device == CUDA
+        assert row.is_cuda
+        return row.to(rows.device) * 2
+
+    assert torch.vmap(double)(rows).tolist() == [0, 2, 4]
