@@ -238,10 +238,13 @@ class RecordingMode(TorchDispatchMode):
         except TypeError:
             key = None
         before = target.untyped_storage().nbytes()
+        layout_before = (target.size(), target.stride())
         result = call.func(*call.args, **call.kwargs)
         if target.untyped_storage().nbytes() != before:
             self._grown(target, operator, place)
-        elif key is not None and result is target and operator.packet not in MOVES_STORAGE:
+        # What changes the tensor itself (t_, squeeze_) must be done every time.
+        unchanged = (target.size(), target.stride()) == layout_before and operator.packet not in MOVES_STORAGE
+        if key is not None and result is target and unchanged and target.untyped_storage().nbytes() == before:
             self._done_in_place[key] = True
         return result
 
