@@ -108,6 +108,8 @@ def profile(
     )
     if save is not None and not save.parent.is_dir():
         raise UsageError("no such folder to save into", value=save.parent, hint="make it first")
+    if save is not None and save.is_dir():
+        raise UsageError("this is a folder, not a file to save into", value=save, hint="name a file in it")
     # Importing torch and transformers makes millions of objects that live for good; looking for garbage among them
     # costs a fifth of the time that the whole command takes.
     gc.disable()
@@ -115,12 +117,12 @@ def profile(
         from memprof import pipeline
 
         trace, document = pipeline.profile(spec, progress)
-        if save is not None:
-            from memprof.trace.io import save_trace
-
-            save_trace(trace, save)
+    # The report first: it must not be lost when the file cannot be written.
     print_document(document, as_json=as_json, explain=explain)
     if save is not None:
+        from memprof.trace.io import save_trace
+
+        save_trace(trace, save)
         typer.echo(f"Saved: memprof show {save}", err=True)
     raise typer.Exit(exit_code(document))
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from memprof.allocator.rounding import round_size
+from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import Span, spans
 from memprof.trace.events import HOST, EventKind, Trace
@@ -109,20 +110,22 @@ class Ledger:
         """The stage that the event at `time` belongs to."""
         return next(span for span in self.spans if span.begin <= time < span.end)
 
-    def birth(self, storage: int) -> int:
-        """The event at which a storage was allocated."""
-        return next(t for t, e in enumerate(self.trace.events) if e.kind is EventKind.ALLOC and e.ref == storage)
+
+class EmptyTraceError(MemprofError, ValueError):
+    """Nothing was allocated on the GPU: there is nothing to account for."""
 
 
 def build_ledger(trace: Trace) -> Ledger:
     """Account for a whole trace.
 
     Raises:
-        ValueError: the trace holds no allocation.
+        EmptyTraceError: the trace holds no allocation.
     """
     allocated, requested, host_peak = _curves(trace)
     if not any(allocated):
-        raise ValueError("the trace holds no allocation on the GPU")
+        raise EmptyTraceError(
+            "the trace holds no allocation on the GPU", hint='move the model and its inputs to "cuda" inside the run'
+        )
     stage_spans = spans(trace)
     categories = categorize(trace, stage_spans)
     stages = []

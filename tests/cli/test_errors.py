@@ -39,6 +39,7 @@ def assert_refused(result, *parts):
         (("--model", "gpt2", "--gradient-accumulation", "0"), ("--gradient-accumulation must be at least 1",)),
         (("--model", "vit-base", "--vocab-size", "10"), ("--vocab-size does not apply",)),
         (("--model", "gpt2", "--save", "/nowhere/run.memprof"), ("no such folder",)),
+        (("--model", "gpt2", "--save", "/"), ("this is a folder",)),
         (("--model", "nowhere.py:factory"), ("no such file",)),
         (("--model", "no_such_package.module:factory"), ("cannot be imported",)),
         (("--model", "model.py"), ("needs the name of a factory",)),

@@ -278,3 +278,26 @@ def test_options_change_what_they_say(memprof):
     assert {stage["micro_batch"] for stage in accumulated["stages"]} == {0, 1, 2, 3}
     assert memprof(*base, "--gpu-vram", "0.9").exit_code == 3
     assert memprof(*base, "--gpu", "rtx-4090").json["device"]["total_bytes"] < 24 * GIB
+
+
+def test_the_report_is_not_lost_when_saving_fails(memprof, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("memprof.trace.io.os.replace", full)
+    capture = tmp_path / "run.memprof"
+    result = memprof("profile", "--model", "pythia-70m", "--context-length", 64, "--save", capture, "--json")
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    check_consistency(result.json)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_that_uses_no_gpu_is_one_clear_error():
+    import memprof as library
+    from memprof.errors import MemprofError
+
+    with library.virtual_gpu("t4") as gpu:
+        pass
+    with pytest.raises(MemprofError, match="no allocation on the GPU"):
+        gpu.report()

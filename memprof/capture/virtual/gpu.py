@@ -52,11 +52,9 @@ class VirtualGpu:
         self.recorder.counts_hidden = not tensors_only
         self._assumptions: dict[str, None] = {}
         self._roots: list[nn.Module] = []
-        self._optimizers: list[Optimizer] = []
         self.failed_phase: PhaseKind | None = None
         """The phase in which the program raised."""
         self._step = 0
-        self._micro_batch = 0
         self._automatic_phases = True
         self._patches = Patches()
         self._modes = contextlib.ExitStack()
@@ -126,7 +124,6 @@ class VirtualGpu:
             self._patches.undo()
             self.recorder.close()
             self._roots.clear()
-            self._optimizers.clear()
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +145,7 @@ class VirtualGpu:
     def _begin(self, kind: PhaseKind) -> None:
         """A phase that was recognised in a program that does not name its own."""
         if self._automatic_phases:
-            self.recorder.begin_phase(kind, self._step, self._micro_batch)
+            self.recorder.begin_phase(kind, self._step, 0)
 
     def _outermost_call(self) -> None:
         """A module is called from outside all others: a forward begins."""
