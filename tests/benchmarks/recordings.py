@@ -1,6 +1,6 @@
 """A real recording of a script, compared with the same script on the virtual GPU.
 
-    python -m tests.benchmarks.recordings SNAPSHOT [--gpu NAME] [--path DIR]... [--cwd DIR] -- SCRIPT [ARGS...]
+    python -m tests.benchmarks.recordings SNAPSHOT [--gpu NAME] [--path DIR]... [--cwd DIR] [--dump N] -- SCRIPT [ARGS...]
 
 SNAPSHOT is what `torch.cuda.memory._dump_snapshot` wrote on a real card. SCRIPT runs under `memprof.virtual_gpu`; its
 own calls of `_record_memory_history` and `_dump_snapshot` mark the window that is compared. The exit code is 1 below
@@ -116,13 +116,19 @@ def _made_by(frames: list[dict[str, Any]]) -> str:
     return f"{kernel or 'unknown'} at {short_source(line) if line else 'backward'}"
 
 
-def simulate(script: str, arguments: list[str], gpu: str, paths: list[Path], directory: Path | None) -> Window:
-    """Run `script` as a program on the virtual GPU, and take the window that it records itself."""
+def simulate(
+    script: str, arguments: list[str], gpu: str, paths: list[Path], directory: Path | None, dump_number: int | None
+) -> Window:
+    """Run `script` as a program on the virtual GPU, and take the window that it records itself.
+
+    A script may record and dump several times: `dump_number` (from 1) says which dump is the one, None the last.
+    """
     # Paths that the caller gave are relative to where it was called from.
     sys.path[:0] = [str(path.resolve()) for path in paths]
     if directory is not None:
         os.chdir(directory)
-    marks: dict[str, int] = {}
+    started: list[int] = []
+    windows: list[tuple[int, int]] = []
     card = memprof.virtual_gpu(gpu)
     with card as virtual:
 
@@ -130,23 +136,40 @@ def simulate(script: str, arguments: list[str], gpu: str, paths: list[Path], dir
             return len(virtual._virtual.recorder.trace.events)
 
         def record(enabled: Any = "all", *args: Any, **kwargs: Any) -> None:
-            if enabled is not None:
-                marks.setdefault("start", now())
+            if enabled is None:
+                started.clear()
+            elif not started:
+                started.append(now())
 
         def dump(*args: Any, **kwargs: Any) -> None:
-            marks["end"] = now()
+            windows.extend((start, now()) for start in started)
+            if len(windows) == dump_number:
+                raise _Dumped
+
+        taken = torch.cuda.memory._snapshot
+
+        def snapshot(*args: Any, **kwargs: Any) -> Any:
+            dump()
+            return taken(*args, **kwargs)
 
         torch.cuda.memory._record_memory_history = record
         torch.cuda.memory._dump_snapshot = dump
+        torch.cuda.memory._snapshot = snapshot
         sys.argv = [script, *arguments]
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as stop:
             if stop.code not in (None, 0):
                 raise
-    if "start" not in marks or "end" not in marks:
-        sys.exit("the script neither began a recording nor dumped one")
-    return trace_window(card.trace, marks["start"], marks["end"])
+        except _Dumped:
+            pass
+    if len(windows) < (dump_number or 1):
+        sys.exit(f"the script dumped {len(windows)} recordings that it had begun")
+    return trace_window(card.trace, *windows[(dump_number or 0) - 1])
+
+
+class _Dumped(BaseException):
+    """The dump that was asked for has been made: the rest of the script does not matter."""
 
 
 def trace_window(trace: Trace, start: int, end: int) -> Window:
@@ -216,6 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpu", default="rtx-4090", help="the virtual card, as in `memprof gpus`")
     parser.add_argument("--path", type=Path, action="append", default=[], help="a folder of modules the script imports")
     parser.add_argument("--cwd", type=Path, help="where the script runs")
+    parser.add_argument("--dump", type=int, help="which of the script's dumps it is, from 1 (default: the last)")
     parser.add_argument("--json", action="store_true", help="the whole comparison as JSON instead of a table")
     own = sys.argv[1:] if arguments is None else arguments
     if "--" not in own or not own[own.index("--") + 1 :]:
@@ -224,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(own[: own.index("--")])
     with options.snapshot.open("rb") as file:
         recorded = read_snapshot(file)
-    simulated = simulate(script, script_arguments, options.gpu, options.path, options.cwd)
+    simulated = simulate(script, script_arguments, options.gpu, options.path, options.cwd, options.dump)
     result = compare(recorded, simulated)
     print(json.dumps({**asdict(result), "within_bars": result.within_bars}) if options.json else table(result))
     return 0 if result.within_bars else 1

@@ -53,6 +53,13 @@ class _Stream:
     record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
 
 
+def _distinct(value: Any) -> Any:
+    """An object of its own for each name: torch.compile's tables, built on import, hold one rule for one function."""
+    if isinstance(value, type):
+        return type(value.__name__, (value,), {})
+    return lambda *args, **kwargs: value(*args, **kwargs)
+
+
 def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) that make `torch.cuda` describe `gpu`."""
     major, minor = gpu.compute_capability
@@ -139,8 +146,8 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         "is_current_stream_capturing": returning(False),
     }
     for name, value in cuda.items():
-        yield torch.cuda, name, value
-    yield torch.Tensor, "record_stream", nothing
+        yield torch.cuda, name, _distinct(value)
+    yield torch.Tensor, "record_stream", _distinct(nothing)
     accelerator: dict[str, Any] = {
         "is_available": returning(True),
         "current_accelerator": returning(torch.device("cuda")),
@@ -161,14 +168,14 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     }
     for name, value in accelerator.items():
         if hasattr(torch.accelerator, name):  # releases differ
-            yield torch.accelerator, name, value
+            yield torch.accelerator, name, _distinct(value)
     nvtx = SimpleNamespace(
         rangePushA=returning(0), rangePop=returning(0), rangeStartA=returning(0), rangeEnd=nothing, markA=nothing
     )
     yield torch.cuda.nvtx, "_nvtx", nvtx
-    yield torch.cuda.memory, "_record_memory_history", nothing
-    yield torch.cuda.memory, "_dump_snapshot", nothing
+    yield torch.cuda.memory, "_record_memory_history", _distinct(nothing)
+    yield torch.cuda.memory, "_dump_snapshot", _distinct(nothing)
     # cuDNN's own paths (RNN weights in one buffer) are not taken: see docs/limitations.md.
     yield torch.backends.cudnn, "is_acceptable", returning(False)
     for name in ("memory_allocated", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats"):
-        yield torch.cuda.memory, name, cuda[name]
+        yield torch.cuda.memory, name, _distinct(cuda[name])
