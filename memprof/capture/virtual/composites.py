@@ -18,6 +18,7 @@ from memprof.trace.events import GPU
 _aten = torch.ops.aten
 _sdpa = torch._C._nn.scaled_dot_product_attention
 _dropout = torch.dropout
+_linear = torch._C._nn.linear
 _cross_entropy: Callable[..., torch.Tensor] = torch._C._nn.cross_entropy_loss
 _nll_loss: Callable[..., torch.Tensor] = torch._C._nn.nll_loss_nd
 _NoTorchFunction = torch._C.DisableTorchFunction
@@ -38,6 +39,7 @@ class Composites:
         handlers: dict[Any, Callable[..., Any]] = {
             _sdpa: self._attention,
             _dropout: self._dropout,
+            _linear: self._linear,
             _cross_entropy: self._cross_entropy,
             **{
                 func: functools.partial(self._softmax, func, operator)
@@ -191,6 +193,16 @@ class Composites:
             return _dropout(input, p, train)
         self._assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
         return _aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Where it is no single addmm, the bias is added in place; under a mode out of place (native/Linear.cpp)."""
+        if bias is None:
+            return _linear(input, weight)
+        self._recording.adds_bias = True
+        try:
+            return _linear(input, weight, bias)
+        finally:
+            self._recording.adds_bias = False
 
     def _softmax(
         self, func: Any, operator: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any

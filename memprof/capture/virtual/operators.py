@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, Call, Kind, Operator, tensors_of
+from memprof.capture.virtual.engine import in_backward
 from memprof.trace.events import GPU, HOST
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ def _add(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> A
     if mode.accumulation.is_in_place(call.args, call.kwargs):
         call.args[0].add_(call.args[1])
         return call.args[0]
+    if mode.adds_bias and not in_backward():
+        # composites.py: autograd sees an addition, so it is given another tensor on the same storage.
+        call.args[0].add_(call.args[1])
+        return call.args[0].detach()
     return NotImplemented
 
 

@@ -60,6 +60,8 @@ class RecordingMode(TorchDispatchMode):
         self._host: set[int] = set()
         self._host_sources: dict[int, tuple[Any, int]] = {}
         self.accumulation = Accumulation()
+        self.adds_bias = False
+        """Whether the operators that run are those of a linear layer with a bias."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

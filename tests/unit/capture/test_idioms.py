@@ -182,3 +182,20 @@ def test_composite_operators_are_seen_inside_under_inference_mode():
         return [(gpu.trace.op(storage), storage.num_bytes) for storage in gpu.trace.storages]
 
     assert operators(torch.inference_mode) == operators(torch.no_grad)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_linear_layer_adds_its_bias_in_place_where_it_is_no_single_product(gpu, trains):
+    """native/Linear.cpp; under a mode C++ adds out of place. Seen in a recording of nn.MultiheadAttention."""
+    layer = nn.Linear(8, 16).to("cuda")
+    data = torch.randn(4, 3, 8, device="cuda").transpose(0, 1)
+    begin = len(gpu.trace.storages)
+    with torch.set_grad_enabled(trains):
+        output = layer(data)
+    made = [(gpu.trace.op(storage), storage.num_bytes) for storage in gpu.trace.storages[begin:]]
+    assert made == [("aten.clone", 4 * 12 * 8), ("aten.mm", 4 * 12 * 16)]
+    if trains:
+        assert output.grad_fn.name() == "AddBackward0"
+        output.sum().backward()
+        assert layer.bias.grad.shape == (16,)
+        assert layer.weight.grad.shape == (16, 8)
