@@ -26,11 +26,9 @@ _NoTorchFunction = torch._C.DisableTorchFunction
 class Composites:
     """The CUDA choices for one card."""
 
-    def __init__(
-        self, recording: RecordingMode, compute_capability: tuple[int, int], assume: Callable[[str], None]
-    ) -> None:
+    def __init__(self, recording: RecordingMode, assume: Callable[[str], None]) -> None:
         self._recording = recording
-        self._capability = compute_capability
+        self._capability = recording.card.compute_capability
         self._assume = assume
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:

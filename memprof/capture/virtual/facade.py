@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual.hidden import max_threads_per_sm
+from memprof.capture.virtual.card import max_threads_per_sm
 from memprof.catalog import Gpu
 
 
