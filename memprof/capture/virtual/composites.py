@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.capture.virtual.batch_norm import BatchNorm
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.trace.events import GPU
 
@@ -37,6 +38,7 @@ class Composites:
             _sdpa: self._attention,
             _dropout: self._dropout,
             _cross_entropy: self._cross_entropy,
+            **BatchNorm(self._on_gpu).handlers(),
             **{
                 func: functools.partial(self._softmax, func, operator)
                 for func, operator in (
