@@ -23,6 +23,11 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def cudnn_version(release: tuple[int, int]) -> int:
+    """The cuDNN that PyPI's wheel of a torch release brings along (9.10.2 until 2.10, 9.19.0 from 2.11 on)."""
+    return 91_900 if release >= (2, 11) else 91_002
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """What kernels read of the device when they choose their launch, and the release whose kernels run."""

@@ -14,6 +14,7 @@ import torch
 
 from memprof.capture.virtual.batch_norm import BatchNorm
 from memprof.capture.virtual.recording import RecordingMode
+from memprof.capture.virtual.recurrent import Recurrent
 from memprof.trace.events import GPU
 
 _aten = torch.ops.aten
@@ -39,6 +40,7 @@ class Composites:
             _dropout: self._dropout,
             _cross_entropy: self._cross_entropy,
             **BatchNorm(self._on_gpu).handlers(),
+            **Recurrent(self._recording, self._on_gpu).handlers(),
             **{
                 func: functools.partial(self._softmax, func, operator)
                 for func, operator in (
