@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memprof.capture.virtual import batch_norm, convolution, recurrent
+from memprof.capture.virtual import attention, batch_norm, convolution, recurrent
 from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, Call, Kind, Operator, tensors_of
 from memprof.trace.events import GPU, HOST
 
@@ -271,6 +271,7 @@ HANDLERS: dict[Any, Any] = {
     _aten._ctc_loss: _ctc_loss,
     _aten._ctc_loss_backward: _ctc_loss_backward,
     **convolution.HANDLERS,
+    **attention.HANDLERS,
     **batch_norm.HANDLERS,
     **recurrent.HANDLERS,
     **{getattr(_aten, name): _restride for name in _RESTRIDES},
