@@ -6,6 +6,7 @@ Sources name the file of PyTorch in which the allocation is made.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
+from memprof.capture.virtual import norms, sorting
 from memprof.capture.virtual.card import Card
-from memprof.capture.virtual.reductions import REDUCTIONS
+from memprof.capture.virtual.reductions import REDUCTIONS, opmath
 
 _aten = torch.ops.aten
 
@@ -81,13 +83,6 @@ def efficient_attention_backward(args: Any, card: Card) -> list[int]:
     return [4 * batch * heads * length]
 
 
-def embedding_backward(args: Any, card: Card) -> list[int]:
-    """Sorted and original indices and their range, for more than 3,072 indices (Embedding.cu)."""
-    indices = args[1]
-    count = indices.numel()
-    return 3 * [count * indices.element_size()] if count > 3072 else []
-
-
 def cumsum_copy(args: Any) -> list[int]:
     """Integers and booleans are summed as int64, from a copy (native/ReduceOps.cpp, impl_func_cum_ops)."""
     data = args[0]
@@ -100,15 +95,56 @@ def embedding_copy(args: Any) -> list[int]:
     return [] if indices.is_contiguous() else [indices.numel() * indices.element_size()]
 
 
-def embedding_backward_copy(args: Any) -> list[int]:
-    """The gradient and the indices are made contiguous (native/cuda/Embedding.cu)."""
-    return [t.numel() * t.element_size() for t in args[:2] if not t.is_contiguous()]
+_CHUNK = 65_536
+"""Elements of a tensor that a block of a multi-tensor kernel takes (native/cuda/MultiTensorApply.cuh)."""
+_GLOBAL_NORM = hasattr(_aten, "_foreach_global_norm")
+
+
+def foreach_norm(args: Any) -> list[int]:
+    """A float32 norm for each chunk of each tensor, as many as the largest tensor has (native/cuda/ForeachReduceOp.cu).
+
+    It is made before the results and dropped with the call: gradient clipping takes it. Releases that have a global
+    norm make a buffer of 320 and a scalar for that as well.
+    """
+    tensors = args[0]
+    if not tensors or len({tensor.dtype for tensor in tensors}) > 1 or not tensors[0].is_floating_point():
+        return []
+    item = opmath(tensors[0])
+    chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
+    return [item * len(tensors) * chunks, *([item * 320, tensors[0].element_size()] if _GLOBAL_NORM else [])]
+
+
+def _as_cublas_takes_it(tensor: torch.Tensor) -> bool:
+    """Whether a matrix, or each of a batch, has rows or columns that are neighbours (native/cuda/Blas.cpp)."""
+    *_, rows, columns = tensor.shape
+    *_, row_step, step = tensor.stride()
+    if (step == 1 and row_step >= columns) or (row_step == 1 and step >= rows):
+        return True
+    return (rows == 1 and step == 1) or (columns == 1 and row_step == 1) or (tensor.is_contiguous() and row_step > 0)
+
+
+def _matrix_copies(first: int) -> Callable[[Any], list[int]]:
+    """Copies of the two matrices from argument number `first` on, where cuBLAS cannot take them as they are."""
+
+    def formula(args: Any) -> list[int]:
+        return [
+            matrix.numel() * matrix.element_size()
+            for matrix in args[first : first + 2]
+            if not _as_cublas_takes_it(matrix) and matrix.numel()
+        ]
+
+    return formula
 
 
 INPUT_COPIES: dict[Any, Callable[[Any], list[int]]] = {
     _aten.cumsum: cumsum_copy,
     _aten.embedding: embedding_copy,
-    _aten.embedding_dense_backward: embedding_backward_copy,
+    _aten._foreach_norm: foreach_norm,
+    _aten.mm: _matrix_copies(0),
+    _aten.bmm: _matrix_copies(0),
+    _aten.addmm: _matrix_copies(1),
+    _aten.baddbmm: _matrix_copies(1),
+    **norms.INPUT_COPIES,
 }
 """Copies of inputs that an operator makes before its outputs and drops when it returns."""
 
@@ -125,20 +161,27 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
     Taken: the linear index (wrapped, times its stride, summed over dimensions), sorted and original positions, a range,
     and cub's scratch. The sequence is that of real recordings with one index tensor.
     """
+    data = args[0]
     indices = [index for index in args[1] if index is not None]
     if not (len(args) > 3 and args[3]) or not indices:
         return []
-    num_bytes = 8 * torch.broadcast_shapes(*(index.shape for index in indices)).numel()
-    return [num_bytes] * (3 * len(indices) - 1) + [num_bytes] * 3 + [1]
+    count = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+    slice_size = math.prod(
+        size for size, index in zip(data.shape, [*args[1], *[None] * data.dim()], strict=False) if index is None
+    )
+    bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
+    scratch = sorting.radix_sort_scratch(count, 8, 8, bits)
+    return [8 * count] * (3 * len(indices) - 1) + [8 * count] * 3 + [scratch]
 
 
 TEMPORARIES: dict[Any, Callable[[Any, Card], list[int]]] = {
     **REDUCTIONS,
+    **sorting.TEMPORARIES,
+    **norms.TEMPORARIES,
     _aten.index_put: index_put_accumulate,
     _aten.index_put_: index_put_accumulate,
     _aten._index_put_impl_: index_put_accumulate,
     _aten._scaled_dot_product_flash_attention_backward: flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: efficient_attention_backward,
-    _aten.embedding_dense_backward: embedding_backward,
     **({_aten._safe_softmax: safe_softmax} if hasattr(_aten, "_safe_softmax") else {}),
 }

@@ -183,7 +183,11 @@ class RecordingMode(TorchDispatchMode):
         if operator.uses_cublas and target == GPU:
             # The output comes first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
+            copied = operator.input_copies(call.args) if operator.input_copies else []
+            taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in copied]
             self._take_workspace(operator, place)
+            for index in taken:
+                self.recorder.free_hidden(index)
             return result
         if target != GPU or (operator.temporaries is None and operator.input_copies is None):
             return self._run(operator, call, place, target)
