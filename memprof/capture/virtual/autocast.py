@@ -133,11 +133,13 @@ _WIDEST = frozenset(
     ]
 )
 _REFUSED = frozenset({"binary_cross_entropy"})
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Cast where cuDNN does not run them; where it does, recurrent.py casts their weights into one buffer."""
 _COMPOSITES = {
-    "lstm": _LOWER_PRECISION,
-    "gru": _LOWER_PRECISION,
-    "rnn_tanh": _LOWER_PRECISION,
-    "rnn_relu": _LOWER_PRECISION,
+    "lstm": _RECURRENT,
+    "gru": _RECURRENT,
+    "rnn_tanh": _RECURRENT,
+    "rnn_relu": _RECURRENT,
     "nll_loss_nd": _FLOAT32,
     "pairwise_distance": _FLOAT32,
     "linalg_norm": _FLOAT32_RESULT,
@@ -188,6 +190,10 @@ class Autocast:
         if members is None:
             return args, kwargs
         kwargs = kwargs or {}
+        if members is _RECURRENT:
+            if torch._C._get_cudnn_enabled() and args[0].dtype is not torch.bfloat16:
+                return args, kwargs
+            members = _LOWER_PRECISION
         if members is _LOWER_PRECISION:
             dtype = torch.get_autocast_dtype("cuda")
             return self._all(args, dtype), self._all(kwargs, dtype)

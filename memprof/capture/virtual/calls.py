@@ -22,7 +22,8 @@ OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
 _ALIASES = frozenset({_aten._unsafe_view, _aten.lift_fresh, _aten.detach, _aten.alias})
 _MIXES_DEVICES = frozenset(
     {
-        _aten.copy_, _aten._to_copy, _aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_,
+        _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy,
+        _aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_,
         _aten.set_, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided,
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
     }

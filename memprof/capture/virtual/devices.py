@@ -297,6 +297,19 @@ class DeviceMode(TorchFunctionMode):
 
         return _str
 
+    def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for torch's grouping of tensors by device, which optimizers and gradient clipping ask whether
+        there are kernels for whole lists."""
+
+        def group(lists: Any, with_indices: bool = False) -> Any:
+            groups = {}
+            for (device, dtype), members in original(lists, with_indices).items():
+                first = next((tensor for tensor in members[0][0] if tensor is not None), None)
+                groups[device if first is None else self._device(first), dtype] = members
+            return groups
+
+        return group
+
     def _data_ptr(self, tensor: torch.Tensor) -> int:
         with _NoTorchFunction():
             if not tensor.is_meta:

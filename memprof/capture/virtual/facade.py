@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.backends.cudnn.rnn
 
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual.hidden import max_threads_per_sm
+from memprof.capture.virtual.card import cudnn_version, max_threads_per_sm, torch_release
+from memprof.capture.virtual.recurrent import MODES, is_acceptable
 from memprof.catalog import Gpu
 
 
@@ -175,7 +177,11 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     yield torch.cuda.nvtx, "_nvtx", nvtx
     yield torch.cuda.memory, "_record_memory_history", _distinct(nothing)
     yield torch.cuda.memory, "_dump_snapshot", _distinct(nothing)
-    # cuDNN's own paths (RNN weights in one buffer) are not taken: see docs/limitations.md.
-    yield torch.backends.cudnn, "is_acceptable", returning(False)
+    yield torch.cuda, "device_of", _Device
+    yield torch.backends.cudnn, "is_available", returning(True)
+    yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
+    yield torch.backends.cudnn, "is_acceptable", is_acceptable
+    yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
+    yield torch, "_use_cudnn_rnn_flatten_weight", returning(True)
     for name in ("memory_allocated", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats"):
         yield torch.cuda.memory, name, _distinct(cuda[name])

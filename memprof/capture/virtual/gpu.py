@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.recorder import Recorder
+from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
 from memprof.capture.virtual.facade import cuda_facade
@@ -59,10 +60,10 @@ class VirtualGpu:
         self._patches = Patches()
         self._modes = contextlib.ExitStack()
         self._context_bytes = context_bytes
-        version = torch.__version__.split(".")
-        workspace = CublasWorkspace.of(gpu.compute_capability, (int(version[0]), int(version[1])))
+        card = Card.of(gpu)
+        workspace = CublasWorkspace.of(card.compute_capability, card.release)
         self._values = Values(self.assume)
-        self.recording = RecordingMode(self.recorder, self._values, workspace if workspaces else None, gpu.num_sms)
+        self.recording = RecordingMode(self.recorder, self._values, workspace if workspaces else None, card)
         self.recorder.on_death = self.recording.forget
         self.modules.on_root = self.adopt
         self.modules.on_outermost = self._outermost_call
@@ -97,13 +98,15 @@ class VirtualGpu:
 
     def _install(self) -> None:
         patches = self._patches
-        composites = Composites(self.recording, self.gpu.compute_capability, self.assume).handlers()
+        composites = Composites(self.recording, self.assume).handlers()
         function_mode = DeviceMode(self.recording, composites)
         for owner, name, value in python_functions_run_inside():
             patches.set(owner, name, value)
         for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes):
             patches.set(owner, name, value)
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
+        by_device = "_group_tensors_by_device_and_dtype"
+        patches.set(torch._C, by_device, function_mode.grouping(getattr(torch._C, by_device)))
         # A module built on the host and moved must keep its parameters' identity (ties, optimizers); between a real and
         # a meta tensor only a swap can.
         patches.set(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)

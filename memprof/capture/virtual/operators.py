@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from memprof.capture.virtual import attention, batch_norm, convolution, embedding, recurrent, sorting
 from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, Call, Kind, Operator, tensors_of
 from memprof.capture.virtual.engine import in_backward
 from memprof.trace.events import GPU, HOST
@@ -105,7 +106,10 @@ def _nonzero(mode: RecordingMode, operator: Operator, call: Call, place: Place) 
     if not call.tensors[0].is_meta:
         return NotImplemented
     indices = mode.values.selected(call.args[0])
-    return _known_result(mode, indices, operator, place, call)
+    result = _known_result(mode, indices, operator, place, call)
+    if call.on_gpu:
+        mode.transients(sorting.nonzero(call.args[0].numel()), operator, place)
+    return result
 
 
 def _masked_select(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
@@ -142,10 +146,12 @@ def _index(mode: RecordingMode, operator: Operator, call: Call, place: Place) ->
             expanded.append(index)
             continue
         columns = mode.values.selected(index)
-        for column in columns.unbind(1):
-            virtual = torch.empty(column.shape, dtype=torch.int64, device=_META)
-            mode.record([virtual], "aten.nonzero", place, device)
-            expanded.append(virtual)
+        if device == GPU:
+            mode.transients(sorting.nonzero(index.numel()), operator, place)
+        # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
+        virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=_META)
+        mode.record([virtual], "aten.nonzero", place, device)
+        expanded += virtual.unbind(0)
     args = (call.args[0], expanded, *call.args[2:])
     if operator.kind is Kind.IN_PLACE:
         mode.values.write(call.func, call.args, call.kwargs, call.args[0])
@@ -274,6 +280,11 @@ HANDLERS: dict[Any, Any] = {
     _aten.masked_fill_: _masked_fill,
     _aten._ctc_loss: _ctc_loss,
     _aten._ctc_loss_backward: _ctc_loss_backward,
+    **convolution.HANDLERS,
+    **embedding.HANDLERS,
+    **attention.HANDLERS,
+    **batch_norm.HANDLERS,
+    **recurrent.HANDLERS,
     **{getattr(_aten, name): _restride for name in _RESTRIDES},
     **({_aten._grouped_mm: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),
 }

@@ -26,6 +26,7 @@ from memprof.capture.virtual.calls import (
     Operator,
     tensors_of,
 )
+from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.engine import FILLS_ZEROS, Accumulation, called_by_engine, in_backward
 from memprof.capture.virtual.operators import HANDLERS
 from memprof.capture.virtual.values import Values
@@ -44,7 +45,7 @@ class RecordingMode(TorchDispatchMode):
         recorder: Recorder,
         values: Values,
         workspace: hidden.CublasWorkspace | None,
-        num_sms: int,
+        card: Card,
     ) -> None:
         super().__init__()
         self.recorder = recorder
@@ -52,7 +53,7 @@ class RecordingMode(TorchDispatchMode):
         self.factory_device: str | None = None
         """Set by the function mode around a factory call: the device that the program asked for."""
         self._workspace = workspace
-        self._num_sms = num_sms
+        self.card = card
         self._taken_workspaces: set[str] = set()
         self._operators: dict[Any, Operator] = {}
         self._layouts: dict[Any, Any] = {}
@@ -184,13 +185,17 @@ class RecordingMode(TorchDispatchMode):
         if operator.uses_cublas and target == GPU:
             # The output comes first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
+            copied = operator.input_copies(call.args) if operator.input_copies else []
+            taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in copied]
             self._take_workspace(operator, place)
+            for index in taken:
+                self.recorder.free_hidden(index)
             return result
         if target != GPU or (operator.temporaries is None and operator.input_copies is None):
             return self._run(operator, call, place, target)
         copies = operator.input_copies(call.args) if operator.input_copies else []
         taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in copies]
-        temporaries = operator.temporaries(call.args, self._num_sms) if operator.temporaries else []
+        temporaries = operator.temporaries(call.args, self.card) if operator.temporaries else []
         result = self._run(operator, call, place, target)
         self.transients(temporaries, operator, place)
         for index in taken:
@@ -228,7 +233,7 @@ class RecordingMode(TorchDispatchMode):
         if target is None or "out" in call.kwargs:
             return self._foreach_or_out(operator, call, place)
         if operator.temporaries is not None and call.on_gpu:
-            self.transients(operator.temporaries(call.args, self._num_sms), operator, place)
+            self.transients(operator.temporaries(call.args, self.card), operator, place)
         if target.is_meta and (
             self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in OVERWRITES
         ):

@@ -7,11 +7,14 @@ import torch
 
 import memprof
 from memprof.capture.virtual import hidden
-from memprof.capture.virtual.hidden import CublasWorkspace, Reduction, max_threads_per_sm
+from memprof.capture.virtual.card import Card, max_threads_per_sm
+from memprof.capture.virtual.hidden import CublasWorkspace
+from memprof.capture.virtual.reductions import Reduction
 
 MIB = 1 << 20
 SMS = 128
 THREADS = 1536
+CARD = Card((8, 9), SMS, THREADS, (2, 11))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -174,35 +177,29 @@ def test_the_cublas_workspace_is_taken_and_freed_from_2_15_on(monkeypatch: pytes
 
 def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:
     query, key = empty(2, 8, 1000, 80), empty(2, 8, 1000, 80)
-    assert hidden.flash_attention_backward((None, query, key), SMS) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
+    assert hidden.flash_attention_backward((None, query, key), CARD) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
 
 
 def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -> None:
     query, key = empty(1, 8, 128, 64, dtype=torch.bfloat16), empty(1, 2, 128, 64, dtype=torch.bfloat16)
-    sizes = hidden.flash_attention_backward((None, query, key), SMS)
+    sizes = hidden.flash_attention_backward((None, query, key), CARD)
     assert sizes == [4096, 262_144, 131_072, 131_072]
 
 
 def test_efficient_attention_backward_keeps_one_float_a_row() -> None:
-    assert hidden.efficient_attention_backward((None, empty(2, 8, 100, 64)), SMS) == [6400]
-
-
-def test_the_backward_of_an_embedding_sorts_more_than_3072_indices() -> None:
-    few, many = empty(3072, dtype=torch.int64), empty(3073, dtype=torch.int64)
-    assert hidden.embedding_backward((None, few), SMS) == []
-    assert hidden.embedding_backward((None, many), SMS) == [24_584] * 3
+    assert hidden.efficient_attention_backward((None, empty(2, 8, 100, 64)), CARD) == [6400]
 
 
 def test_adding_at_indices_takes_what_was_recorded() -> None:
     # Recorded with one index tensor of 512 elements (medium at length 128, batch 4, torch 2.11): five arrays of int64
     # and cub's one byte.
     index = empty(512, dtype=torch.int64)
-    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True), SMS) == [4096] * 5 + [1]
-    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), SMS) == []
+    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True), CARD) == [4096] * 5 + [1]
+    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), CARD) == []
 
 
 def test_safe_softmax_keeps_a_mask_of_scores_and_one_of_rows() -> None:
-    assert hidden.safe_softmax((empty(2, 4, 16, 32), -1), SMS) == [4096, 128]
+    assert hidden.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
 
 
 def test_copies_of_inputs_are_made_only_where_needed() -> None:
@@ -212,4 +209,3 @@ def test_copies_of_inputs_are_made_only_where_needed() -> None:
     indices = empty(4, 8, dtype=torch.int64)
     assert hidden.embedding_copy((None, indices)) == []
     assert hidden.embedding_copy((None, indices.t())) == [256]
-    assert hidden.embedding_backward_copy((empty(4, 8).t(), indices)) == [128]

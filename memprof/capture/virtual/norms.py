@@ -1,0 +1,93 @@
+"""Scratch memory of layer, group and RMS norm (native/cuda/layer_norm_kernel.cu, group_norm_kernel.cu)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from memprof.capture.virtual.card import Card
+from memprof.capture.virtual.reductions import opmath, reduction_buffers
+
+_aten = torch.ops.aten
+
+_WARP = 32
+_ROWS_PER_BLOCK = 32
+_MAX_BLOCKS = 32 * 1024
+_MANY_ROWS = 64 * 1024
+
+
+def _copy(tensor: torch.Tensor) -> list[int]:
+    return [] if tensor.is_contiguous() else [tensor.numel() * tensor.element_size()]
+
+
+def layer_norm_copy(args: Any) -> list[int]:
+    """The input is made contiguous."""
+    return _copy(args[0])
+
+
+def layer_norm_backward_copy(args: Any) -> list[int]:
+    """So are the input and the gradient."""
+    return _copy(args[1]) + _copy(args[0])
+
+
+def _partial_sums(data: torch.Tensor, width: int, parameters: int, card: Card) -> list[int]:
+    """Very many short rows are summed in blocks first, into a row for each block, and these then by a reduction."""
+    rows = data.numel() // width if width else 0
+    if rows <= _MANY_ROWS or width // _WARP >= card.num_sms // 2:
+        return []
+    across = -(-width // _WARP)
+    blocks = min(_MAX_BLOCKS // across, -(-rows // _ROWS_PER_BLOCK))
+    item = data.element_size()
+    partial = torch.empty(blocks, width, dtype=data.dtype, device="meta")
+    finished = [width * item, *reduction_buffers(partial, [0], opmath(partial), card)]
+    return parameters * [blocks * width * item] + parameters * finished
+
+
+def layer_norm_backward(args: Any, card: Card) -> list[int]:
+    """Partial sums of the gradients of weight and bias (LaunchGammaBetaBackwardCUDAKernel)."""
+    wanted = int(bool(args[7][1])) + int(bool(args[7][2]))
+    return _partial_sums(args[1], math.prod(args[2]), wanted, card) if wanted else []
+
+
+def rms_norm_backward(args: Any, card: Card) -> list[int]:
+    """Partial sums of the gradient of the weight."""
+    return _partial_sums(args[1], math.prod(args[2]), 1, card) if args[5][1] else []
+
+
+def group_norm(args: Any, card: Card) -> list[int]:
+    """A scale and a shift for each sample's channels in float32, where there is a weight or a bias."""
+    data, weight, bias, batch, channels, positions = args[:6]
+    if (weight is None and bias is None) or positions == 1:
+        return []
+    return 2 * [opmath(data) * batch * channels]
+
+
+def group_norm_backward(args: Any, card: Card) -> list[int]:
+    """Sums for each channel, and for the input's gradient factors for each channel and group, in float32."""
+    data, weight = args[1], args[4]
+    batch, channels, positions, groups, mask = args[5:10]
+    item = opmath(data)
+    buffers = 2 * [item * batch * channels]
+    if mask[0]:
+        if weight is not None and positions != 1:
+            buffers.append(item * batch * channels)
+        buffers += 2 * [item * batch * groups]
+    return buffers
+
+
+INPUT_COPIES: dict[Any, Any] = {
+    _aten.native_layer_norm: layer_norm_copy,
+    _aten.native_layer_norm_backward: layer_norm_backward_copy,
+    **({_aten._fused_rms_norm: layer_norm_copy} if hasattr(_aten, "_fused_rms_norm") else {}),
+    **(
+        {_aten._fused_rms_norm_backward: layer_norm_backward_copy} if hasattr(_aten, "_fused_rms_norm_backward") else {}
+    ),
+}
+TEMPORARIES: dict[Any, Any] = {
+    _aten.native_layer_norm_backward: layer_norm_backward,
+    _aten.native_group_norm: group_norm,
+    _aten.native_group_norm_backward: group_norm_backward,
+    **({_aten._fused_rms_norm_backward: rms_norm_backward} if hasattr(_aten, "_fused_rms_norm_backward") else {}),
+}
