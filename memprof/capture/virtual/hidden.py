@@ -101,7 +101,7 @@ def embedding_copy(args: Any) -> list[int]:
 
 def embedding_backward_copy(args: Any) -> list[int]:
     """The gradient and the indices are made contiguous (native/cuda/Embedding.cu)."""
-    return [t.numel() * t.element_size() for t in args[:2] if not t.is_contiguous()]
+    return _copied(*args[:2])
 
 
 INPUT_COPIES: dict[Any, Callable[[Any], list[int]]] = {
@@ -116,6 +116,30 @@ def safe_softmax(args: Any, num_sms: int) -> list[int]:
     """The boolean mask of -inf scores and of rows without any (native/transformers/attention.cpp, _safe_softmax)."""
     scores = args[0]
     return [scores.numel(), scores.numel() // scores.shape[-1]]
+
+
+def _copied(*tensors: torch.Tensor) -> list[int]:
+    """Contiguous copies of those that are not contiguous."""
+    return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous()]
+
+
+def softmax(args: Any, num_sms: int) -> list[int]:
+    """A contiguous copy of the input, where it is none (native/cuda/SoftMax.cu, host_softmax)."""
+    return _copied(args[0])
+
+
+def log_softmax_backward(args: Any, num_sms: int) -> list[int]:
+    """Contiguous copies of gradient and output, such as of an expanded gradient (SoftMax.cu, host_softmax_backward)."""
+    return _copied(args[0], args[1])
+
+
+def softmax_backward(args: Any, num_sms: int) -> list[int]:
+    """The product of gradient and output, as large as the output (native/cuda/SoftMax.cu, softmax_backward_cuda_out).
+
+    It is laid out as its factors are; then it and the output are made contiguous.
+    """
+    product = args[0] * args[1]
+    return [product.numel() * product.element_size(), *_copied(product, args[1])]
 
 
 def index_put_accumulate(args: Any, num_sms: int) -> list[int]:
@@ -377,5 +401,9 @@ TEMPORARIES: dict[Any, Callable[[Any, int], list[int]]] = {
     _aten._scaled_dot_product_flash_attention_backward: flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: efficient_attention_backward,
     _aten.embedding_dense_backward: embedding_backward,
+    _aten._softmax: softmax,
+    _aten._log_softmax: softmax,
+    _aten._softmax_backward_data: softmax_backward,
+    _aten._log_softmax_backward_data: log_softmax_backward,
     **({_aten._safe_softmax: safe_softmax} if hasattr(_aten, "_safe_softmax") else {}),
 }
