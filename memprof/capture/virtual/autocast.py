@@ -143,6 +143,7 @@ _COMPOSITES = {
     "rnn_relu": _LOWER_PRECISION,
     "nll_loss_nd": _FLOAT32,
     "linalg_norm": _FLOAT32_RESULT,
+    "inner": _WIDEST,
 }
 _OPERATORS = {
     "__matmul__": "matmul",
@@ -219,12 +220,7 @@ class Autocast:
                 return args, kwargs
             return args, {**kwargs, "dtype": torch.float32}
         if members is _WIDEST:
-            tensors = [t for t in _flat((args, kwargs)) if self._eligible(t)]
-            if any(t.dtype not in (torch.float32, torch.get_autocast_dtype("cuda")) for t in tensors):
-                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-            if any(t.dtype is torch.float32 for t in tensors):
-                return self._arguments(args, kwargs, torch.float32)
-            return args, kwargs
+            return self._arguments(args, kwargs, self._widest(args, kwargs))
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "
             "use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
@@ -238,6 +234,21 @@ class Autocast:
         if self._registered is None:
             self._registered = registered()
         return policy(name) if name in self._registered else None
+
+    def _widest(self, args: Any, kwargs: Any) -> torch.dtype:
+        """`promote_type` of aten/src/ATen/autocast_mode.h: float32 once there is one; another half dtype only after it.
+
+        Raises:
+            RuntimeError: there is a half dtype that is not the region's.
+        """
+        widest = lower = torch.get_autocast_dtype("cuda")
+        for tensor in _flat((args, kwargs)):
+            if not self._eligible(tensor) or widest is torch.float32:
+                continue
+            if tensor.dtype not in (torch.float32, lower):
+                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+            widest = tensor.dtype
+        return widest
 
     def _eligible(self, value: Any) -> bool:
         return (

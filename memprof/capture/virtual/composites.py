@@ -44,8 +44,10 @@ class Composites:
                 for func, operator in (
                     (torch.softmax, _aten._softmax),
                     (torch.Tensor.softmax, _aten._softmax),
+                    (torch.special.softmax, _aten._softmax),
                     (torch.log_softmax, _aten._log_softmax),
                     (torch.Tensor.log_softmax, _aten._log_softmax),
+                    (torch.special.log_softmax, _aten._log_softmax),
                 )
             },
             torch.nn.functional.scaled_dot_product_attention: self._attention,
@@ -258,9 +260,10 @@ def _probability_loss(
     """Cross entropy with probabilities for a target: `cross_entropy_loss_prob_target`, its sums in float32."""
     if label_smoothing > 0:
         target = target * (1 - label_smoothing) + label_smoothing / log_softmax.shape[classes]
+    weight = None if weight is None else _by_class(weight, log_softmax, classes)
     product = log_softmax * target
     if weight is not None:
-        product = product * _by_class(weight, log_softmax, classes)
+        product = product * weight
     if reduction == _NO_REDUCTION:
         return -_sum(product, classes)
     total = -_sum(product)
