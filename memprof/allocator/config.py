@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.rounding import DIVISION_ENTRIES, LARGE_SEGMENT, MIB
@@ -74,6 +74,34 @@ def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLE
         UsageError: torch would refuse it.
     """
     return _Parser(text, release, origin).parse()
+
+
+def config_from_settings(settings: Mapping[str, object], release: Release = LATEST) -> AllocatorConfig:
+    """The settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
+
+    Raises:
+        UsageError: its settings string is one that torch would refuse.
+    """
+    text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    config = parse_config(text if isinstance(text, str) else "", release, origin="allocator_settings")
+    changes: dict[str, object] = {}
+    # What was in force when the snapshot was taken counts more than the text of the environment.
+    limit = settings.get("max_split_size")
+    if isinstance(limit, int):
+        changes["max_split_size"] = UNLIMITED if limit < 0 or limit >= UNLIMITED >> 1 else limit
+    threshold = settings.get("garbage_collection_threshold")
+    if isinstance(threshold, int | float):
+        changes["garbage_collection_threshold"] = float(threshold)
+    if isinstance(settings.get("expandable_segments"), bool):
+        changes["expandable_segments"] = settings["expandable_segments"]
+    divisions = settings.get("roundup_power2_divisions")
+    if isinstance(divisions, Mapping):
+        table = [0] * DIVISION_ENTRIES
+        for key, parts in divisions.items():
+            if str(key).isdecimal() and _is_power_of_2(int(key)) and isinstance(parts, int):
+                table[min(int(key).bit_length() - 1, DIVISION_ENTRIES - 1)] = parts
+        changes["roundup_power2_divisions"] = tuple(table) if any(part > 1 for part in table) else ()
+    return replace(config, **changes)  # type: ignore[arg-type]
 
 
 class _Parser:
