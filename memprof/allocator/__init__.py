@@ -13,17 +13,23 @@
     allocator.free(block)
     allocator.stats()["reserved_bytes.all.peak"]
 
+    for device in replay_snapshot(read_snapshot(path)):  # memprof.capture.snapshot; a recording of torch
+        device.exact                     # every address and the final layout came out as recorded; if not:
+        device.first_difference          # .event, .problem, and .reason: what in the file explains it
+
 A run that does not fit is gone on with on a card without limit, so `peak_reserved` is then its whole need.
 """
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
-from memprof.allocator.caching import CachingAllocator, Completion
+from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
 from memprof.allocator.driver import Driver, SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
 from memprof.allocator.pools import BlockLayout, SegmentLayout
+from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
 from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
 from memprof.allocator.replay import FirstOom, Peak, Timeline, replay, replay_trace
+from memprof.allocator.streams import Completion
 
 __all__ = [
     "DEFAULT_POOL",
@@ -33,12 +39,14 @@ __all__ = [
     "BlockLayout",
     "CachingAllocator",
     "Completion",
+    "Difference",
     "Driver",
     "FirstOom",
     "OomReport",
     "OutOfMemory",
     "Peak",
     "PoolId",
+    "Recorded",
     "Release",
     "SegmentLayout",
     "SimulatedDriver",
@@ -49,5 +57,6 @@ __all__ = [
     "parse_config",
     "release_for",
     "replay",
+    "replay_snapshot",
     "replay_trace",
 ]

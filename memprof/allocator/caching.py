@@ -5,9 +5,7 @@ Source: `DeviceCachingAllocator` of c10/cuda/CUDACachingAllocator.cpp, whose nam
 
 from __future__ import annotations
 
-import enum
 from bisect import bisect_left, insort
-from collections import deque
 
 from memprof.allocator import reclaim
 from memprof.allocator.blocks import ADDRESS_BITS, DEFAULT_POOL, Block, PoolId, StreamPool, absorb_next
@@ -19,14 +17,8 @@ from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size, segment_size
 from memprof.allocator.segments import Segments
 from memprof.allocator.stats import Counters, Statistics
+from memprof.allocator.streams import Completion, PendingFrees
 from memprof.errors import UsageError
-
-
-class Completion(enum.StrEnum):
-    """When the work of other streams (record_stream) is done: no allocator can know, so it is a parameter."""
-
-    IMMEDIATE = "immediate"  # before the next malloc looks: the most reuse that is possible
-    AT_SYNC = "at sync"  # only when the allocator waits for it, or `complete` is called: the least
 
 
 class CachingAllocator:
@@ -63,7 +55,7 @@ class CachingAllocator:
             )
         self.release = release
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
-        self.completion = completion
+        self.pending = PendingFrees(self._free_block, completion)
         self.device = device
         self.statistics = Statistics()
         self.expandable = config.expandable_segments and release.has_expandable_segments
@@ -71,25 +63,23 @@ class CachingAllocator:
         self.allowed_bytes: int | None = None
         if config.per_process_memory_fraction < 1 and total:  # of a card without limit there are no fractions
             self.allowed_bytes = int(config.per_process_memory_fraction * total)
-        reserve = config.expandable_segments_reserve
+        reserve = config.expandable_segments_reserve_bytes
+        if reserve is None:  # without a limit of memory, the reservation must not be one either
+            reserve = int(total * config.expandable_segments_reserve) if total else 1 << 46
         self.segment_store = Segments(
             self.driver,
             self.statistics,
             large_segment=config.large_segment_size,
             max_split_size=config.max_split_size,
-            # Without a limit the reservation must not be one either.
-            address_space=reserve if reserve is not None else total * 9 // 8 if total_bytes is not None else 1 << 46,
+            address_space=reserve,
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
         self.capturing: list[PoolId] = []
         """captures_underway: while one is, no events are polled and no cached segments are given back."""
-        self.events: dict[int, deque[Block]] = {}
-        self.deferred: list[Block] = []
         self.max_split_size = config.max_split_size
         self.divisions = config.roundup_power2_divisions
         self.gc_enabled = self.allowed_bytes is not None and config.garbage_collection_threshold > 0
-        self._poll = False
         self._plain_search = not self.expandable and not self.gc_enabled
 
     # -- malloc and free -------------------------------------------------------------------------------------------
@@ -100,8 +90,8 @@ class CachingAllocator:
         Raises:
             OutOfMemory: the driver refused, and nothing that is cached could be given back to make room.
         """
-        if self._poll:
-            self._process_events()
+        if self.pending.waiting and not self.capturing:
+            self.pending.poll()
         if self.divisions:
             size = max(round_size(num_bytes, self.divisions), MIN_BLOCK)
         else:
@@ -197,12 +187,7 @@ class CachingAllocator:
         if size >= self.max_split_size:
             self.statistics.oversize_allocations -= 1
         if block.uses:
-            if self.capturing:
-                block.events = len(block.uses)
-                self.deferred.append(block)
-            else:
-                self._insert_events(block)
-            self._poll = True
+            self.pending.add(block, capturing=bool(self.capturing))
         else:
             self._free_block(block)
 
@@ -358,49 +343,12 @@ class CachingAllocator:
 
     def complete(self, block: Block) -> None:
         """All work on the freed `block` is done, whatever `completion` says."""
-        for queue in self.events.values():
-            while block in queue:
-                queue.remove(block)
-        if block in self.deferred:
-            self.deferred.remove(block)
-        block.uses = None
-        block.events = 0
-        self._free_block(block)
+        self.pending.complete(block)
 
     def synchronize(self) -> None:
         """`synchronize_and_free_events`: wait for the work of all streams."""
         self.statistics.num_sync_all_streams += 1
-        self._insert_deferred_events()
-        self._drain_events()
-
-    def _insert_events(self, block: Block) -> None:
-        streams = sorted(block.uses or ())
-        block.events = len(streams)
-        for stream in streams:
-            self.events.setdefault(stream, deque()).append(block)
-        block.uses = None
-
-    def _insert_deferred_events(self) -> None:
-        for block in self.deferred:
-            self._insert_events(block)
-        self.deferred.clear()
-
-    def _process_events(self) -> None:
-        if self.capturing:
-            return
-        self._insert_deferred_events()
-        if self.completion is Completion.IMMEDIATE:
-            self._drain_events()
-
-    def _drain_events(self) -> None:
-        for queue in self.events.values():
-            while queue:
-                block = queue.popleft()
-                block.events -= 1
-                if not block.events:
-                    self._free_block(block)
-        self.events.clear()
-        self._poll = bool(self.deferred)
+        self.pending.synchronize()
 
     # -- cache, pools, figures -------------------------------------------------------------------------------------
 

@@ -33,8 +33,10 @@ class AllocatorConfig:
     large_segment_size: int = LARGE_SEGMENT
     per_process_memory_fraction: float = 1.0
     throw_on_cudamalloc_oom: bool = False
-    expandable_segments_reserve: int | None = None
-    """Address space of one expandable segment; None: 9/8 of the card's memory."""
+    expandable_segments_reserve: float = 9 / 8
+    """Address space of one expandable segment, as a fraction of the card's memory; or"""
+    expandable_segments_reserve_bytes: int | None = None
+    """... as bytes, which counts more."""
     roundup_power2_divisions: tuple[int, ...] = ()
     """One entry per octave from 1 MiB up (16 of them); empty: off."""
     backend: str = "native"
@@ -114,6 +116,7 @@ class _Parser:
         self.tokens: list[str] = re.findall(r"[,:\[\]]|[^,:\[\]]+", text.replace(" ", ""))
         self.at = 0
         self.found: dict[str, object] = {}
+        self.limited: dict[str, int] = {}
         self.readers: dict[str, Callable[[str], None]] = {
             "backend": self._backend,
             "max_split_size_mb": self._max_split_size,
@@ -127,8 +130,8 @@ class _Parser:
             "pinned_use_hip_host_register": self._ignored_boolean,
             "pinned_use_background_threads": self._ignored_boolean,
             "pinned_num_register_threads": self._register_threads,
-            "pinned_reserve_segment_size_mb": self._ignored_number,
-            "pinned_max_register_threads": self._ignored_number,
+            "pinned_reserve_segment_size_mb": self._reserve_segment_size,
+            "pinned_free_catch_all": self._ignored_boolean,
             "graph_capture_record_stream_reuse": self._ignored_boolean,
         }
         if release.has_large_segment_size:
@@ -137,6 +140,9 @@ class _Parser:
             self.readers["per_process_memory_fraction"] = self._memory_fraction
         if release.has_preemptive_oom:
             self.readers["throw_on_cudamalloc_oom"] = self._boolean
+        if release.has_reserve_setting:
+            self.readers["expandable_segments_reserve"] = self._reserve
+            self.readers["expandable_segments_reserve_by_class"] = self._reserve_by_class
 
     def parse(self) -> AllocatorConfig:
         while self.at < len(self.tokens):
@@ -150,11 +156,12 @@ class _Parser:
             reader(key)
             if self.at < len(self.tokens):
                 self._expect(",", after=key)
+        # torch reads large_segment_size_mb before the settings that it limits, wherever it stands.
         large = self.found.get("large_segment_size", LARGE_SEGMENT)
-        split = self.found.get("max_split_size", UNLIMITED)
-        assert isinstance(large, int) and isinstance(split, int)
-        if split < large:
-            raise self._error(f"max_split_size_mb is {split // MIB}", f"at least large_segment_size_mb: {large // MIB}")
+        assert isinstance(large, int)
+        for key, value in self.limited.items():
+            if value < large:
+                raise self._error(f"{key} is {value // MIB}", f"MiB, at least {large // MIB} (large_segment_size_mb)")
         return AllocatorConfig(**self.found, text=self.text)  # type: ignore[arg-type]
 
     # -- tokens ----------------------------------------------------------------------------------------------------
@@ -178,10 +185,12 @@ class _Parser:
         return self._take()
 
     def _integer(self, key: str, allowed: str) -> int:
+        """As std::stoull reads it: digits at the front count, what follows does not, and a minus wraps around."""
         value = self._value(key, allowed)
-        if not re.fullmatch(r"\d+", value):
+        match = re.match(r"\s*([+-]?)(\d+)", value)
+        if match is None or int(match[2]) > UNLIMITED:
             raise self._error(f"{key} is {value!r}", allowed)
-        return int(value)
+        return int(match[1] + match[2]) % (UNLIMITED + 1)
 
     def _error(self, problem: str, hint: str) -> UsageError:
         return UsageError(problem, value=f"{self.origin}={self.text}", hint=hint)
@@ -200,8 +209,9 @@ class _Parser:
     def _ignored_boolean(self, key: str) -> None:
         self._flag(key)
 
-    def _ignored_number(self, key: str) -> None:
-        self._integer(key, "a whole number")
+    def _reserve_segment_size(self, key: str) -> None:
+        if not self._integer(key, "MiB, more than 0"):
+            raise self._error(f"{key} is 0", "MiB, more than 0")
 
     def _register_threads(self, key: str) -> None:
         allowed = "a power of 2 up to 128"
@@ -223,15 +233,34 @@ class _Parser:
         return min(value, UNLIMITED // MIB) * MIB
 
     def _max_split_size(self, key: str) -> None:
-        inclusive = self.release.has_unified_settings
-        # With large_segment_size_mb the limit is that one, known only at the end.
-        least = 0 if self.release.has_large_segment_size else LARGE_SEGMENT // MIB
-        self.found["max_split_size"] = self._megabytes(key, least, inclusive=inclusive)
+        self.found["max_split_size"] = self._split_limit(key)
 
     def _max_non_split_rounding(self, key: str) -> None:
-        self.found["max_non_split_rounding"] = self._megabytes(
-            key, LARGE_SEGMENT // MIB, inclusive=self.release.has_unified_settings
-        )
+        self.found["max_non_split_rounding"] = self._split_limit(key)
+
+    def _split_limit(self, key: str) -> int:
+        if self.release.has_large_segment_size:  # the limit is that setting, known only at the end
+            self.limited[key] = self._megabytes(key, 0, inclusive=True)
+            return self.limited[key]
+        return self._megabytes(key, LARGE_SEGMENT // MIB, inclusive=self.release.has_unified_settings)
+
+    def _reserve(self, key: str) -> None:
+        # torch warns of a value that it cannot read and keeps the default.
+        value = self._value(key, "a fraction such as 0.5, or GiB such as 40G")
+        match = re.fullmatch(r"([+]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([Gg]?)", value)
+        if match is None or not 0 < float(match[1]) < float("inf"):
+            return
+        if match[2]:
+            self.found["expandable_segments_reserve_bytes"] = int(float(match[1]) * (1 << 30))
+        else:
+            self.found["expandable_segments_reserve"] = float(match[1])
+
+    def _reserve_by_class(self, key: str) -> None:
+        # Classes are given to streams by calls of the program; streams without one are not touched.
+        self._expect("[", after=key)
+        while self._peek() not in ("]", ""):
+            self.at += 1
+        self._expect("]", after=key)
 
     def _large_segment_size(self, key: str) -> None:
         self.found["large_segment_size"] = self._megabytes(key, 10, inclusive=False)
@@ -252,10 +281,10 @@ class _Parser:
 
     def _float(self, key: str, allowed: str) -> float:
         value = self._value(key, allowed)
-        try:
-            return float(value)
-        except ValueError:
-            raise self._error(f"{key} is {value!r}", allowed) from None
+        match = re.match(r"\s*[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)", value, re.IGNORECASE)
+        if match is None:  # std::stod: what follows the number does not count
+            raise self._error(f"{key} is {value!r}", allowed)
+        return float(match[0])
 
     def _roundup_power2_divisions(self, key: str) -> None:
         allowed = "a power of 2 from 2, or a list such as [256:1,512:2,1024:4,>:8]"
@@ -278,7 +307,7 @@ class _Parser:
                 start = last + 1 if self.release.has_unified_settings else last
                 table[start:] = [parts] * (DIVISION_ENTRIES - start)
             else:
-                if not boundary.isdecimal() or not _is_power_of_2(int(boundary)):
+                if not re.fullmatch(r"\d{1,19}", boundary) or not _is_power_of_2(int(boundary)):
                     raise self._error(f"{key} has the key {boundary!r}", "MiB, a power of 2; or > for all above")
                 index = min(int(boundary).bit_length() - 1, DIVISION_ENTRIES - 1)
                 if first:

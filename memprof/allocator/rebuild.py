@@ -80,12 +80,12 @@ def state_before(segments: list[SnapshotSegment], events: list[SnapshotEvent]) -
                 state.contradictions.append(f"event {index} frees {address:#x}, which is live after it")
             live[address] = LiveBlock(address, event.size, None, pending=True)
         elif action is Action.FREE_REQUESTED:
-            block = live.get(address)
-            if block is None:
+            held = live.get(address)
+            if held is None:
                 state.contradictions.append(f"event {index} frees {address:#x}, but its free never completes")
                 live[address] = LiveBlock(address, event.size, None, pending=False)
             else:
-                block.pending = False
+                held.pending = False
         else:
             problem = ranges.undo(event)
             if problem:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
-from memprof.allocator.caching import CachingAllocator, Completion
+from memprof.allocator.blocks import DEFAULT_POOL, PoolId
+from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import config_from_settings
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import State, restore, state_before
+from memprof.allocator.streams import Completion
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
 
 _OTHER_STREAM = -1
@@ -321,6 +322,3 @@ def _own_layout(segments: list[SegmentLayout]) -> _Layout:
         (s.address, s.size, s.stream, s.is_small, s.expandable, tuple((b.address, b.size, b.state) for b in s.blocks))
         for s in segments
     ]
-
-
-__all__ = ["Block", "Difference", "Recorded", "RecordedDriver", "replay_snapshot"]

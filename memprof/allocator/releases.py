@@ -65,6 +65,11 @@ class Release:
         return self.version >= (2, 12)
 
     @property
+    def has_reserve_setting(self) -> bool:
+        """`expandable_segments_reserve` is in 2.15.0."""
+        return self.version >= (2, 15)
+
+    @property
     def capacity_phrase(self) -> str:
         """How the out-of-memory message introduces the capacity; 2.1 has a letter too few."""
         return "has a total capacty of" if self.version == (2, 1) else "has a total capacity of"

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memprof.allocator.blocks import Block
-from memprof.allocator.caching import CachingAllocator, Completion
+from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
+from memprof.allocator.streams import Completion
 from memprof.trace.events import GPU, EventKind, Trace
 
 
