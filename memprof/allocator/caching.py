@@ -20,6 +20,9 @@ from memprof.allocator.stats import Counters, Statistics
 from memprof.allocator.streams import Completion, PendingFrees
 from memprof.errors import UsageError
 
+UNKNOWN_SPACE = 1 << 46
+"""Address space of an expandable segment when the card's memory is not known: more than any card has."""
+
 
 class CachingAllocator:
     """Replays the decisions of torch's CUDA caching allocator, block by block.
@@ -65,7 +68,7 @@ class CachingAllocator:
             self.allowed_bytes = int(config.per_process_memory_fraction * total)
         reserve = config.expandable_segments_reserve_bytes
         if reserve is None:  # without a limit of memory, the reservation must not be one either
-            reserve = int(total * config.expandable_segments_reserve) if total else 1 << 46
+            reserve = int(total * config.expandable_segments_reserve) if total else UNKNOWN_SPACE
         self.segment_store = Segments(
             self.driver,
             self.statistics,
@@ -265,6 +268,15 @@ class CachingAllocator:
             return None
         owner.remove(block)
         return block
+
+    def has_free_block(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
+        """Whether a request of `size` bytes (rounded) would be served without asking the driver."""
+        sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
+        owner = sized.of_stream(stream)
+        block = self._search(owner, size)
+        if block is not None:
+            owner.insert(block)
+        return block is not None
 
     def _splits(self, home: PrivatePool, owner: StreamPool, size: int, remaining: int) -> bool:
         """`should_split`."""

@@ -4,8 +4,9 @@ A snapshot holds the final segments and what happened before. Undoing the events
 segments and live blocks of the beginning; the stretches between live blocks were its free blocks, because free
 neighbours always merge.
 
-One thing is not always recorded: how large a block is that was live at the beginning and freed later. A block of the
-large pool keeps up to 1 MiB that it did not ask for. Three cases:
+Two things are not always recorded. Where the address space of an expandable segment begins: it is taken to begin at the
+lowest address that the file knows of it. And how large a block is that was live at the beginning and freed later: a
+block of the large pool keeps up to 1 MiB that it did not ask for (from max_split_size on, its whole segment):
 * the stretch that follows it is at most 1 MiB: it belongs to the block, as the large pool has no free blocks so small;
 * an allocation was made in that stretch while the block lived: it starts where the block ends;
 * otherwise the block is taken to end where its request does (`ambiguous` counts these).
@@ -16,9 +17,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId, split_right
+from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId, StreamPool, split_right
 from memprof.allocator.caching import CachingAllocator
+from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
+from memprof.allocator.segments import Segments
 from memprof.trace.snapshot import Action, BlockState, SnapshotEvent, SnapshotSegment
 
 
@@ -54,14 +57,19 @@ class State:
     live: dict[int, LiveBlock] = field(default_factory=dict)
     ambiguous: int = 0
     """Blocks whose end no record gives."""
+    spaces: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    """Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted."""
     contradictions: list[str] = field(default_factory=list)
     """Where events and final segments do not fit together: then the trace is not whole."""
 
 
-def state_before(segments: list[SnapshotSegment], events: list[SnapshotEvent]) -> State:
-    """Undo `events` (one device, oldest first) from the final `segments`."""
+def state_before(
+    segments: list[SnapshotSegment], events: list[SnapshotEvent], config: AllocatorConfig | None = None
+) -> State:
+    """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
+    config = AllocatorConfig() if config is None else config
     state = State()
-    ranges = _Ranges(segments)
+    ranges = _Ranges(segments, config)
     live: dict[int, LiveBlock] = {}
     for segment in segments:
         for block in segment.blocks:
@@ -92,14 +100,23 @@ def state_before(segments: list[SnapshotSegment], events: list[SnapshotEvent]) -
                 state.contradictions.append(f"event {index} {problem}")
     state.ranges = ranges.sorted()
     state.live = live
-    _measure(state, events)
+    for event in events:
+        if event.action in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP):
+            state.spaces.setdefault((event.stream, ranges.is_small(event.size)), []).append(event.address)
+    for run in state.ranges:
+        if run.expandable:
+            state.spaces.setdefault((run.stream, run.is_small), []).append(run.address)
+    for known in state.spaces.values():
+        known.sort()
+    _measure(state, events, config)
     return state
 
 
 class _Ranges:
     """The mapped ranges while events are undone."""
 
-    def __init__(self, segments: list[SnapshotSegment]) -> None:
+    def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
+        self.large_segment = config.large_segment_size
         self.by_address: dict[int, Range] = {}
         self.expandable: list[int] = []
         for segment in segments:
@@ -111,6 +128,10 @@ class _Ranges:
 
     def sorted(self) -> list[Range]:
         return [self.by_address[address] for address in sorted(self.by_address)]
+
+    def is_small(self, mapped: int) -> bool:
+        """Whether `mapped` bytes at a time are of the small pool, which maps in units of 2 MiB; the large of 20."""
+        return mapped % self.large_segment != 0
 
     def undo(self, event: SnapshotEvent) -> str | None:
         """What is wrong with `event`, or None."""
@@ -146,7 +167,7 @@ class _Ranges:
                     del self.by_address[other.address]
                     self.expandable.remove(other.address)
             if run.address == address and run.size == size:
-                run.is_small = bool(size % (10 * SMALL_BUFFER))
+                run.is_small = self.is_small(size)
             self._add(run)
         return None
 
@@ -164,32 +185,35 @@ def _part(run: Range, begin: int, end: int) -> Range:
     return Range(begin, end - begin, run.stream, run.is_small, run.pool_id, run.expandable)
 
 
-def _measure(state: State, events: list[SnapshotEvent]) -> None:
+def _measure(state: State, events: list[SnapshotEvent], config: AllocatorConfig) -> None:
     """Find the size of every live block that no record gives."""
     addresses = sorted(state.live)
     starts = [run.address for run in state.ranges]
     open_ends: list[tuple[int, int, LiveBlock]] = []  # (first possible end, last possible end, block)
     for index, address in enumerate(addresses):
         block = state.live[address]
-        if block.size is not None:
-            continue
         at = bisect_right(starts, address) - 1
-        if at < 0 or _end(state.ranges[at]) <= address:
+        run = state.ranges[at] if at >= 0 else None
+        if run is None or _end(run) <= address:
             state.contradictions.append(f"the block at {address:#x} is in no segment")
+            del state.live[address]
             continue
-        run = state.ranges[at]
         limit = _end(run)
         if index + 1 < len(addresses):
             limit = min(limit, addresses[index + 1])
-        tight = round_size(block.requested)
-        block.size = tight
-        gap = limit - address - tight
-        if run.is_small or run.expandable or gap <= 0:
+        known = block.size is not None
+        if block.size is None:
+            block.size = round_size(block.requested, config.roundup_power2_divisions)
+        gap = limit - address - block.size
+        if gap < 0:
+            state.contradictions.append(f"the block at {address:#x} does not fit in its place")
+            block.size += gap
+        if known or run.is_small or run.expandable or gap <= 0:
             continue
-        if gap <= SMALL_SIZE:
+        if gap <= SMALL_SIZE or block.size >= config.max_split_size:
             block.size += gap
         else:
-            open_ends.append((address + tight, limit, block))
+            open_ends.append((address + block.size, limit, block))
     _measure_by_neighbours(state, events, open_ends)
 
 
@@ -230,21 +254,11 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
         owner = (home.small if run.is_small else home.large).of_stream(run.stream)
         store = allocator.segment_store
         block: Block
-        if run.expandable and previous is not None and _same_space(previous[0], run):
-            # Runs of one pool and stream that follow each other are taken to lie in one reservation.
-            tail = previous[1]
-            owner.remove_unmapped(tail)
-            block = split_right(tail, run.address - tail.address)
-            owner.insert_unmapped(tail)
-        elif run.expandable:
-            unit = store.unit(owner)
-            block = store.adopt(owner, run.address, -(-store.address_space // unit) * unit, expandable=True)
+        if run.expandable:
+            block, tail = _restore_run(store, owner, run, state, previous)
+            previous = (run, tail)
         else:
             block = store.adopt(owner, run.address, run.size)
-        if run.expandable:
-            tail = split_right(block, run.size)
-            owner.insert_unmapped(tail)
-            previous = (run, tail)
         store.total_bytes += run.size
         for counters in (owner.counters, owner.total):
             counters.reserve(run.size, 0 if run.expandable else 1)
@@ -263,6 +277,39 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
         else:
             _leave_free(block)
     return found
+
+
+def _restore_run(
+    store: Segments, owner: StreamPool, run: Range, state: State, previous: tuple[Range, Block] | None
+) -> tuple[Block, Block]:
+    """The block of the mapped `run`, in no list, and the unmapped block behind it.
+
+    Runs of one pool and stream that follow each other are taken to lie in one reservation.
+    """
+    if previous is not None and _same_space(previous[0], run):
+        before = previous[1]
+        owner.remove_unmapped(before)
+    else:
+        base = _base(run, state)
+        unit = store.unit(owner)
+        before = store.adopt(owner, base, -(-store.address_space // unit) * unit, expandable=True)
+    block = before
+    if run.address > before.address:
+        block = split_right(before, run.address - before.address)
+        owner.insert_unmapped(before)
+    tail = split_right(block, run.size)
+    owner.insert_unmapped(tail)
+    return block, tail
+
+
+def _base(run: Range, state: State) -> int:
+    """The lowest address known of the reservation of `run`: nothing else lies between."""
+    others = [other.address for other in state.ranges if not (other.expandable and _same_space(other, run))]
+    for key, known in state.spaces.items():
+        if key != (run.stream, run.is_small):
+            others += known
+    barrier = max((address for address in others if address < run.address), default=-1)
+    return min(address for address in state.spaces[run.stream, run.is_small] if barrier < address <= run.address)
 
 
 def _same_space(before: Range, run: Range) -> bool:

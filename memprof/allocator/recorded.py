@@ -7,14 +7,17 @@ mean that it decided as torch did, every time.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
-from memprof.allocator.blocks import DEFAULT_POOL, PoolId
-from memprof.allocator.caching import CachingAllocator
+from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.caching import UNKNOWN_SPACE, CachingAllocator
 from memprof.allocator.config import config_from_settings
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import State, restore, state_before
+from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
+from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
 
@@ -26,6 +29,7 @@ _FOREIGN = 1 << 56
 
 _DRIVER = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
 _RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
+_ENDS = (Action.ALLOC, Action.OOM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ class Recorded:
 
     device: int
     allocations: int
+    """In the whole trace."""
     identical_addresses: int
+    """Allocations before the first difference."""
     final_layout_identical: bool
     first_difference: Difference | None
     live_at_start: int
@@ -58,33 +64,44 @@ class Recorded:
         return self.final_layout_identical and self.identical_addresses == self.allocations
 
 
-def replay_snapshot(snapshot: Snapshot) -> list[Recorded]:
-    """Replay each device of `snapshot`, by device.
+def replay_snapshot(snapshot: Snapshot, total_bytes: int | None = None) -> list[Recorded]:
+    """Replay each device of `snapshot`, by device. A replay ends at its first difference.
+
+    Args:
+        snapshot: the recording.
+        total_bytes: memory of the card, if it is known. No snapshot says it, and it decides one thing: how much address
+            space an expandable segment has.
 
     Raises:
         UsageError: the snapshot's settings are ones that torch would refuse, or of another allocator.
     """
-    return [_Replay(snapshot, device).run() for device in snapshot.devices]
+    return [_Replay(snapshot, device, total_bytes).run() for device in snapshot.devices]
 
 
 class RecordedDriver:
     """Answers as the recorded driver did. `at` moves through the segment events."""
 
-    def __init__(self, events: list[SnapshotEvent]) -> None:
+    def __init__(self, events: list[SnapshotEvent], large_segment: int) -> None:
         self.events = events
+        self.large_segment = large_segment
+        self.stream = 0
+        self.small = False
+        """What the request is for: set before each."""
+        self.spaces: dict[int, int] = {}
+        """Reservations by address, with their sizes."""
         self.at = 0
         self.problem: str | None = None
         self._foreign = _FOREIGN
 
     def malloc(self, size: int) -> int | None:
         """The address of the next recorded segment; None if the recorded driver refused."""
-        event = self._next()
+        event = self.next()
         if event is not None and event.action is Action.SEGMENT_ALLOC and event.size == size:
             self.at += 1
             return event.address
         if event is not None and (event.action in _RETURNS or event.action is Action.OOM):
             return None
-        self._differs(f"a segment of {size} bytes was not taken")
+        self.differs(f"a segment of {size} bytes was not taken")
         return self._new(size)
 
     def free(self, address: int, size: int) -> None:
@@ -92,24 +109,33 @@ class RecordedDriver:
         self._given_back(Action.SEGMENT_FREE, address, size)
 
     def reserve(self, size: int) -> int:
-        """Where the next recorded mapping is."""
-        event = self._next()
-        if event is not None and event.action is Action.SEGMENT_MAP:
-            return event.address
-        return self._new(size)
+        """Where the next recorded mapping for this stream and pool is; it may be far off, if this one is refused."""
+        for event in self.events[self.at :]:
+            if (
+                not self._taken(event.address)
+                and event.action is Action.SEGMENT_MAP
+                and event.stream == self.stream
+                and (event.size % self.large_segment != 0) == self.small
+            ):
+                self.spaces[event.address] = size
+                return event.address
+        address = self._new(size)
+        self.spaces[address] = size
+        return address
 
     def unreserve(self, address: int, size: int) -> None:
         """Not recorded."""
+        del self.spaces[address]
 
     def map(self, address: int, size: int) -> bool:
         """Whether the recorded driver had the memory."""
-        event = self._next()
+        event = self.next()
         if event is not None and event.action is Action.SEGMENT_MAP and (event.address, event.size) == (address, size):
             self.at += 1
             return True
         if event is not None and (event.action in _RETURNS or event.action is Action.OOM):
             return False
-        self._differs(f"{size} bytes at {address:#x} were not mapped")
+        self.differs(f"{size} bytes at {address:#x} were not mapped")
         return True
 
     def unmap(self, address: int, size: int) -> None:
@@ -121,17 +147,28 @@ class RecordedDriver:
         return 0, 0
 
     def _given_back(self, action: Action, address: int, size: int) -> None:
-        event = self._next()
+        event = self.next()
         if event is not None and (event.action, event.address, event.size) == (action, address, size):
             self.at += 1
         else:
-            self._differs(f"{size} bytes at {address:#x} were not given back here")
+            self.differs(f"{size} bytes at {address:#x} were not given back here")
 
-    def _next(self) -> SnapshotEvent | None:
+    def next(self) -> SnapshotEvent | None:
+        """The next event of the driver's, or of what ends a request."""
+        while self.at < len(self.events) and self.events[self.at].action is Action.FREE_COMPLETED:
+            self.at += 1
         return self.events[self.at] if self.at < len(self.events) else None
 
-    def _differs(self, problem: str) -> None:
+    def differs(self, problem: str) -> None:
+        """Remember the first difference."""
         self.problem = self.problem or problem
+
+    def _taken(self, address: int) -> bool:
+        """Whether a reservation is there; of one whose size is not known, only its beginning says so."""
+        return any(
+            address == base or (size < UNKNOWN_SPACE and base <= address < base + size)
+            for base, size in self.spaces.items()
+        )
 
     def _new(self, size: int) -> int:
         self._foreign += size
@@ -141,7 +178,7 @@ class RecordedDriver:
 class _Replay:
     """One device's trace."""
 
-    def __init__(self, snapshot: Snapshot, device: int) -> None:
+    def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None) -> None:
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
         trace = snapshot.traces[device] if device < len(snapshot.traces) else []
@@ -151,39 +188,37 @@ class _Replay:
         self.events = [event for _, event in kept]
         self.places.append(len(trace))
         config = config_from_settings(snapshot.settings)
-        self.state: State = state_before(self.final, self.events)
-        self.driver = RecordedDriver(self.events)
-        self.allocator = CachingAllocator(None, config, driver=self.driver, completion=Completion.AT_SYNC)
+        self.state: State = state_before(self.final, self.events, config)
+        self.driver = RecordedDriver(self.events, config.large_segment_size)
+        self.allocator = CachingAllocator(total_bytes, config, driver=self.driver, completion=Completion.AT_SYNC)
         if not snapshot.settings:
             maps = any(event.action is Action.SEGMENT_MAP for event in self.events)
             self.allocator.expandable |= maps or any(segment.expandable for segment in self.final)
         self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
         self.live = restore(self.allocator, self.state)
+        self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
         self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
         self.first: Difference | None = None
-        self.allocations = self.identical = 0
+        self.identical = 0
 
     def run(self) -> Recorded:
-        for index, event in enumerate(self.events):
-            match event.action:
-                case Action.ALLOC:
-                    self.alloc(index, event)
-                case Action.OOM:
-                    self.oom(index, event)
-                case Action.FREE_REQUESTED:
-                    self.free(index, event)
-                case Action.FREE_COMPLETED:
-                    block = self.pending.pop(event.address, None)
-                    if block is not None:
-                        self.allocator.complete(block)
-                case Action.SEGMENT_FREE | Action.SEGMENT_UNMAP:
-                    self.give_back(index)
-        identical = _layout(self.final) == _own_layout(self.allocator.segments())
+        index = 0
+        while index < len(self.events) and self.first is None:
+            event = self.events[index]
+            if event.action is Action.FREE_REQUESTED:
+                self.free(index, event)
+            elif event.action in _ENDS:
+                self.request(index, index)
+            else:
+                index = self.between(index)
+                continue
+            index += 1
+        identical = self.first is None and _layout(self.final) == _own_layout(self.allocator.segments())
         if not identical:
             self.differs(len(self.events), "the final layout is another one")
         return Recorded(
             device=self.device,
-            allocations=self.allocations,
+            allocations=sum(event.action is Action.ALLOC for event in self.events),
             identical_addresses=self.identical,
             final_layout_identical=identical,
             first_difference=self.first,
@@ -191,31 +226,84 @@ class _Replay:
             ambiguous_at_start=self.state.ambiguous,
         )
 
-    def alloc(self, index: int, event: SnapshotEvent) -> None:
-        self.allocations += 1
-        self.seek(index)
-        try:
-            block = self.allocator.malloc(event.size, event.stream, self.pool_of(event))
-        except OutOfMemory:
-            self.differs(index, f"{event.size} bytes were allocated, the replay runs out of memory")
-            return
-        self.check_driver(index)
-        self.live[event.address] = block
-        if block.address == event.address:
-            self.identical += 1
-        else:
-            self.differs(index, f"{event.size} bytes at {event.address:#x}, the replay says {block.address:#x}")
+    def between(self, start: int) -> int:
+        """Events from `start` that neither request nor free: the next request's own doing, or done before it.
 
-    def oom(self, index: int, event: SnapshotEvent) -> None:
-        self.seek(index)
-        try:
+        Returns:
+            The index to go on at.
+        """
+        end = start
+        while end < len(self.events) and self.events[end].action not in (*_ENDS, Action.FREE_REQUESTED):
+            end += 1
+        window = self.events[start:end]
+        last = self.events[end] if end < len(self.events) else None
+        own = last is not None and last.action in _ENDS and self.is_own(window, last)
+        if own:
+            self.request(start, end)
+            return end + 1
+        # Done before the request; what is taken from the driver after it may still be the request's own.
+        taken = next((at for at in range(start, end) if self.events[at].action in _DRIVER), end)
+        if taken > start:
+            end = taken
+        self.driver.at = start
+        for event in self.events[start:end]:
+            if event.action is Action.FREE_COMPLETED:
+                self.complete(event.address)
+            elif event.action in _RETURNS and self.driver.at <= start:
+                # Nothing but empty_cache gives segments back outside a request.
+                self.allocator.empty_cache()
+        left = self.driver.next()
+        if left is not None and self.driver.at < end:
+            self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
+        self.check_driver(start)
+        return end
+
+    def is_own(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
+        """Whether the request `last` did what is in `window`: then it found no free block, and went to the driver."""
+        actions = {event.action for event in window}
+        if last.action is Action.ALLOC and not actions & {*_DRIVER}:
+            return False
+        size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
+        if self.allocator.has_free_block(size, last.stream, self.pool_of(last)):
+            return False
+        if Action.FREE_COMPLETED in actions or not actions & {*_RETURNS}:
+            return True
+        # The same segments in the same order as empty_cache gives them back: then it was that, or as good as that.
+        returned = [event.address for event in window if event.action in _RETURNS]
+        first = window[0].action in _RETURNS
+        return not (first and returned == _releasable(self.allocator))
+
+    def request(self, start: int, index: int) -> None:
+        """The allocation or refusal at `index`, which did what is recorded from `start` on."""
+        event = self.events[index]
+        self.driver.at = start
+        self.driver.stream = event.stream
+        self.driver.small = event.size <= SMALL_SIZE
+        block: Block | None = None
+        with contextlib.suppress(OutOfMemory):
             block = self.allocator.malloc(event.size, event.stream, self.pool_of(event))
-        except OutOfMemory:
-            self.check_driver(index)
-        else:
-            self.differs(index, f"{event.size} bytes were refused, the replay finds {block.address:#x}")
-            self.allocator.free(block)
-        self.driver.at = index + 1
+        left = self.driver.next()
+        if left is not None and self.driver.at < index:
+            self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
+        self.check_driver(index)
+        for other in self.events[start:index]:
+            if other.action is Action.FREE_COMPLETED:
+                self.complete(other.address)
+        if event.action is Action.OOM:
+            if block is not None:
+                self.differs(index, f"{event.size} bytes were refused, the replay finds {block.address:#x}")
+        elif block is None:
+            self.differs(index, f"{event.size} bytes were allocated, the replay runs out of memory")
+        elif block.address != event.address:
+            self.differs(index, f"{event.size} bytes at {event.address:#x}, the replay says {block.address:#x}")
+        elif self.first is None:
+            self.live[event.address] = block
+            self.identical += 1
+
+    def complete(self, address: int) -> None:
+        block = self.pending.pop(address, None)
+        if block is not None and block.events:  # else a wait within the allocator has found it done
+            self.allocator.complete(block)
 
     def free(self, index: int, event: SnapshotEvent) -> None:
         block = self.live.pop(event.address, None)
@@ -232,36 +320,9 @@ class _Replay:
             self.pending[event.address] = block
         self.allocator.free(block)
 
-    def give_back(self, index: int) -> None:
-        """Segments go back: by empty_cache if that gives just these; else the next request gives them back itself."""
-        if self.driver.at > index:
-            return  # done with an earlier one of the same call
-        self.seek(index)
-        end = index
-        while end < len(self.events) and self.events[end].action in _RETURNS:
-            end += 1
-        later = self.events[end].action if end < len(self.events) else None
-        would = _releasable(self.allocator)
-        recorded = {event.address for event in self.events[index:end]}
-        if recorded <= would or later not in (*_DRIVER, Action.ALLOC, Action.OOM):
-            self.allocator.empty_cache()
-            self.check_driver(end)
-
-    def seek(self, index: int) -> None:
-        """Let the driver go on at the segment events just before `index`."""
-        start = index
-        while start > self.driver.at and self.events[start - 1].action in (*_DRIVER, *_RETURNS):
-            start -= 1
-        self.driver.at = start
-
     def check_driver(self, index: int) -> None:
         if self.driver.problem is not None:
             self.differs(index, self.driver.problem)
-            self.driver.problem = None
-        elif self.driver.at < index:
-            left = self.events[self.driver.at]
-            self.differs(index, f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
-        self.driver.at = index
 
     def pool_of(self, event: SnapshotEvent) -> PoolId:
         if event.pool_id != DEFAULT_POOL:
@@ -283,19 +344,24 @@ class _Replay:
             return f"the trace is not whole: {self.state.contradictions[0]}"
         if self.state.ambiguous:
             return f"where {self.state.ambiguous} blocks of the beginning end is not recorded"
+        if any(run.expandable for run in self.state.ranges):
+            return "the address space of the expandable segments that were there at the beginning is not recorded"
         return ""
 
 
-def _releasable(allocator: CachingAllocator) -> set[int]:
-    """Addresses of what empty_cache would give back now."""
-    found: set[int] = set()
+def _releasable(allocator: CachingAllocator) -> list[int]:
+    """Addresses of what empty_cache would give back now, in its order."""
+    found: list[int] = []
     for sized in (allocator.default_pool.large, allocator.default_pool.small):
+        unmapped: list[int] = []
         for block in sized.free_blocks():
             if block.segment.expandable:
-                base, unit = block.segment.address, block.segment.unit
-                found.add(base + -(-(block.address - base) // unit) * unit)
+                begin, end = whole_units(block)
+                if begin < end:
+                    unmapped.append(begin)
             elif block.prev is None and block.next is None:
-                found.add(block.address)
+                found.append(block.address)
+        found += unmapped
     return found
 
 

@@ -101,9 +101,7 @@ class Segments:
     def shrink(self, block: Block) -> None:
         """Unmap the whole units inside the free `block`; its edges stay. Drop the segment when nothing is left."""
         segment, owner = block.segment, block.owner
-        base, unit = segment.address, segment.unit
-        begin = base + -(-(block.address - base) // unit) * unit
-        end = base + (block.address + block.size - base) // unit * unit
+        begin, end = whole_units(block)
         if begin >= end:
             return
         self.driver.unmap(begin, end - begin)
@@ -175,3 +173,10 @@ class Segments:
         owner.total.reserve(size, 0)
         self.statistics.num_device_alloc += 1
         return block
+
+
+def whole_units(block: Block) -> tuple[int, int]:
+    """Begin and end of the whole mapping units inside a block; begin >= end if there is none."""
+    base, unit = block.segment.address, block.segment.unit
+    begin = base + -(-(block.address - base) // unit) * unit
+    return begin, base + (block.address + block.size - base) // unit * unit
