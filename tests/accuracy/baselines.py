@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memprof.allocator.rounding import round_size
+from memprof.allocator.replay import replay_trace
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
-from memprof.ledger.ledger import Ledger, alive_at, build_ledger
+from memprof.ledger.ledger import build_ledger
 
 Step = Callable[[], object]
 
@@ -81,8 +81,9 @@ class Compared:
 
     row: Published
     simulated: float
-    unsplit: float
-    """What blocks are larger than their requests because the allocator did not split off the rest (`unsplit_bytes`)."""
+    unsplit_bytes: int
+    """By how much blocks at the peak are larger than their requests, rounded to 512 bytes: of a segment the allocator
+    splits off only what is more than 1 MiB."""
 
     @property
     def off(self) -> float:
@@ -90,15 +91,10 @@ class Compared:
         return (self.simulated - self.row.mib) / self.row.mib
 
     @property
-    def is_rounding(self) -> bool:
-        """Whether the published figure could be the simulated one, rounded."""
-        return abs(self.simulated - self.row.mib) <= self.row.rounding + TOLERANCE
-
-    @property
-    def unexplained(self) -> float:
-        """What is left of the difference, in MiB, when the rounding of the published figure is allowed for."""
-        missing = abs(self.simulated + self.unsplit - self.row.mib)
-        return missing if missing > self.row.rounding + TOLERANCE else 0.0
+    def unexplained_bytes(self) -> int:
+        """The difference; 0 if the published figure could be the simulated one, rounded."""
+        missing = abs(self.simulated - self.row.mib)
+        return round(missing * MIB) if missing > self.row.rounding + TOLERANCE else 0
 
 
 def published(folder: Path) -> list[Published]:
@@ -128,30 +124,14 @@ def published(folder: Path) -> list[Published]:
 def compared(row: Published) -> Compared:
     """Simulate the workload of one row."""
     if row.library == "ml-cross-entropy":
-        return Compared(row, cut_cross_entropy_mib(row), 0.0)
+        return cut_cross_entropy(row)
     setup = WORKLOADS[row.kernel, row.axis]
     with VirtualGpu(find_gpu(CARDS[row.gpu])) as gpu:
         step = setup(row)
         for _ in range(3):
             step()
-    ledger = build_ledger(gpu.trace)
-    return Compared(row, ledger.peak_bytes / MIB, unsplit_bytes(ledger) / MIB)
-
-
-def unsplit_bytes(ledger: Ledger) -> int:
-    """Bytes at the peak that blocks have over their requests where each large one has a segment of its own.
-
-    A request of 10 MiB or more that finds no free block gets a segment rounded up to 2 MiB; what is left of it is split
-    off only if it is more than 1 MiB (c10/cuda/CUDACachingAllocator.cpp, get_allocation_size and should_split). This
-    holds for steps that allocate blocks of one size again and again.
-    """
-    unsplit = 0
-    for index in alive_at(ledger.trace, ledger.peak_event):
-        rounded = round_size(ledger.trace.storages[index].num_bytes)
-        left = -rounded % (2 * MIB)
-        if rounded >= 10 * MIB and left <= MIB:
-            unsplit += left
-    return unsplit
+    blocks = replay_trace(gpu.trace).peak_allocated.num_bytes
+    return Compared(row, blocks / MIB, blocks - build_ledger(gpu.trace).peak_bytes)
 
 
 # -- Liger-Kernel's baselines ------------------------------------------------------------------------------------------
@@ -308,7 +288,7 @@ SOFTCAP = 30.0
 """`final_logit_softcapping` in the configuration of google/gemma-2-2b-it, whose head that benchmark takes."""
 
 
-def cut_cross_entropy_mib(row: Published) -> float:
+def cut_cross_entropy(row: Published) -> Compared:
     """How far allocated bytes rise in a forward (fw), a backward (bw) or both, above what was allocated before."""
     with VirtualGpu(find_gpu(CARDS[row.gpu])) as gpu:
         states = torch.randn(row.x, row.config["D"], dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -330,5 +310,9 @@ def cut_cross_entropy_mib(row: Published) -> float:
             loss.backward()
         after = len(gpu.trace.events)
     begin = between if row.axis == "bw" else before
-    allocated = build_ledger(gpu.trace).allocated
-    return (max(allocated[begin:after]) - allocated[begin - 1]) / MIB
+
+    def rise(allocated: Sequence[int]) -> int:
+        return max(allocated[begin:after]) - allocated[begin - 1]
+
+    blocks = rise(replay_trace(gpu.trace).allocated)
+    return Compared(row, blocks / MIB, blocks - rise(build_ledger(gpu.trace).allocated))

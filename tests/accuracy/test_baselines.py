@@ -40,9 +40,10 @@ def test_published_peak(shared_dir: Path, monkeypatch: pytest.MonkeyPatch, kerne
             continue
         compared = baselines.compared(row)
         where = f"{kernel} {axis}={row.x} on {row.gpu}: {compared}"
-        # To the last digit that was published, once what the allocator does not split off is counted.
-        assert compared.unexplained == 0, where
-        assert compared.is_rounding or compared.unsplit > 0, where
+        # To the last digit that was published.
+        assert compared.unexplained_bytes == 0, where
+        # A block of 501 MiB is a segment of 502 MiB, of which 1 MiB is not split off: 13 of them at the peak.
+        assert compared.unsplit_bytes == (13 * 2**20 if (kernel, axis, row.x) == ("jsd", "BT", 1024) else 0), where
 
 
 def test_softmax_is_of_one_vector(shared_dir: Path) -> None:
