@@ -1,29 +1,43 @@
-"""Prints the table of docs/accuracy.md: published peaks beside those of the virtual GPU.
+"""Prints the tables of docs/accuracy.md: published memory of plain PyTorch operators beside that of the virtual GPU.
 
-The workloads are those of tests/accuracy/test_liger.py; the published figures are read from shared/published_memory.csv
+The workloads are those of tests/accuracy/baselines.py; the published figures are read from shared/published_memory.csv
 beside the checkout. Without it nothing can be compared: exit code 4.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import collections
+import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_HERE = 4
 
 
-def _comparison() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("test_liger", ROOT / "tests" / "accuracy" / "test_liger.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def _rows(rows: Iterable[Any]) -> None:
+    print(f"{'workload':<27}{'size':>10}  {'card':<24}{'published':>12}{'simulated':>12}{'difference':>12}")
+    for compared in rows:
+        row = compared.row
+        figures = f"{row.mib:>12,.3f}{compared.simulated:>12,.3f}{compared.simulated - row.mib:>+12.3f}"
+        card = row.gpu if row.gpu.startswith("NVIDIA") else f"NVIDIA {row.gpu}"
+        print(f"{row.kernel:<27}{f'{row.axis}={row.x}':>10}  {card:<24}{figures}")
+
+
+def _summary(rows: Iterable[Any]) -> None:
+    by_kernel = collections.defaultdict(list)
+    for compared in rows:
+        by_kernel[compared.row.kernel, compared.row.method].append(compared)
+    print(f"{'workload':<27}{'method':<12}{'rows':>5}{'median':>11}{'worst':>11}  {'unexplained':>11}  {'unsplit':>11}")
+    for (kernel, method), group in by_kernel.items():
+        offs = [(c.simulated - c.row.mib) / c.row.mib if c.unexplained_bytes else 0.0 for c in group]
+        missing, unsplit = (
+            max(values) for values in zip(*((c.unexplained_bytes, c.unsplit_bytes) for c in group), strict=True)
+        )
+        figures = f"{len(group):>5}{statistics.median(offs):>+11.4%}{max(offs, key=abs):>+11.4%}"
+        print(f"{kernel:<27}{method:<12}{figures}  {missing:>11,}  {unsplit:>11,}")
 
 
 def main() -> None:
@@ -31,20 +45,20 @@ def main() -> None:
     shared = ROOT.parent / "shared"
     if not (shared / "published_memory.csv").is_file():
         sys.exit(NOT_HERE)
-    comparison = _comparison()
-    worst = 0.0
-    count = 0
-    print(f"{'workload':<28}{'size':>10}  {'card':<24}{'published':>12}{'simulated':>12}{'difference':>12}")
-    for setup, axis in comparison.CASES:
-        for row in comparison.published(shared, setup.__name__, axis):
-            simulated = comparison.simulated_mib(row, setup)
-            difference = simulated - row.mib
-            worst = max(worst, abs(difference) / row.mib)
-            count += 1
-            size = f"{row.axis}={row.x}"
-            figures = f"{row.mib:>12,.3f}{simulated:>12,.3f}{difference:>+12.3f}"
-            print(f"{row.kernel:<28}{size:>10}  {row.gpu:<24}{figures}")
-    print(f"\nMiB. {count} rows; the largest difference is {worst:.5%} of the published figure.")
+    sys.path.insert(0, str(ROOT))
+    from tests.accuracy import baselines
+
+    everything = baselines.published(shared)
+    rows = [baselines.compared(row) for row in everything if row.method in baselines.PREDICTED]
+    _rows(rows)
+    print("\nMiB.\n")
+    _summary(rows)
+    print("\nmedian, worst: of the published figure; a difference within its rounding counts as none.")
+    print("unexplained, unsplit: bytes, the most of any row.\n")
+    for method, reason in baselines.NOT_PREDICTED.items():
+        kernels = collections.Counter(row.kernel for row in everything if row.method == method)
+        listed = ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())
+        print(f"Not predicted: {method}, {sum(kernels.values())} rows ({listed}).\n  {reason}.")
 
 
 if __name__ == "__main__":

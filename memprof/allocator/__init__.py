@@ -1,0 +1,62 @@
+"""The CUDA caching allocator, replayed in plain Python: what a run reserves, block by block.
+
+    from memprof.allocator import CachingAllocator, OutOfMemory, parse_config, replay_trace
+
+    timeline = replay_trace(trace, usable_bytes=79 << 30, config=parse_config("expandable_segments:True"))
+    timeline.peak_reserved.num_bytes     # the most that was held of the card, and .event where it was reached
+    timeline.reserved[i]                 # after event i of the trace; also .requested, .allocated, .active
+    timeline.first_oom                   # None if it fits; else .event, .report (bytes) and .message (torch's text)
+    timeline.segments                    # the segments and blocks at the end
+
+    allocator = CachingAllocator(total_bytes=24 << 30)
+    block = allocator.malloc(45 << 20)   # raises OutOfMemory
+    allocator.free(block)
+    allocator.stats()["reserved_bytes.all.peak"]
+
+    for device in replay_snapshot(read_snapshot(path)):  # memprof.capture.snapshot; a recording of torch
+        device.exact                     # every address and the final layout came out as recorded; if not:
+        device.first_difference          # .event, .problem, and .reason: what in the file explains it
+
+A run that does not fit is gone on with on a card without limit, so `peak_reserved` is then its whole need.
+"""
+
+from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.caching import CachingAllocator
+from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
+from memprof.allocator.driver import Driver, SimulatedDriver
+from memprof.allocator.messages import OomReport, OutOfMemory, format_size
+from memprof.allocator.pools import BlockLayout, SegmentLayout
+from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
+from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
+from memprof.allocator.replay import FirstOom, Peak, Timeline, replay, replay_trace
+from memprof.allocator.streams import Completion
+
+__all__ = [
+    "DEFAULT_POOL",
+    "LATEST",
+    "AllocatorConfig",
+    "Block",
+    "BlockLayout",
+    "CachingAllocator",
+    "Completion",
+    "Difference",
+    "Driver",
+    "FirstOom",
+    "OomReport",
+    "OutOfMemory",
+    "Peak",
+    "PoolId",
+    "Recorded",
+    "Release",
+    "SegmentLayout",
+    "SimulatedDriver",
+    "Timeline",
+    "WorkspaceLife",
+    "config_from_environment",
+    "format_size",
+    "parse_config",
+    "release_for",
+    "replay",
+    "replay_snapshot",
+    "replay_trace",
+]

@@ -1,14 +1,61 @@
-"""How the CUDA caching allocator rounds a request: the difference between requested and allocated bytes."""
+"""How the CUDA caching allocator rounds a request: the difference between requested and allocated bytes.
+
+Source: `round_size`, `roundup_power2_next_division` and `get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp,
+constants of c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.h.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+MIB = 1 << 20
+
 MIN_BLOCK = 512
-"""kMinBlockSize of c10/cuda/CUDACachingAllocator.h: every block is a multiple of it."""
+"""kMinBlockSize: every block is a multiple of it."""
+
+SMALL_SIZE = MIB
+"""kSmallSize: blocks up to it (inclusive) come from the small pool."""
+
+SMALL_BUFFER = 2 * MIB
+"""kSmallBuffer: segment of the small pool, and mapping unit of its expandable segments."""
+
+LARGE_SEGMENT = 20 * MIB
+"""kLargeBuffer, default of `large_segment_size_mb`: segment for blocks below MIN_LARGE_ALLOC."""
+
+MIN_LARGE_ALLOC = 10 * MIB
+"""kMinLargeAlloc: a block of at least this size gets a segment of its own size."""
+
+ROUND_LARGE = 2 * MIB
+"""kRoundLarge: such a segment is rounded up to a multiple of it."""
+
+DIVISION_ENTRIES = 16
+"""kRoundUpPowerOfTwoIntervals: octaves of `roundup_power2_divisions`, from 1 MiB up."""
 
 
-def round_size(num_bytes: int) -> int:
-    """Bytes of the block that a request of `num_bytes` is given, under the allocator's default settings.
+def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
+    """Bytes of the block that a request of `num_bytes` is given.
 
-    Requests of 0 bytes never reach the allocator and take nothing (`round_size` in CUDACachingAllocator.cpp).
+    Requests of 0 bytes never reach the allocator and take nothing.
+
+    Args:
+        num_bytes: what is asked for.
+        divisions: `roundup_power2_divisions`, one entry per octave from 1 MiB up; empty when the setting is off.
     """
+    if divisions and num_bytes >= MIN_BLOCK:
+        octave = num_bytes.bit_length() - 1
+        parts = divisions[min(max(octave - 20, 0), DIVISION_ENTRIES - 1)]
+        if parts > 1 and num_bytes > MIN_BLOCK * parts:
+            if num_bytes & (num_bytes - 1) == 0:
+                return num_bytes
+            step = (1 << octave) >> (parts.bit_length() - 1)
+            return -(-num_bytes // step) * step
     return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+
+
+def segment_size(block_bytes: int, large_segment: int = LARGE_SEGMENT) -> int:
+    """Bytes of the segment that is asked of the driver for a block of `block_bytes` (already rounded)."""
+    if block_bytes <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if block_bytes < MIN_LARGE_ALLOC:
+        return large_segment
+    return -(-block_bytes // ROUND_LARGE) * ROUND_LARGE

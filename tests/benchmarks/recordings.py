@@ -1,6 +1,7 @@
 """A real recording of a script, compared with the same script on the virtual GPU.
 
-    python -m tests.benchmarks.recordings SNAPSHOT [--gpu NAME] [--path DIR]... [--cwd DIR] [--dump N] -- SCRIPT [ARGS...]
+    python -m tests.benchmarks.recordings SNAPSHOT [--gpu NAME] [--path DIR]... [--cwd DIR] [--dump N]
+        -- SCRIPT [ARGS...]
 
 SNAPSHOT is what `torch.cuda.memory._dump_snapshot` wrote on a real card. SCRIPT runs under `memprof.virtual_gpu`; its
 own calls of `_record_memory_history` and `_dump_snapshot` mark the window that is compared. The exit code is 1 below

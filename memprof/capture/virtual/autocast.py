@@ -5,11 +5,14 @@ arguments of a call before it is made, by the lists of torch's documentation (Au
 can autocast to ..."); which of them a torch release really has is asked of its dispatcher.
 
 What differs from torch: a C++ function that calls a listed operator inside itself is listed here by its own name
-(`_COMPOSITES`), since the call inside is not seen.
+(`_COMPOSITES`; composites.py has others), since the call inside is not seen. What is not listed there (matrix_power,
+cov, corrcoef, trapezoid) runs in the dtype of its input, and so does an overload called by its full name
+(torch.ops.aten.mm.default).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -141,10 +144,25 @@ _COMPOSITES = {
     "rnn_tanh": _RECURRENT,
     "rnn_relu": _RECURRENT,
     "nll_loss_nd": _FLOAT32,
-    "pairwise_distance": _FLOAT32,
     "linalg_norm": _FLOAT32_RESULT,
+    "inner": _WIDEST,
 }
-_OPERATORS = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow"}
+_OPERATORS = {
+    "__matmul__": "matmul",
+    "__rmatmul__": "matmul",
+    "__pow__": "pow",
+    "__rpow__": "pow",
+    "arccos": "acos",
+    "arcsin": "asin",
+    "linalg_matmul": "matmul",
+    "special_erfinv": "erfinv",
+    "special_expm1": "expm1",
+    "special_log1p": "log1p",
+    "special_log_softmax": "log_softmax",
+    "special_logsumexp": "logsumexp",
+    "special_softmax": "softmax",
+}
+"""Other names of listed operators."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -177,6 +195,7 @@ class Autocast:
         self._registered: frozenset[str] | None = None
         self._policies: dict[Any, frozenset[str] | None] = {}
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._caches_with_gradient = _caches_with_gradient()
 
     def clear_cache(self) -> None:
         """The outermost autocast region ended: the half copies of weights are dropped."""
@@ -190,28 +209,24 @@ class Autocast:
         if members is None:
             return args, kwargs
         kwargs = kwargs or {}
+        if "out" in kwargs:  # in no list, as in-place operators are in none
+            return args, kwargs
         if members is _RECURRENT:
             if torch._C._get_cudnn_enabled() and args[0].dtype is not torch.bfloat16:
                 return args, kwargs
             members = _LOWER_PRECISION
         if members is _LOWER_PRECISION:
-            dtype = torch.get_autocast_dtype("cuda")
-            return self._all(args, dtype), self._all(kwargs, dtype)
+            return self._arguments(args, kwargs, torch.get_autocast_dtype("cuda"))
         if members is _FLOAT32:
-            return self._all(args, torch.float32), self._all(kwargs, torch.float32)
+            return self._arguments(args, kwargs, torch.float32)
         if members is _FLOAT32_RESULT:
             first = args[0] if args else kwargs.get("input")
             given = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-            if given or not self._eligible(first) or "out" in kwargs:
+            if given or not self._eligible(first):
                 return args, kwargs
             return args, {**kwargs, "dtype": torch.float32}
         if members is _WIDEST:
-            tensors = [t for t in _flat((args, kwargs)) if self._eligible(t)]
-            if any(t.dtype not in (torch.float32, torch.get_autocast_dtype("cuda")) for t in tensors):
-                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-            if any(t.dtype is torch.float32 for t in tensors):
-                return self._all(args, torch.float32), self._all(kwargs, torch.float32)
-            return args, kwargs
+            return self._arguments(args, kwargs, self._widest(args, kwargs))
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast; "
             "use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
@@ -226,6 +241,21 @@ class Autocast:
             self._registered = registered()
         return policy(name) if name in self._registered else None
 
+    def _widest(self, args: Any, kwargs: Any) -> torch.dtype:
+        """`promote_type` of aten/src/ATen/autocast_mode.h: float32 once there is one; another half dtype only after it.
+
+        Raises:
+            RuntimeError: there is a half dtype that is not the region's.
+        """
+        widest = lower = torch.get_autocast_dtype("cuda")
+        for tensor in _flat((args, kwargs)):
+            if not self._eligible(tensor) or widest is torch.float32:
+                continue
+            if tensor.dtype not in (torch.float32, lower):
+                raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+            widest = tensor.dtype
+        return widest
+
     def _eligible(self, value: Any) -> bool:
         return (
             isinstance(value, torch.Tensor)
@@ -233,6 +263,15 @@ class Autocast:
             and value.dtype is not torch.float64
             and self._on_gpu(value)
         )
+
+    def _arguments(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The last argument is cast first.
+
+        C++ leaves the order open in which `WrapFunction_` of aten/src/ATen/autocast_mode.h evaluates the casts; GCC,
+        which builds torch's packages for Linux, goes from right to left. Members of a list are cast in their order.
+        """
+        kwargs = {name: self._all(kwargs[name], dtype) for name in reversed(kwargs)}
+        return tuple(reversed([self._all(arg, dtype) for arg in reversed(args)])), kwargs
 
     def _all(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, torch.Tensor):
@@ -254,13 +293,30 @@ class Autocast:
             and tensor.is_leaf
             and not tensor._is_view()
             and torch.is_autocast_cache_enabled()
+            and not (self._caches_with_gradient and torch.is_inference_mode_enabled())
         )
         if not cacheable:
             return tensor.to(dtype)
         known = self._cache.get(id(tensor))
         if known is None:
-            known = self._cache[id(tensor)] = (tensor, tensor.to(dtype))
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self._caches_with_gradient):
+                known = self._cache[id(tensor)] = (tensor, tensor.to(dtype))
         return known[1]
+
+
+@functools.cache
+def _caches_with_gradient() -> bool:
+    """Whether a weight first cast under no_grad has a gradient later in the region: torch releases differ.
+
+    Those in which it has one cache nothing in inference mode, whose tensors can have none (issue 158232). The cache is
+    one for all devices, so that the CPU's tells.
+    """
+    weight = torch.ones(1, 1, requires_grad=True)
+    data = torch.ones(1, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.enable_grad():
+        with torch.no_grad():
+            data @ weight
+        return (data @ weight).requires_grad
 
 
 def _flat(value: Any) -> list[Any]:

@@ -47,10 +47,13 @@ class Composites:
                 for func, operator in (
                     (torch.softmax, _aten._softmax),
                     (torch.Tensor.softmax, _aten._softmax),
+                    (torch.special.softmax, _aten._softmax),
                     (torch.log_softmax, _aten._log_softmax),
                     (torch.Tensor.log_softmax, _aten._log_softmax),
+                    (torch.special.log_softmax, _aten._log_softmax),
                 )
             },
+            torch.pairwise_distance: self._pairwise_distance,
         }
         if hasattr(_aten, "_fused_rms_norm"):
             handlers[torch.rms_norm] = self._rms_norm
@@ -93,14 +96,33 @@ class Composites:
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
     ) -> torch.Tensor:
-        """Under autocast the log-softmax inside keeps its dtype, and nll_loss casts it (native/LossNLL.cpp)."""
+        """Under autocast the log-softmax inside keeps its dtype, and what follows it is cast (native/LossNLL.cpp)."""
+        if not self._autocasts(input):
+            return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing)
+        classes = 1 if input.dim() > 1 else 0
+        log_softmax = torch.log_softmax(input, classes, dtype=input.dtype)
+        if target.shape == input.shape:
+            return _probability_loss(log_softmax, target, weight, reduction, classes, label_smoothing)
+        # The arguments are cast from right to left: see autocast.py.
+        nll_weight = None if weight is None else weight.float()
+        nll_loss = _nll_loss(log_softmax.float(), target, nll_weight, reduction, ignore_index)
+        if not label_smoothing:
+            return nll_loss
+        smooth_loss = _smooth_loss(log_softmax, target, weight, reduction, ignore_index, classes)
+        return (1 - label_smoothing) * nll_loss + smooth_loss * (label_smoothing / input.shape[classes])
+
+    def _pairwise_distance(
+        self, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
+    ) -> torch.Tensor:
+        """Under autocast the norm inside gives float32 (native/Distance.cpp)."""
+        if not self._autocasts(x1):
+            return torch.pairwise_distance(x1, x2, p, eps, keepdim)
+        return torch._VF.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
+
+    def _autocasts(self, input: torch.Tensor) -> bool:
+        """Whether a reduction of `input` inside a C++ function would be made in float32 by autocast."""
         half = input.dtype in (torch.float16, torch.bfloat16)
-        classes = not target.is_floating_point() and label_smoothing == 0
-        if half and classes and torch.is_autocast_enabled("cuda") and self._on_gpu(input):
-            log_softmax = torch.log_softmax(input, 1 if input.dim() > 1 else 0, dtype=input.dtype)
-            weight = None if weight is None else weight.float()
-            return _nll_loss(log_softmax.float(), target, weight, reduction, ignore_index)
-        return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing)
+        return half and torch.is_autocast_enabled("cuda") and self._on_gpu(input)
 
     def _rms_norm(
         self, input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
@@ -109,3 +131,59 @@ class Composites:
             return torch.rms_norm(input, normalized_shape, weight, eps)
         self._assume("torch.rms_norm runs as CUDA's fused kernel.")
         return _aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]  # type: ignore[no-any-return]
+
+
+def _probability_loss(
+    log_softmax: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    classes: int,
+    label_smoothing: float,
+) -> torch.Tensor:
+    """Cross entropy with probabilities for a target: `cross_entropy_loss_prob_target`, its sums in float32."""
+    if label_smoothing > 0:
+        target = target * (1 - label_smoothing) + label_smoothing / log_softmax.shape[classes]
+    weight = None if weight is None else _by_class(weight, log_softmax, classes)
+    product = log_softmax * target
+    if weight is not None:
+        product = product * weight
+    if reduction == _NO_REDUCTION:
+        return -_sum(product, classes)
+    total = -_sum(product)
+    return total if reduction == _SUM else total / (log_softmax.numel() / log_softmax.shape[classes])
+
+
+def _smooth_loss(
+    log_softmax: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    classes: int,
+) -> torch.Tensor:
+    """What label smoothing adds: the second half of `cross_entropy_loss_label_smoothing`, its sums in float32."""
+    weighted = log_softmax if weight is None else log_softmax * _by_class(weight, log_softmax, classes)
+    loss = -_sum(weighted, classes)
+    ignored = target == ignore_index
+    loss.masked_fill_(ignored, 0.0)
+    if reduction == _NO_REDUCTION:
+        return loss
+    if reduction == _SUM:
+        return _sum(loss)
+    # The divisor is computed first.
+    chosen = ~ignored
+    count = chosen.sum() if weight is None else _sum(weight.gather(0, target.masked_select(chosen).flatten()))
+    return _sum(loss) / count
+
+
+_NO_REDUCTION, _SUM = 0, 2
+"""`at::Reduction`; 1 is the mean."""
+
+
+def _by_class(weight: torch.Tensor, input: torch.Tensor, classes: int) -> torch.Tensor:
+    return weight.view([-1 if dim == classes else 1 for dim in range(input.dim())])
+
+
+def _sum(input: torch.Tensor, *dims: int) -> torch.Tensor:
+    return input.sum(dims, dtype=torch.float32) if dims else input.sum(dtype=torch.float32)

@@ -155,6 +155,30 @@ def safe_softmax(args: Any, card: Card) -> list[int]:
     return [scores.numel(), scores.numel() // scores.shape[-1]]
 
 
+def _copied(*tensors: torch.Tensor) -> list[int]:
+    """Contiguous copies of those that are not contiguous."""
+    return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous()]
+
+
+def softmax(args: Any, card: Card) -> list[int]:
+    """A contiguous copy of the input, where it is none (native/cuda/SoftMax.cu, host_softmax)."""
+    return _copied(args[0])
+
+
+def log_softmax_backward(args: Any, card: Card) -> list[int]:
+    """Contiguous copies of gradient and output, such as of an expanded gradient (SoftMax.cu, host_softmax_backward)."""
+    return _copied(args[0], args[1])
+
+
+def softmax_backward(args: Any, card: Card) -> list[int]:
+    """The product of gradient and output, as large as the output (native/cuda/SoftMax.cu, softmax_backward_cuda_out).
+
+    It is laid out as its factors are; then it and the output are made contiguous.
+    """
+    product = args[0] * args[1]
+    return [product.numel() * product.element_size(), *_copied(product, args[1])]
+
+
 def index_put_accumulate(args: Any, card: Card) -> list[int]:
     """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
@@ -183,5 +207,9 @@ TEMPORARIES: dict[Any, Callable[[Any, Card], list[int]]] = {
     _aten._index_put_impl_: index_put_accumulate,
     _aten._scaled_dot_product_flash_attention_backward: flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward: efficient_attention_backward,
+    _aten._softmax: softmax,
+    _aten._log_softmax: softmax,
+    _aten._softmax_backward_data: softmax_backward,
+    _aten._log_softmax_backward_data: log_softmax_backward,
     **({_aten._safe_softmax: safe_softmax} if hasattr(_aten, "_safe_softmax") else {}),
 }

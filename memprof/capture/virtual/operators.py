@@ -201,6 +201,16 @@ def _native_dropout(mode: RecordingMode, operator: Operator, call: Call, place: 
     return result
 
 
+def _log_sigmoid_forward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """The buffer for the backward is empty on CUDA (native/cuda/Activation.cpp); the CPU fills one."""
+    data = call.args[0]
+    if not data.is_meta or not call.on_gpu:
+        return NotImplemented
+    result = (torch.empty_like(data), data.new_empty(0))
+    mode.record(list(result), operator.name, place, GPU)
+    return result
+
+
 def _masked_fill(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
     """CUDA fills with a number that lies on the host (native/cuda/Indexing.cu); the meta kernel would not take it."""
     data, mask, value = call.args
@@ -276,6 +286,7 @@ HANDLERS: dict[Any, Any] = {
     _aten.bincount: _by_value,
     _aten.repeat_interleave: _by_value,
     _aten.native_dropout: _native_dropout,
+    _aten.log_sigmoid_forward: _log_sigmoid_forward,
     _aten.masked_fill: _masked_fill,
     _aten.masked_fill_: _masked_fill,
     _aten._ctc_loss: _ctc_loss,

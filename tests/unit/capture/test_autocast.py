@@ -1,10 +1,11 @@
-"""Autocast: every operator's result has the dtype that torch's own autocast gives it on CUDA.
+"""Autocast: every call runs the operators, casts included, that torch's own autocast runs on CUDA.
 
 The truth needs no GPU: fake tensors on "cuda" go through torch's own dispatcher, lists and all.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from memprof.capture.virtual import VirtualGpu, autocast
 from memprof.catalog import find_gpu
+from tests.unit.capture.streams import Operators, on_fake_cuda
 
 Make = Callable[..., torch.Tensor]
+
+
+def classes(make: Make, *shape: int) -> torch.Tensor:
+    return make(*shape).to(torch.int64)
+
 
 CALLS: dict[str, Callable[[Make], Any]] = {
     # lower precision
@@ -78,34 +84,83 @@ CALLS: dict[str, Callable[[Make], Any]] = {
     "gelu": lambda t: F.gelu(t(4)),
     "cat": lambda t: torch.cat([t(4), t(4)]),
     "cross_entropy": lambda t: F.cross_entropy(t(4, 8), t(4).to(torch.int64)),
+    # other names, and in-place and `out` variants, which are in no list
+    "linalg_matmul": lambda t: torch.linalg.matmul(t(4, 8), t(8, 3)),
+    "arccos": lambda t: t(4).arccos(),
+    "special_expm1": lambda t: torch.special.expm1(t(4)),
+    "special_softmax": lambda t: torch.special.softmax(t(4, 8), -1),
+    "special_log_softmax": lambda t: torch.special.log_softmax(t(4, 8), -1),
+    "special_logsumexp": lambda t: torch.special.logsumexp(t(4, 8), -1),
+    "mm_out": lambda t: torch.mm(t(4, 8), t(8, 3), out=t(4, 3)),
+    "exp_out": lambda t: torch.exp(t(4), out=t(4)),
+    "sum_out": lambda t: torch.sum(t(4, 8), -1, out=t(4)),
+    "exp_": lambda t: t(4).exp_(),
+    "addmm_": lambda t: t(4, 3).addmm_(t(4, 8), t(8, 3)),
+    # C++ functions with listed operators inside
+    "inner": lambda t: torch.inner(t(4, 8), t(3, 8)),
+    "tensordot": lambda t: torch.tensordot(t(4, 8), t(8, 3), dims=1),
+    "einsum_of_three": lambda t: torch.einsum("ij,jk,kl->il", t(4, 8), t(8, 3), t(3, 2)),
+    "bilinear": lambda t: F.bilinear(t(4, 8), t(4, 6), t(3, 8, 6), t(3)),
+    "normalize": lambda t: F.normalize(t(4, 8)),
+    "linalg_norm": lambda t: torch.linalg.norm(t(4, 8)),
+    "pairwise_distance": lambda t: F.pairwise_distance(t(4, 8), t(4, 8)),
+    "triplet_margin_loss": lambda t: F.triplet_margin_loss(t(4, 8), t(4, 8), t(4, 8)),
+    "cosine_embedding_loss": lambda t: F.cosine_embedding_loss(t(4, 8), t(4, 8), t(4)),
+    "multilabel_soft_margin_loss": lambda t: F.multilabel_soft_margin_loss(t(4, 8), t(4, 8)),
+    "gelu_of_conv_same": lambda t: F.gelu(F.conv2d(t(2, 4, 8, 8), t(3, 4, 3, 3), t(3), padding="same")),
+    "logsigmoid": lambda t: F.logsigmoid(t(4)),
+    "grouped_attention": lambda t: F.multi_head_attention_forward(
+        t(3, 2, 8), t(3, 2, 8), t(3, 2, 8), 8, 2, t(24, 8), t(24), None, None, False, 0.0, t(8, 8), t(8)
+    )[0],
+    "cross_entropy_weight": lambda t: F.cross_entropy(t(4, 8), classes(t, 4), weight=t(8)),
+    "cross_entropy_smooth": lambda t: F.cross_entropy(t(4, 8), classes(t, 4), label_smoothing=0.1),
+    "cross_entropy_smooth_sum": lambda t: F.cross_entropy(t(4, 8), classes(t, 4), reduction="sum", label_smoothing=0.1),
+    "cross_entropy_smooth_none": lambda t: F.cross_entropy(
+        t(4, 8), classes(t, 4), t(8), reduction="none", label_smoothing=0.1
+    ),
+    "cross_entropy_of_probabilities": lambda t: F.cross_entropy(t(4, 8), t(4, 8)),
+    "cross_entropy_of_probabilities_weight": lambda t: F.cross_entropy(t(4, 8), t(4, 8), t(8), label_smoothing=0.1),
+    "cross_entropy_of_probabilities_sum": lambda t: F.cross_entropy(t(4, 8), t(4, 8), reduction="sum"),
+    "cross_entropy_of_probabilities_none": lambda t: F.cross_entropy(t(2, 8, 3), t(2, 8, 3), reduction="none"),
+    "cross_entropy_of_images": lambda t: F.cross_entropy(t(2, 8, 3, 3), classes(t, 2, 3, 3)),
 }
 
 
-def mixed(dtype: torch.dtype) -> Make:
-    return lambda *shape: torch.zeros(shape, dtype=dtype, device="cuda")
+GIVEN = {
+    "float32": [torch.float32],
+    "float16": [torch.float16],
+    "bfloat16": [torch.bfloat16],
+    "float64": [torch.float64],
+    "float32 first": [torch.float32, torch.bfloat16],
+    "bfloat16 first": [torch.bfloat16, torch.float32],
+}
+"""The dtypes of a call's tensors, in turn."""
 
 
 @pytest.mark.parametrize("lower", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_results_have_the_dtype_of_cuda(name: str, given: torch.dtype, lower: torch.dtype) -> None:
-    def dtypes() -> Any:
+def test_operators_are_those_of_cuda(name: str, lower: torch.dtype) -> None:
+    """Names, dtypes and shapes, casts included, in order; or the same kind of error."""
+
+    def program(given: str) -> type | None:
+        dtypes = itertools.cycle(GIVEN[given])
         try:
-            return CALLS[name](mixed(given)).dtype
+            CALLS[name](lambda *shape: torch.zeros(shape, dtype=next(dtypes), device="cuda"))
         except RuntimeError as error:
             return type(error)
+        return None
 
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", lower)
-    try:
-        with FakeTensorMode():
-            expected = dtypes()
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.clear_autocast_cache()
-    with VirtualGpu(find_gpu("a100-80gb")), torch.autocast("cuda", dtype=lower):
-        actual = dtypes()
-    assert actual == expected
+    with VirtualGpu(find_gpu("a100-80gb")):
+        actual = {}
+        for given in GIVEN:
+            operators = Operators()
+            with torch.autocast("cuda", dtype=lower), operators:
+                error = program(given)
+            actual[given] = operators.ops if error is None else error
+    for given in GIVEN:
+        errors: list[type | None] = []
+        ops = on_fake_cuda(lambda: errors.append(program(given)), lower)  # noqa: B023
+        assert actual[given] == (errors[0] or ops), given
 
 
 def test_every_operator_that_torch_autocasts_is_in_a_list() -> None:

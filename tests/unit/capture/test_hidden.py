@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import memprof
-from memprof.capture.virtual import hidden
+from memprof.capture.virtual import VirtualGpu, hidden
 from memprof.capture.virtual.card import Card, max_threads_per_sm
 from memprof.capture.virtual.hidden import CublasWorkspace
 from memprof.capture.virtual.reductions import Reduction
+from memprof.catalog import find_gpu
+from memprof.ledger.ledger import build_ledger
 
 MIB = 1 << 20
 SMS = 128
@@ -200,6 +202,26 @@ def test_adding_at_indices_takes_what_was_recorded() -> None:
 
 def test_safe_softmax_keeps_a_mask_of_scores_and_one_of_rows() -> None:
     assert hidden.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
+
+
+def test_the_backward_of_softmax_multiplies_gradient_and_output_first() -> None:
+    output = empty(4, 8)
+    assert hidden.softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == [128]
+    # What is laid out otherwise is copied, an expanded gradient and a transposed output too.
+    assert hidden.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), CARD) == [128, 128, 128]
+    assert hidden.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert hidden.log_softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == []
+    assert hidden.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert hidden.softmax((empty(8, 4).t(), -1, False), CARD) == [128]
+
+
+def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
+    """A score matrix as input, output, gradient of each, and the product: five at the peak."""
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+        scores = torch.ones(2, 512, 512, device="cuda", requires_grad=True)
+        output = scores.softmax(-1)
+        output.backward(torch.ones_like(output))
+    assert build_ledger(gpu.trace).peak_bytes == 5 * 2 * 512 * 512 * 4
 
 
 def test_copies_of_inputs_are_made_only_where_needed() -> None:

@@ -1,0 +1,166 @@
+"""Blocks, the segments that they tile, and the free blocks of one pool on one stream."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from memprof.allocator.stats import Counters
+
+ADDRESS_BITS = 57
+"""Bits of a virtual address (5-level paging); a free block's key is `size << ADDRESS_BITS | address`."""
+
+PoolId = tuple[int, int]
+"""`MempoolId_t`: (0, 0) is the default pool."""
+
+DEFAULT_POOL: PoolId = (0, 0)
+
+
+class Segment:
+    """A range that the driver gave: one cudaMalloc, or the address space of one expandable segment."""
+
+    __slots__ = ("address", "expandable", "first", "size", "unit")
+
+    def __init__(self, address: int, size: int, *, expandable: bool = False, unit: int = 0) -> None:
+        self.address = address
+        self.size = size
+        self.expandable = expandable
+        self.unit = unit
+        """Mapping granularity of an expandable segment."""
+        self.first: Block
+        """Its first block. Blocks grow to the right and split off at the right, so this one stays."""
+
+
+class Block:
+    """A piece of a segment. Its neighbours are linked, so that free ones merge."""
+
+    __slots__ = (
+        "address",
+        "events",
+        "free",
+        "gc_base",
+        "mapped",
+        "next",
+        "owner",
+        "prev",
+        "requested",
+        "segment",
+        "size",
+        "uses",
+    )
+
+    def __init__(
+        self, address: int, size: int, owner: StreamPool, segment: Segment, prev: Block | None, following: Block | None
+    ) -> None:
+        self.address = address
+        self.size = size
+        self.owner = owner
+        self.segment = segment
+        self.prev = prev
+        self.next = following
+        self.requested = 0
+        self.free = False
+        """True when it is in the free blocks of its owner, or unmapped: what may merge and be handed out."""
+        self.mapped = True
+        """False for a stretch of an expandable segment's address space without memory."""
+        self.events = 0
+        """Work of other streams that has to finish before it is free again."""
+        self.uses: set[int] | None = None
+        """Streams given to record_stream."""
+        self.gc_base = 0
+        """Searches of its pool when it became free; garbage collection takes the difference for its age."""
+
+    def __repr__(self) -> str:
+        state = "unmapped" if not self.mapped else "free" if self.free else "active"
+        return f"Block({self.address:#x}, {self.size}, {state})"
+
+
+class Pool:
+    """Free blocks of one size class: of the default pool, or of a private one. Streams never share blocks."""
+
+    __slots__ = ("calls", "counters", "is_small", "pool_id", "streams", "total")
+
+    def __init__(self, pool_id: PoolId, *, is_small: bool, counters: Counters, total: Counters) -> None:
+        self.pool_id = pool_id
+        self.is_small = is_small
+        self.counters = counters
+        self.total = total
+        self.calls = 0
+        """get_free_blocks_call_count: counted while garbage collection is on."""
+        self.streams: dict[int, StreamPool] = {}
+
+    def of_stream(self, stream: int) -> StreamPool:
+        """The free blocks of `stream`, made on its first use."""
+        found = self.streams.get(stream)
+        if found is None:
+            found = self.streams[stream] = StreamPool(self, stream)
+        return found
+
+    def free_blocks(self) -> list[Block]:
+        """Every free block in the allocator's order: stream, size, address."""
+        return [self.streams[s].blocks[key] for s in sorted(self.streams) for key in self.streams[s].keys]
+
+
+class StreamPool:
+    """The free blocks of one pool on one stream, by size and address, and the unmapped ones by address."""
+
+    __slots__ = ("blocks", "counters", "is_small", "keys", "pool", "stream", "total", "unmapped", "unmapped_blocks")
+
+    def __init__(self, pool: Pool, stream: int) -> None:
+        self.pool = pool
+        self.stream = stream
+        self.is_small = pool.is_small
+        self.counters = pool.counters
+        self.total = pool.total
+        self.keys: list[int] = []
+        self.blocks: dict[int, Block] = {}
+        self.unmapped: list[int] = []
+        self.unmapped_blocks: dict[int, Block] = {}
+
+    def insert(self, block: Block) -> None:
+        """Make `block` free."""
+        key = block.size << ADDRESS_BITS | block.address
+        insort(self.keys, key)
+        self.blocks[key] = block
+        block.free = True
+        block.gc_base = self.pool.calls
+
+    def remove(self, block: Block) -> None:
+        """Take `block` out of the free ones."""
+        key = block.size << ADDRESS_BITS | block.address
+        del self.keys[bisect_left(self.keys, key)]
+        del self.blocks[key]
+        block.free = False
+
+    def insert_unmapped(self, block: Block) -> None:
+        """Make `block` address space without memory."""
+        insort(self.unmapped, block.address)
+        self.unmapped_blocks[block.address] = block
+        block.free = True
+        block.mapped = False
+
+    def remove_unmapped(self, block: Block) -> None:
+        """Take `block` out of the unmapped ones."""
+        del self.unmapped[bisect_left(self.unmapped, block.address)]
+        del self.unmapped_blocks[block.address]
+        block.free = False
+
+
+def absorb_next(block: Block) -> int:
+    """Let `block` swallow its right neighbour, which is in no list any more; bytes gained."""
+    right = block.next
+    assert right is not None
+    block.size += right.size
+    block.next = right.next
+    if right.next is not None:
+        right.next.prev = block
+    return right.size
+
+
+def split_right(block: Block, size: int) -> Block:
+    """Cut `block` to `size`; the rest as a new block at its right, in no list yet."""
+    rest = Block(block.address + size, block.size - size, block.owner, block.segment, block, block.next)
+    if block.next is not None:
+        block.next.prev = rest
+    block.next = rest
+    block.size = size
+    return rest

@@ -1,0 +1,411 @@
+"""The caching allocator of one device: malloc, free, and what happens when the driver refuses.
+
+Source: `DeviceCachingAllocator` of c10/cuda/CUDACachingAllocator.cpp, whose names the methods keep in their docstrings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from memprof.allocator import reclaim
+from memprof.allocator.blocks import ADDRESS_BITS, DEFAULT_POOL, Block, PoolId, StreamPool, absorb_next
+from memprof.allocator.config import UNLIMITED, AllocatorConfig
+from memprof.allocator.driver import Driver, SimulatedDriver
+from memprof.allocator.messages import ONE_EXABYTE, OomReport, OutOfMemory
+from memprof.allocator.pools import PrivatePool, SegmentLayout, layout_of
+from memprof.allocator.releases import LATEST, Release
+from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size, segment_size
+from memprof.allocator.segments import Segments
+from memprof.allocator.stats import Counters, Statistics
+from memprof.allocator.streams import Completion, PendingFrees
+from memprof.errors import UsageError
+
+UNKNOWN_SPACE = 1 << 46
+"""Address space of an expandable segment when the card's memory is not known: more than any card has."""
+
+
+class CachingAllocator:
+    """Replays the decisions of torch's CUDA caching allocator, block by block.
+
+    Args:
+        total_bytes: capacity of the card (cudaMemGetInfo's total); None: without limit.
+        config: the settings.
+        release: whose texts and rules.
+        driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.
+        completion: when blocks that other streams used are free again.
+        device: number of the card, for messages.
+
+    Raises:
+        UsageError: settings that ask for another allocator (backend:cudaMallocAsync).
+    """
+
+    def __init__(
+        self,
+        total_bytes: int | None = None,
+        config: AllocatorConfig | None = None,
+        release: Release = LATEST,
+        driver: Driver | None = None,
+        *,
+        completion: Completion = Completion.IMMEDIATE,
+        device: int = 0,
+    ) -> None:
+        self.config = config = AllocatorConfig() if config is None else config
+        if config.backend != "native":
+            raise UsageError(
+                "only torch's native allocator can be replayed",
+                value=f"backend:{config.backend}",
+                hint="leave the setting out; the CUDA driver's own pool has no public rules",
+            )
+        self.release = release
+        self.driver = SimulatedDriver(total_bytes) if driver is None else driver
+        self.pending = PendingFrees(self._free_block, completion)
+        self.device = device
+        self.statistics = Statistics()
+        self.expandable = config.expandable_segments and release.has_expandable_segments
+        total = self.driver.memory_info()[1] if total_bytes is None else total_bytes
+        self.allowed_bytes: int | None = None
+        if config.per_process_memory_fraction < 1 and total:  # of a card without limit there are no fractions
+            self.allowed_bytes = int(config.per_process_memory_fraction * total)
+        reserve = config.expandable_segments_reserve_bytes
+        if reserve is None:  # without a limit of memory, the reservation must not be one either
+            reserve = int(total * config.expandable_segments_reserve) if total else UNKNOWN_SPACE
+        self.segment_store = Segments(
+            self.driver,
+            self.statistics,
+            large_segment=config.large_segment_size,
+            max_split_size=config.max_split_size,
+            address_space=reserve,
+        )
+        self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
+        self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
+        self.capturing: list[PoolId] = []
+        """captures_underway: while one is, no events are polled and no cached segments are given back."""
+        self.max_split_size = config.max_split_size
+        self.divisions = config.roundup_power2_divisions
+        self.gc_enabled = self.allowed_bytes is not None and config.garbage_collection_threshold > 0
+        self._plain_search = not self.expandable and not self.gc_enabled
+
+    # -- malloc and free -------------------------------------------------------------------------------------------
+
+    def malloc(self, num_bytes: int, stream: int = 0, pool: PoolId = DEFAULT_POOL) -> Block:
+        """A block for `num_bytes` (at least 1: empty tensors take none), usable on `stream` (`malloc`).
+
+        Raises:
+            OutOfMemory: the driver refused, and nothing that is cached could be given back to make room.
+        """
+        if self.pending.waiting and not self.capturing:
+            self.pending.poll()
+        if self.divisions:
+            size = max(round_size(num_bytes, self.divisions), MIN_BLOCK)
+        else:
+            size = (num_bytes + 511) & -512 or MIN_BLOCK
+        home = self.default_pool if pool is DEFAULT_POOL else self.pools[pool]
+        sized = home.small if size <= SMALL_SIZE else home.large
+        owner = sized.streams.get(stream) or sized.of_stream(stream)
+
+        # get_free_block, with the usual case in line.
+        block: Block | None = None
+        keys = owner.keys
+        if self._plain_search:
+            at = bisect_left(keys, size << ADDRESS_BITS)
+            if at < len(keys):
+                key = keys[at]
+                block = owner.blocks[key]
+                if block.segment.expandable or block.size >= self.max_split_size:
+                    block = self._search(owner, size)
+                else:
+                    del keys[at]
+                    del owner.blocks[key]
+                    block.free = False
+        else:
+            block = self._search(owner, size)
+        if block is None:
+            block = self._obtain(owner, num_bytes, size)
+            owner = block.owner
+
+        # should_split and alloc_found_block
+        was_split = block.prev is not None or block.next is not None
+        remaining = block.size - size
+        counters, total = owner.counters, owner.total
+        if remaining and self._splits(home, owner, size, remaining):
+            address = block.address + size
+            following = block.next
+            rest = Block(address, remaining, owner, block.segment, block, following)
+            if following is not None:
+                following.prev = rest
+            block.next = rest
+            block.size = size
+            key = remaining << ADDRESS_BITS | address
+            insort(keys, key)
+            owner.blocks[key] = rest
+            rest.free = True
+            rest.gc_base = owner.pool.calls
+            if not block.segment.expandable:
+                if was_split:
+                    counters.inactive_split_bytes -= size
+                    total.inactive_split_bytes -= size
+                else:
+                    counters.change_inactive_split(1, remaining)
+                    total.change_inactive_split(1, remaining)
+        else:
+            size = block.size
+            if was_split and not block.segment.expandable:
+                counters.inactive_split -= 1
+                counters.inactive_split_bytes -= size
+                total.inactive_split -= 1
+                total.inactive_split_bytes -= size
+        block.requested = num_bytes
+        if size >= self.max_split_size:
+            self.statistics.add_oversize_allocation()
+        for count in (counters, total):
+            count.mallocs += 1
+            count.mallocs_bytes += size
+            count.mallocs_requested += num_bytes
+            count.allocation += 1
+            if count.allocation > count.allocation_peak:
+                count.allocation_peak = count.allocation
+            count.allocated_bytes += size
+            if count.allocated_bytes > count.allocated_bytes_peak:
+                count.allocated_bytes_peak = count.allocated_bytes
+            count.active += 1
+            if count.active > count.active_peak:
+                count.active_peak = count.active
+            count.active_bytes += size
+            if count.active_bytes > count.active_bytes_peak:
+                count.active_bytes_peak = count.active_bytes
+            count.requested_bytes += num_bytes
+            if count.requested_bytes > count.requested_bytes_peak:
+                count.requested_bytes_peak = count.requested_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give `block` back (`free`): at once, or when the streams that used it are done."""
+        size = block.size
+        owner = block.owner
+        counters, total = owner.counters, owner.total
+        counters.allocation -= 1
+        counters.allocated_bytes -= size
+        total.allocation -= 1
+        total.allocated_bytes -= size
+        if size >= self.max_split_size:
+            self.statistics.oversize_allocations -= 1
+        if block.uses:
+            self.pending.add(block, capturing=bool(self.capturing))
+        else:
+            self._free_block(block)
+
+    def _free_block(self, block: Block) -> None:
+        """`free_block`: merge with free neighbours, previous first, and make it findable."""
+        owner = block.owner
+        size = block.size
+        counters, total = owner.counters, owner.total
+        counters.active -= 1
+        counters.active_bytes -= size
+        counters.requested_bytes -= block.requested
+        total.active -= 1
+        total.active_bytes -= size
+        total.requested_bytes -= block.requested
+        keys, blocks = owner.keys, owner.blocks
+        split_count = split_bytes = 0
+        previous, following = block.prev, block.next
+        if following is not None and following.free and following.mapped:
+            key = following.size << ADDRESS_BITS | following.address
+            del keys[bisect_left(keys, key)]
+            del blocks[key]
+            split_count -= 1
+            split_bytes -= following.size
+            absorb_next(block)
+        if previous is not None and previous.free and previous.mapped:
+            key = previous.size << ADDRESS_BITS | previous.address
+            del keys[bisect_left(keys, key)]
+            del blocks[key]
+            split_count -= 1
+            split_bytes -= previous.size
+            absorb_next(previous)
+            block = previous
+        key = block.size << ADDRESS_BITS | block.address
+        insort(keys, key)
+        blocks[key] = block
+        block.free = True
+        block.gc_base = owner.pool.calls
+        if not block.segment.expandable:
+            if block.prev is not None or block.next is not None:
+                split_count += 1
+                split_bytes += block.size
+            if split_count or split_bytes:
+                counters.change_inactive_split(split_count, split_bytes)
+                total.change_inactive_split(split_count, split_bytes)
+
+    # -- finding and obtaining a block -----------------------------------------------------------------------------
+
+    def _search(self, owner: StreamPool, size: int) -> Block | None:
+        """`get_free_block`: the smallest sufficient block, then the lowest; no other is tried if it is refused."""
+        if self.gc_enabled:
+            owner.pool.calls += 1
+        keys, blocks = owner.keys, owner.blocks
+        at = bisect_left(keys, size << ADDRESS_BITS)
+        if at == len(keys):
+            return None
+        block = blocks[keys[at]]
+        if block.segment.expandable:
+            if self.expandable:
+                while block.segment.expandable and at + 1 < len(keys):
+                    following = blocks[keys[at + 1]]
+                    if _expandable_size(following) >= _expandable_size(block):
+                        break
+                    block = following
+                    at += 1
+            else:
+                while block.segment.expandable:
+                    at += 1
+                    if at == len(keys):
+                        return None
+                    block = blocks[keys[at]]
+        limit = self.max_split_size
+        if size < limit <= block.size:
+            return None
+        if size >= limit and block.size >= size + self.config.max_non_split_rounding:
+            return None
+        owner.remove(block)
+        return block
+
+    def has_free_block(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
+        """Whether a request of `size` bytes (rounded) would be served without asking the driver."""
+        sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
+        owner = sized.of_stream(stream)
+        block = self._search(owner, size)
+        if block is not None:
+            owner.insert(block)
+        return block is not None
+
+    def _splits(self, home: PrivatePool, owner: StreamPool, size: int, remaining: int) -> bool:
+        """`should_split`."""
+        if home.no_split:
+            return False
+        if owner.is_small or self.expandable:
+            return remaining >= MIN_BLOCK
+        return size < self.max_split_size and remaining > SMALL_SIZE
+
+    def _obtain(self, owner: StreamPool, num_bytes: int, size: int) -> Block:
+        """What `malloc` does when no free block serves: collect, ask the driver, overflow pools, release, give up."""
+        if num_bytes >= ONE_EXABYTE:
+            raise OutOfMemory(self._report(num_bytes, num_bytes), self.release)
+        if self.gc_enabled:
+            reclaim.collect_garbage(self)
+        segment = segment_size(size, self.config.large_segment_size)
+        block = self._ask_driver(owner, size, segment)
+        if block is None and owner.pool.pool_id == DEFAULT_POOL:
+            for overflow in self.pools.values():
+                if block is None and overflow.use_on_oom:
+                    sized = overflow.small if owner.is_small else overflow.large
+                    block = self._search(sized.of_stream(owner.stream), size)
+        if block is None and reclaim.release_available(self, owner, size):
+            block = self._ask_driver(owner, size, segment)
+        if block is None and not self.capturing:
+            reclaim.release_cached(self)
+            self.statistics.num_alloc_retries += 1
+            block = self._ask_driver(owner, size, segment)
+        if block is None:
+            self.statistics.num_ooms += 1
+            raise OutOfMemory(self._report(num_bytes, segment), self.release)
+        return block
+
+    def _ask_driver(self, owner: StreamPool, size: int, segment: int) -> Block | None:
+        """`alloc_block`, without its count of retries."""
+        store = self.segment_store
+        if self.allowed_bytes is not None and store.total_bytes + segment > self.allowed_bytes:
+            if self.config.throw_on_cudamalloc_oom:
+                self.statistics.num_ooms += 1
+                self.statistics.num_oom_rejections += 1
+                raise OutOfMemory(self._report(size, segment), self.release)
+            return None
+        return store.grow(owner, size) if self.expandable else store.allocate(owner, segment)
+
+    def _report(self, requested: int, tried: int) -> OomReport:
+        free, total = self.driver.memory_info()
+        private = sum(
+            key >> ADDRESS_BITS
+            for pool in self.pools.values()
+            if pool is not self.default_pool
+            for sized in (pool.small, pool.large)
+            for owner in sized.streams.values()
+            for key in owner.keys
+        )
+        counters = self.statistics.all
+        return OomReport(
+            requested_bytes=requested,
+            tried_bytes=tried,
+            total_bytes=total,
+            free_bytes=free,
+            allocated_bytes=counters.allocated_bytes + private,
+            reserved_bytes=counters.reserved_bytes,
+            private_pool_bytes=private,
+            allowed_bytes=self.allowed_bytes,
+            device=self.device,
+        )
+
+    # -- streams ---------------------------------------------------------------------------------------------------
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """`stream` uses `block` too: once freed, it waits for that stream's work. Its own stream changes nothing."""
+        if stream != block.owner.stream:
+            if block.uses is None:
+                block.uses = set()
+            block.uses.add(stream)
+
+    def complete(self, block: Block) -> None:
+        """All work on the freed `block` is done, whatever `completion` says."""
+        self.pending.complete(block)
+
+    def synchronize(self) -> None:
+        """`synchronize_and_free_events`: wait for the work of all streams."""
+        self.statistics.num_sync_all_streams += 1
+        self.pending.synchronize()
+
+    # -- cache, pools, figures -------------------------------------------------------------------------------------
+
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache: give back every segment that is wholly free."""
+        reclaim.release_cached(self)
+
+    def create_pool(self, pool: PoolId, *, no_split: bool = False, use_on_oom: bool = False) -> None:
+        """A private pool (torch.cuda.MemPool, CUDA graphs), or one more user of it."""
+        found = self.pools.get(pool)
+        if found is None:
+            found = self.pools[pool] = PrivatePool(pool, self.statistics)
+        found.no_split |= no_split
+        found.use_on_oom |= use_on_oom
+        found.use_count += 1
+
+    def release_pool(self, pool: PoolId) -> None:
+        """One user of the private pool less; without users `empty_cache` gives its free segments back."""
+        self.pools[pool].use_count -= 1
+
+    def begin_capture(self, pool: PoolId) -> None:
+        """A CUDA graph is being captured into `pool` (pass it to `malloc`)."""
+        self.create_pool(pool)
+        self.capturing.append(pool)
+
+    def end_capture(self, pool: PoolId) -> None:
+        """The capture is over; its pool stays until `release_pool`."""
+        self.capturing.remove(pool)
+
+    @property
+    def counters(self) -> Counters:
+        """The counters of all pools together: `.allocated_bytes`, `.reserved_bytes`, `.active_bytes` and so on."""
+        return self.statistics.all
+
+    def stats(self) -> dict[str, int]:
+        """What torch.cuda.memory_stats() would return."""
+        limit = self.config.reported_max_split_size
+        assert (limit == -1) == (self.max_split_size == UNLIMITED)
+        return self.statistics.as_dict(limit)
+
+    def segments(self) -> list[SegmentLayout]:
+        """Every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""
+        return layout_of(self.segment_store.live.values())
+
+
+def _expandable_size(block: Block) -> int:
+    following = block.next
+    return block.size + (following.size if following is not None and not following.mapped else 0)

@@ -1,0 +1,80 @@
+"""The error that ends a run: the text that each torch release prints, and its figures.
+
+Source: `malloc` of c10/cuda/CUDACachingAllocator.cpp, and the strings of the official wheels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.allocator.releases import LATEST, Release
+
+ONE_EXABYTE = 1 << 60
+"""Requests of at least this size are refused outright (`allocate` in CUDACachingAllocator.cpp)."""
+
+
+def format_size(num_bytes: int) -> str:
+    """A size as torch prints it: two decimals, and a unit that goes on to its next at more than 1,024."""
+    if num_bytes <= 1 << 10:
+        return f"{num_bytes} bytes"
+    if num_bytes <= 1 << 20:
+        return f"{num_bytes / (1 << 10):.2f} KiB"
+    if num_bytes <= 1 << 30:
+        return f"{num_bytes / (1 << 20):.2f} MiB"
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class OomReport:
+    """The figures of an out-of-memory error, in bytes."""
+
+    requested_bytes: int
+    """What the program asked for; the message does not show it."""
+    tried_bytes: int
+    """The segment that the driver refused: the message's "Tried to allocate"."""
+    total_bytes: int
+    free_bytes: int
+    allocated_bytes: int
+    """Blocks handed out, and free ones inside private pools."""
+    reserved_bytes: int
+    private_pool_bytes: int = 0
+    allowed_bytes: int | None = None
+    """Limit set by a memory fraction."""
+    process_bytes: int | None = None
+    """What NVML shows for this process."""
+    device: int = 0
+
+    def message(self, release: Release = LATEST) -> str:
+        """What torch.cuda.OutOfMemoryError says in `release`."""
+        allowed = "" if self.allowed_bytes is None else f"{format_size(self.allowed_bytes)} allowed; "
+        if self.requested_bytes >= ONE_EXABYTE:
+            return "CUDA out of memory. Tried to allocate more than 1EB memory."
+        if release.version < (2, 1):
+            return (
+                f"CUDA out of memory. Tried to allocate {format_size(self.tried_bytes)} (GPU {self.device}; "
+                f"{format_size(self.total_bytes)} total capacity; {format_size(self.allocated_bytes)} already "
+                f"allocated; {format_size(self.free_bytes)} free; {allowed}"
+                f"{format_size(self.reserved_bytes)} reserved in total by PyTorch){release.oom_advice}"
+            )
+        process = private = ""
+        if self.process_bytes is not None:
+            process = (
+                f"Including non-PyTorch memory, this process has {format_size(self.process_bytes)} memory in use. "
+            )
+        if self.private_pool_bytes:
+            private = f"with {format_size(self.private_pool_bytes)} allocated in private pools (e.g., CUDA Graphs), "
+        return (
+            f"CUDA out of memory. Tried to allocate {format_size(self.tried_bytes)}. GPU {self.device} "
+            f"{release.capacity_phrase} {format_size(self.total_bytes)} of which {format_size(self.free_bytes)} is "
+            f"free. {process}{allowed}Of the allocated memory {format_size(self.allocated_bytes)} is allocated by "
+            f"PyTorch, {private}and {format_size(self.reserved_bytes - self.allocated_bytes)} is reserved by PyTorch "
+            f"but unallocated.{release.oom_advice}"
+        )
+
+
+class OutOfMemory(Exception):
+    """The allocator could not serve a request, as torch.cuda.OutOfMemoryError."""
+
+    def __init__(self, report: OomReport, release: Release = LATEST) -> None:
+        super().__init__(report.message(release))
+        self.report = report

@@ -1,0 +1,346 @@
+"""The allocator as it was when a snapshot's recording began: its end, walked back event by event.
+
+A snapshot holds the final segments and what happened before. Undoing the events from the last to the first gives the
+segments and live blocks of the beginning; the stretches between live blocks were its free blocks, because free
+neighbours always merge.
+
+Two things are not always recorded. Where the address space of an expandable segment begins: it is taken to begin at the
+lowest address that the file knows of it. And how large a block is that was live at the beginning and freed later: a
+block of the large pool keeps up to 1 MiB that it did not ask for (from max_split_size on, its whole segment):
+* the stretch that follows it is at most 1 MiB: it belongs to the block, as the large pool has no free blocks so small;
+* an allocation was made in that stretch while the block lived: it starts where the block ends;
+* otherwise the block is taken to end where its request does (`ambiguous` counts these).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from dataclasses import dataclass, field
+
+from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId, StreamPool, split_right
+from memprof.allocator.caching import CachingAllocator
+from memprof.allocator.config import AllocatorConfig
+from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
+from memprof.allocator.segments import Segments
+from memprof.trace.snapshot import Action, BlockState, SnapshotEvent, SnapshotSegment
+
+
+@dataclass(slots=True)
+class LiveBlock:
+    """A block that was in use at the beginning."""
+
+    address: int
+    requested: int
+    size: int | None
+    """None if no record gives it."""
+    pending: bool
+    """Its free had been asked for, and waited for other streams."""
+
+
+@dataclass(slots=True)
+class Range:
+    """Memory that was there: a segment, or a mapped run of an expandable one."""
+
+    address: int
+    size: int
+    stream: int
+    is_small: bool
+    pool_id: PoolId
+    expandable: bool
+
+
+@dataclass(slots=True)
+class State:
+    """The beginning of a recording."""
+
+    ranges: list[Range] = field(default_factory=list)
+    live: dict[int, LiveBlock] = field(default_factory=dict)
+    ambiguous: int = 0
+    """Blocks whose end no record gives."""
+    spaces: dict[tuple[int, bool], list[int]] = field(default_factory=dict)
+    """Addresses known to be of an expandable segment, by its stream and whether it is of the small pool; sorted."""
+    contradictions: list[str] = field(default_factory=list)
+    """Where events and final segments do not fit together: then the trace is not whole."""
+
+
+def state_before(
+    segments: list[SnapshotSegment], events: list[SnapshotEvent], config: AllocatorConfig | None = None
+) -> State:
+    """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
+    config = AllocatorConfig() if config is None else config
+    state = State()
+    ranges = _Ranges(segments, config)
+    live: dict[int, LiveBlock] = {}
+    for segment in segments:
+        for block in segment.blocks:
+            if block.state is not BlockState.INACTIVE:
+                pending = block.state is BlockState.PENDING_FREE
+                requested = block.size if block.requested is None else block.requested
+                live[block.address] = LiveBlock(block.address, requested, block.size, pending)
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        action, address = event.action, event.address
+        if action is Action.ALLOC:
+            if live.pop(address, None) is None:
+                state.contradictions.append(f"event {index} allocates {address:#x}, which nothing frees")
+        elif action is Action.FREE_COMPLETED:
+            if address in live:
+                state.contradictions.append(f"event {index} frees {address:#x}, which is live after it")
+            live[address] = LiveBlock(address, event.size, None, pending=True)
+        elif action is Action.FREE_REQUESTED:
+            held = live.get(address)
+            if held is None:
+                state.contradictions.append(f"event {index} frees {address:#x}, but its free never completes")
+                live[address] = LiveBlock(address, event.size, None, pending=False)
+            else:
+                held.pending = False
+        else:
+            problem = ranges.undo(event)
+            if problem:
+                state.contradictions.append(f"event {index} {problem}")
+    state.ranges = ranges.sorted()
+    state.live = live
+    for event in events:
+        if event.action in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP):
+            state.spaces.setdefault((event.stream, ranges.is_small(event.size)), []).append(event.address)
+    for run in state.ranges:
+        if run.expandable:
+            state.spaces.setdefault((run.stream, run.is_small), []).append(run.address)
+    for known in state.spaces.values():
+        known.sort()
+    _measure(state, events, config)
+    return state
+
+
+class _Ranges:
+    """The mapped ranges while events are undone."""
+
+    def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
+        self.large_segment = config.large_segment_size
+        self.by_address: dict[int, Range] = {}
+        self.expandable: list[int] = []
+        for segment in segments:
+            self._add(
+                Range(
+                    segment.address, segment.size, segment.stream, segment.is_small, segment.pool_id, segment.expandable
+                )
+            )
+
+    def sorted(self) -> list[Range]:
+        return [self.by_address[address] for address in sorted(self.by_address)]
+
+    def is_small(self, mapped: int) -> bool:
+        """Whether `mapped` bytes at a time are of the small pool, which maps in units of 2 MiB; the large of 20."""
+        return mapped % self.large_segment != 0
+
+    def undo(self, event: SnapshotEvent) -> str | None:
+        """What is wrong with `event`, or None."""
+        address, size = event.address, event.size
+        if event.action is Action.SEGMENT_ALLOC:
+            found = self.by_address.get(address)
+            if found is None or found.size != size or found.expandable:
+                return f"takes a segment at {address:#x} that is not there afterwards"
+            del self.by_address[address]
+        elif event.action is Action.SEGMENT_FREE:
+            if address in self.by_address:
+                return f"gives a segment at {address:#x} back that is still there afterwards"
+            # Every segment of the small pool has this size, and none of the large pool.
+            self._add(Range(address, size, event.stream, size == SMALL_BUFFER, event.pool_id, expandable=False))
+        elif event.action is Action.SEGMENT_MAP:
+            at = bisect_right(self.expandable, address) - 1
+            found = self.by_address.get(self.expandable[at]) if at >= 0 else None
+            if found is None or found.address + found.size < address + size:
+                return f"maps memory at {address:#x} that is not there afterwards"
+            del self.by_address[found.address]
+            del self.expandable[at]
+            if address > found.address:
+                self._add(_part(found, found.address, address))
+            if address + size < found.address + found.size:
+                self._add(_part(found, address + size, found.address + found.size))
+        elif event.action is Action.SEGMENT_UNMAP:
+            run = Range(address, size, event.stream, False, event.pool_id, expandable=True)
+            near = bisect_left(self.expandable, address)
+            known = [self.by_address[self.expandable[i]] for i in (near - 1, near) if 0 <= i < len(self.expandable)]
+            for other in known:
+                if other.address + other.size == address or address + size == other.address:
+                    run = _part(other, min(run.address, other.address), max(_end(run), _end(other)))
+                    del self.by_address[other.address]
+                    self.expandable.remove(other.address)
+            if run.address == address and run.size == size:
+                run.is_small = self.is_small(size)
+            self._add(run)
+        return None
+
+    def _add(self, run: Range) -> None:
+        self.by_address[run.address] = run
+        if run.expandable:
+            insort(self.expandable, run.address)
+
+
+def _end(run: Range) -> int:
+    return run.address + run.size
+
+
+def _part(run: Range, begin: int, end: int) -> Range:
+    return Range(begin, end - begin, run.stream, run.is_small, run.pool_id, run.expandable)
+
+
+def _measure(state: State, events: list[SnapshotEvent], config: AllocatorConfig) -> None:
+    """Find the size of every live block that no record gives."""
+    addresses = sorted(state.live)
+    starts = [run.address for run in state.ranges]
+    open_ends: list[tuple[int, int, LiveBlock]] = []  # (first possible end, last possible end, block)
+    for index, address in enumerate(addresses):
+        block = state.live[address]
+        at = bisect_right(starts, address) - 1
+        run = state.ranges[at] if at >= 0 else None
+        if run is None or _end(run) <= address:
+            state.contradictions.append(f"the block at {address:#x} is in no segment")
+            del state.live[address]
+            continue
+        limit = _end(run)
+        if index + 1 < len(addresses):
+            limit = min(limit, addresses[index + 1])
+        known = block.size is not None
+        if block.size is None:
+            block.size = round_size(block.requested, config.roundup_power2_divisions)
+        gap = limit - address - block.size
+        if gap < 0:
+            state.contradictions.append(f"the block at {address:#x} does not fit in its place")
+            block.size += gap
+        if known or run.is_small or run.expandable or gap <= 0:
+            continue
+        if gap <= SMALL_SIZE or block.size >= config.max_split_size:
+            block.size += gap
+        else:
+            open_ends.append((address + block.size, limit, block))
+    _measure_by_neighbours(state, events, open_ends)
+
+
+def _measure_by_neighbours(
+    state: State, events: list[SnapshotEvent], open_ends: list[tuple[int, int, LiveBlock]]
+) -> None:
+    """Blocks followed by more than 1 MiB: the first allocation there shows where they end."""
+    firsts = [first for first, _, _ in open_ends]
+    waiting = {block.address: block for _, _, block in open_ends}
+    for event in events:
+        if not waiting:
+            break
+        if event.action is Action.ALLOC:
+            at = bisect_right(firsts, event.address) - 1
+            if at < 0:
+                continue
+            first, last, block = open_ends[at]
+            if event.address < last and block.address in waiting:
+                del waiting[block.address]
+                if event.address - first <= SMALL_SIZE:
+                    assert block.size is not None
+                    block.size += event.address - first
+        elif event.action is Action.FREE_REQUESTED and event.address in waiting:
+            del waiting[event.address]
+            state.ambiguous += 1
+    state.ambiguous += len(waiting)
+
+
+def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
+    """Put `allocator`, which is fresh, into `state`; its live blocks by address."""
+    live = sorted(state.live)
+    found: dict[int, Block] = {}
+    previous: tuple[Range, Block] | None = None
+    for run in state.ranges:
+        if run.pool_id != DEFAULT_POOL and run.pool_id not in allocator.pools:
+            allocator.create_pool(run.pool_id)
+        home = allocator.pools[run.pool_id]
+        owner = (home.small if run.is_small else home.large).of_stream(run.stream)
+        store = allocator.segment_store
+        block: Block
+        if run.expandable:
+            block, tail = _restore_run(store, owner, run, state, previous)
+            previous = (run, tail)
+        else:
+            block = store.adopt(owner, run.address, run.size)
+        store.total_bytes += run.size
+        for counters in (owner.counters, owner.total):
+            counters.reserve(run.size, 0 if run.expandable else 1)
+        for address in live[bisect_left(live, run.address) : bisect_left(live, _end(run))]:
+            known = state.live[address]
+            assert known.size is not None
+            if address > block.address:
+                following = split_right(block, address - block.address)
+                _leave_free(block)
+                block = following
+            rest = split_right(block, known.size) if known.size < block.size else None
+            _take(block, known, found)
+            if rest is None:
+                break
+            block = rest
+        else:
+            _leave_free(block)
+    return found
+
+
+def _restore_run(
+    store: Segments, owner: StreamPool, run: Range, state: State, previous: tuple[Range, Block] | None
+) -> tuple[Block, Block]:
+    """The block of the mapped `run`, in no list, and the unmapped block behind it.
+
+    Runs of one pool and stream that follow each other are taken to lie in one reservation.
+    """
+    if previous is not None and _same_space(previous[0], run):
+        before = previous[1]
+        owner.remove_unmapped(before)
+    else:
+        base = _base(run, state)
+        unit = store.unit(owner)
+        before = store.adopt(owner, base, -(-store.address_space // unit) * unit, expandable=True)
+    block = before
+    if run.address > before.address:
+        block = split_right(before, run.address - before.address)
+        owner.insert_unmapped(before)
+    tail = split_right(block, run.size)
+    owner.insert_unmapped(tail)
+    return block, tail
+
+
+def _base(run: Range, state: State) -> int:
+    """The lowest address known of the reservation of `run`: nothing else lies between."""
+    others = [other.address for other in state.ranges if not (other.expandable and _same_space(other, run))]
+    for key, known in state.spaces.items():
+        if key != (run.stream, run.is_small):
+            others += known
+    barrier = max((address for address in others if address < run.address), default=-1)
+    return min(address for address in state.spaces[run.stream, run.is_small] if barrier < address <= run.address)
+
+
+def _same_space(before: Range, run: Range) -> bool:
+    return (before.stream, before.is_small, before.pool_id) == (run.stream, run.is_small, run.pool_id)
+
+
+def _leave_free(block: Block) -> None:
+    block.owner.insert(block)
+    if not block.segment.expandable and (block.prev is not None or block.next is not None):
+        for counters in (block.owner.counters, block.owner.total):
+            counters.change_inactive_split(1, block.size)
+
+
+def _take(block: Block, known: LiveBlock, found: dict[int, Block]) -> None:
+    block.requested = known.requested
+    found[block.address] = block
+    for counters in (block.owner.counters, block.owner.total):
+        counters.mallocs += 1
+        counters.mallocs_bytes += block.size
+        counters.mallocs_requested += known.requested
+        counters.active += 1
+        counters.active_bytes += block.size
+        counters.requested_bytes += known.requested
+        counters.active_peak = counters.active
+        counters.active_bytes_peak = counters.active_bytes
+        counters.requested_bytes_peak = counters.requested_bytes
+        if known.pending:
+            continue
+        counters.allocation += 1
+        counters.allocated_bytes += block.size
+        counters.allocation_peak = counters.allocation
+        counters.allocated_bytes_peak = counters.allocated_bytes
+    if known.pending:
+        block.events = 1

@@ -1,0 +1,117 @@
+"""What differs between torch releases: texts, limits of settings, life of the cuBLAS workspaces.
+
+The figures come from the sources and the strings of the official wheels 2.0.1 to 2.15.0; releases between two that
+were looked at are taken to agree with the earlier one unless a note says otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from memprof.errors import UsageError
+
+OLDEST = (2, 0)
+NEWEST = (2, 15)
+"""The newest release that was looked at; later ones are taken to agree with it."""
+
+
+class WorkspaceLife(enum.StrEnum):
+    """How long a cuBLAS workspace stays allocated."""
+
+    PERMANENT = "permanent"  # from the first use on, one per handle (thread) and stream
+    PER_CALL = "per call"  # allocated before and freed after every cuBLAS operator
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The profile of one torch release (major, minor)."""
+
+    version: tuple[int, int]
+
+    @property
+    def workspace_life(self) -> WorkspaceLife:
+        """2.15 stopped keeping workspaces (TORCH_CUBLAS_WORKSPACE_CACHE=1 brings the old way back)."""
+        return WorkspaceLife.PER_CALL if self.version >= (2, 15) else WorkspaceLife.PERMANENT
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        """`expandable_segments` came with 2.1."""
+        return self.version >= (2, 1)
+
+    @property
+    def has_large_segment_size(self) -> bool:
+        """`large_segment_size_mb`: in the headers of 2.12.1, not in those of 2.10.0."""
+        return self.version >= (2, 11)
+
+    @property
+    def has_memory_fraction_setting(self) -> bool:
+        """`per_process_memory_fraction` as a setting came with 2.10."""
+        return self.version >= (2, 10)
+
+    @property
+    def has_unified_settings(self) -> bool:
+        """Settings shared by all accelerators (c10/core/AllocatorConfig.h), and PYTORCH_ALLOC_CONF.
+
+        The limits of max_split_size_mb and max_non_split_rounding_mb became inclusive, and `>` in
+        roundup_power2_divisions begins above the last key instead of at it.
+        """
+        return self.version >= (2, 9)
+
+    @property
+    def has_preemptive_oom(self) -> bool:
+        """`throw_on_cudamalloc_oom` is in 2.12.1."""
+        return self.version >= (2, 12)
+
+    @property
+    def has_reserve_setting(self) -> bool:
+        """`expandable_segments_reserve` is in 2.15.0."""
+        return self.version >= (2, 15)
+
+    @property
+    def capacity_phrase(self) -> str:
+        """How the out-of-memory message introduces the capacity; 2.1 has a letter too few."""
+        return "has a total capacty of" if self.version == (2, 1) else "has a total capacity of"
+
+    @property
+    def oom_advice(self) -> str:
+        """The end of the out-of-memory message."""
+        head = " If reserved but unallocated memory is large try setting"
+        see = " to avoid fragmentation.  See documentation for Memory Management "
+        old_url = " (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        new_url = (
+            " (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+            "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+        )
+        if self.version < (2, 1):
+            return (
+                " If reserved memory is >> allocated memory try setting max_split_size_mb" + see
+            ) + "and PYTORCH_CUDA_ALLOC_CONF"
+        if self.version < (2, 2):
+            return head + " max_split_size_mb" + see + "and PYTORCH_CUDA_ALLOC_CONF"
+        if self.version < (2, 10):
+            return head + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + see + old_url
+        if self.version < (2, 11):
+            return head + " PYTORCH_ALLOC_CONF=expandable_segments:True" + see + old_url
+        return head + " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" + see + new_url
+
+
+def release_for(version: str) -> Release:
+    """The profile of a version such as "2.6.0+cu124".
+
+    Raises:
+        UsageError: it is no version, or older than 2.0.
+    """
+    match = re.match(r"\s*v?(\d+)\.(\d+)", version)
+    if match is None:
+        raise UsageError("not a torch version", value=repr(version), hint="such as 2.6 or 2.13.0+cpu")
+    found = (int(match[1]), int(match[2]))
+    if found < OLDEST:
+        raise UsageError(
+            "the allocator of this torch release is not known", value=version, hint="2.0 and later are simulated"
+        )
+    return Release(found)
+
+
+LATEST = Release(NEWEST)

@@ -1,0 +1,182 @@
+"""Segments: asked of the driver, given back, and the expandable ones that grow and shrink.
+
+Source: `alloc_block`, `release_block`, `map_block`, `unmap_block`, `find_expandable_block` and
+`try_allocate_expandable_block` of c10/cuda/CUDACachingAllocator.cpp.
+"""
+
+from __future__ import annotations
+
+from memprof.allocator.blocks import Block, Segment, StreamPool, absorb_next, split_right
+from memprof.allocator.driver import Driver
+from memprof.allocator.rounding import SMALL_BUFFER
+from memprof.allocator.stats import Statistics
+
+
+class Segments:
+    """All segments of one device.
+
+    Args:
+        driver: where memory comes from.
+        statistics: the device's counters.
+        large_segment: bytes of `large_segment_size_mb`, the mapping unit of the large pool.
+        max_split_size: from this size on a segment counts as oversize.
+        address_space: bytes of an expandable segment's reservation, before it is rounded up to whole units.
+    """
+
+    def __init__(
+        self, driver: Driver, statistics: Statistics, *, large_segment: int, max_split_size: int, address_space: int
+    ) -> None:
+        self.driver = driver
+        self.statistics = statistics
+        self.large_segment = large_segment
+        self.max_split_size = max_split_size
+        self.address_space = address_space
+        self.total_bytes = 0
+        """total_allocated_memory: what the driver has given."""
+        self.live: dict[int, Segment] = {}
+        """By address."""
+
+    def allocate(self, owner: StreamPool, size: int) -> Block | None:
+        """One cudaMalloc of `size` bytes as one block that is not free; None when the driver refuses."""
+        address = self.driver.malloc(size)
+        if address is None:
+            return None
+        self.total_bytes += size
+        block = self.adopt(owner, address, size)
+        if size >= self.max_split_size:
+            self.statistics.add_oversize_segment()
+        owner.counters.reserve(size, 1)
+        owner.total.reserve(size, 1)
+        self.statistics.num_device_alloc += 1
+        return block
+
+    def adopt(self, owner: StreamPool, address: int, size: int, *, expandable: bool = False) -> Block:
+        """A segment that is there, as one block in no list."""
+        segment = Segment(address, size, expandable=expandable, unit=self.unit(owner) if expandable else 0)
+        block = segment.first = Block(address, size, owner, segment, None, None)
+        self.live[address] = segment
+        return block
+
+    def release(self, block: Block) -> None:
+        """cudaFree of the segment that the free `block` fills."""
+        owner, size = block.owner, block.size
+        self.driver.free(block.address, size)
+        self.total_bytes -= size
+        owner.counters.unreserve(size, 1)
+        owner.total.unreserve(size, 1)
+        if size >= self.max_split_size:
+            self.statistics.oversize_segments -= 1
+        self.statistics.num_device_free += 1
+        owner.remove(block)
+        del self.live[block.address]
+
+    # -- expandable segments ---------------------------------------------------------------------------------------
+
+    def unit(self, owner: StreamPool) -> int:
+        """Bytes that are mapped at a time."""
+        return SMALL_BUFFER if owner.is_small else self.large_segment
+
+    def grow(self, owner: StreamPool, size: int) -> Block | None:
+        """A block of at least `size` bytes, made by mapping memory; not free. None when the driver refuses.
+
+        What was mapped before the refusal stays, as free memory.
+        """
+        block = self._room(owner, size)
+        if not block.mapped:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            following = block.next
+            if following is None:
+                return None  # larger than the whole reservation
+            mapped = self._map(following, min(size - block.size, following.size))
+            if mapped is None:
+                return None
+            block = mapped
+        owner.remove(block)
+        return block
+
+    def shrink(self, block: Block) -> None:
+        """Unmap the whole units inside the free `block`; its edges stay. Drop the segment when nothing is left."""
+        segment, owner = block.segment, block.owner
+        begin, end = whole_units(block)
+        if begin >= end:
+            return
+        self.driver.unmap(begin, end - begin)
+        owner.remove(block)
+        middle = block
+        if begin > block.address:
+            middle = split_right(block, begin - block.address)
+            owner.insert(block)
+        if end < middle.address + middle.size:
+            owner.insert(split_right(middle, end - middle.address))
+        left, right = middle.prev, middle.next
+        if right is not None and not right.mapped:
+            owner.remove_unmapped(right)
+            absorb_next(middle)
+        if left is not None and not left.mapped:
+            owner.remove_unmapped(left)
+            absorb_next(left)
+            middle = left
+        owner.insert_unmapped(middle)
+        self.total_bytes -= end - begin
+        owner.counters.unreserve(end - begin, 0)
+        owner.total.unreserve(end - begin, 0)
+        self.statistics.num_device_free += 1
+        if middle.prev is None and middle.next is None:
+            owner.remove_unmapped(middle)
+            del self.live[segment.address]
+            self.driver.unreserve(segment.address, segment.size)
+
+    def _room(self, owner: StreamPool, size: int) -> Block:
+        """The first stretch of free and unmapped blocks that holds `size`, in address order; else a new segment."""
+        for address in owner.unmapped:
+            block = owner.unmapped_blocks[address]
+            if block.prev is not None and block.prev.free:
+                block = block.prev
+            found, at = 0, block
+            while found < size and at is not None and at.free:
+                found += at.size
+                at = at.next  # type: ignore[assignment]
+            if found >= size:
+                return block
+        unit = self.unit(owner)
+        space = -(-self.address_space // unit) * unit
+        block = self.adopt(owner, self.driver.reserve(space), space, expandable=True)
+        owner.insert_unmapped(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> Block | None:
+        """Put memory behind the first `size` bytes of the unmapped `block`; the free block that it became part of."""
+        owner = block.owner
+        unit = block.segment.unit
+        size = -(-size // unit) * unit
+        if not self.driver.map(block.address, size):
+            return None
+        owner.remove_unmapped(block)
+        block.mapped = True
+        if size < block.size:
+            owner.insert_unmapped(split_right(block, size))
+        left, right = block.prev, block.next
+        if right is not None and right.free and right.mapped:
+            owner.remove(right)
+            absorb_next(block)
+        if left is not None and left.free and left.mapped:
+            owner.remove(left)
+            absorb_next(left)
+            block = left
+        owner.insert(block)
+        self.total_bytes += size
+        owner.counters.reserve(size, 0)
+        owner.total.reserve(size, 0)
+        self.statistics.num_device_alloc += 1
+        return block
+
+
+def whole_units(block: Block) -> tuple[int, int]:
+    """Begin and end of the whole mapping units inside a block; begin >= end if there is none."""
+    base, unit = block.segment.address, block.segment.unit
+    begin = base + -(-(block.address - base) // unit) * unit
+    return begin, base + (block.address + block.size - base) // unit * unit

@@ -1,0 +1,110 @@
+"""A pickle that can hold nothing but plain values: it constructs no object, imports no name and cannot blow up.
+
+The unpickler of the standard library runs what a file tells it to. Here every name that a file asks for is refused, and
+before anything is built the opcodes are walked, so that a size or an index that lies cannot make it take memory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import NoReturn
+
+_LIES = "a size in it is larger than the file"
+
+
+class ForbiddenGlobal(Exception):
+    """The file asks for a name to be imported; `args[0]` is it."""
+
+
+class BrokenPickle(Exception):
+    """The bytes are no complete pickle; `args[0]` says why."""
+
+
+def load_plain(data: bytes) -> object:
+    """The value in `data`: dicts, lists, tuples, sets, strings, bytes, numbers, booleans and None.
+
+    Raises:
+        ForbiddenGlobal: it asks for anything else.
+        BrokenPickle: it is truncated, damaged or no pickle.
+    """
+    _walk(data)
+    try:
+        return _Plain(io.BytesIO(data)).load()
+    except ForbiddenGlobal:
+        raise
+    except (MemoryError, RecursionError) as error:
+        raise BrokenPickle(f"it cannot be held in memory ({type(error).__name__})") from None
+    except Exception as error:  # the standard library raises nearly anything for a damaged pickle
+        raise BrokenPickle(str(error) or type(error).__name__) from None
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ForbiddenGlobal(f"{module}.{name}")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise ForbiddenGlobal(f"persistent id {pid!r}")
+
+
+# Bytes that follow an opcode (pickletools.opcodes): a fixed number, or one of the negative marks.
+_LINE, _TWO_LINES, _COUNT1, _COUNT4, _COUNT8, _INDEX4, _UNKNOWN = -1, -2, -3, -4, -5, -6, -7
+
+
+def _widths() -> list[int]:
+    table = [_UNKNOWN] * 256
+    for codes, width in (
+        (b".0(12NQR)}]laebdoqstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94\x97\x98", 0),
+        (b"Khq\x80\x82", 1),
+        (b"M\x83", 2),
+        (b"Jj\x84", 4),
+        (b"G\x95", 8),
+        (b"FILSVPgp", _LINE),
+        (b"ci", _TWO_LINES),
+        (b"U\x8aC\x8c", _COUNT1),
+        (b"TBX\x8b", _COUNT4),
+        (b"\x8e\x8d\x96", _COUNT8),
+        (b"r", _INDEX4),
+        (b"\x92", 0),
+    ):
+        for code in codes:
+            table[code] = width
+    return table
+
+
+_WIDTHS = _widths()
+_STOP = ord(".")
+
+
+def _walk(data: bytes) -> None:
+    """Check that every opcode and its argument lie within `data`, and that memo indices are not huge."""
+    widths, size, at = _WIDTHS, len(data), 0
+    while at < size:
+        code = data[at]
+        width = widths[code]
+        at += 1
+        if width >= 0:
+            if code == _STOP:
+                return
+            at += width
+        elif width == _COUNT1:
+            at += 1 + data[at] if at < size else 1
+        elif width == _COUNT4:
+            at += 4 + int.from_bytes(data[at : at + 4], "little")
+        elif width == _COUNT8:
+            at += 8 + int.from_bytes(data[at : at + 8], "little")
+        elif width == _INDEX4:
+            if int.from_bytes(data[at : at + 4], "little") > size:
+                raise BrokenPickle(_LIES)
+            at += 4
+        elif width == _UNKNOWN:
+            raise BrokenPickle(f"byte {at - 1} is no pickle opcode")
+        else:
+            for _ in range(-width):
+                end = data.find(b"\n", at)
+                if end < 0:
+                    raise BrokenPickle("it is truncated")
+                if code == ord("p") and (end - at > 12 or not data[at:end].isdigit() or int(data[at:end]) > size):
+                    raise BrokenPickle(_LIES)
+                at = end + 1
+    raise BrokenPickle("it is truncated")

@@ -1,0 +1,307 @@
+"""The allocator's decisions in single steps, expected by hand from its rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.allocator import CachingAllocator, Completion, OutOfMemory, SegmentLayout, parse_config
+from memprof.allocator.rounding import round_size, segment_size
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def allocator(settings: str = "", total: int | None = 80 * GIB, **options: object) -> CachingAllocator:
+    return CachingAllocator(total, parse_config(settings), **options)
+
+
+def sizes(segment: SegmentLayout) -> list[tuple[int, bool]]:
+    return [(block.size, block.state != "inactive") for block in segment.blocks]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "rounded", "segment", "kept"),
+    [
+        (1, 512, 2 * MIB, 512),
+        (512, 512, 2 * MIB, 512),
+        (513, 1024, 2 * MIB, 1024),
+        (MIB, MIB, 2 * MIB, MIB),
+        (MIB + 1, 1_049_088, 20 * MIB, 1_049_088),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB, 10 * MIB - 512),
+        (10 * MIB, 10 * MIB, 10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 10_486_272, 12 * MIB, 10_486_272),
+        (45 * MIB + 7, 47_186_432, 46 * MIB, 48_234_496),
+    ],
+)
+def test_first_request(request_bytes, rounded, segment, kept):
+    assert round_size(request_bytes) == rounded
+    assert segment_size(rounded) == segment
+    memory = allocator()
+    block = memory.malloc(request_bytes)
+    assert (block.size, block.requested) == (kept, request_bytes)
+    assert memory.counters.reserved_bytes == segment
+    assert memory.counters.allocated_bytes == kept
+    expected = [(kept, True)] + ([(segment - kept, False)] if segment > kept else [])
+    assert [sizes(found) for found in memory.segments()] == [expected]
+
+
+def test_expandable_segment_grows_by_units():
+    memory = allocator("expandable_segments:True")
+    memory.malloc(3 * MIB)
+    assert [sizes(found) for found in memory.segments()] == [[(3 * MIB, True), (17 * MIB, False)]]
+    memory.malloc(30 * MIB)
+    assert [sizes(found) for found in memory.segments()] == [
+        [(3 * MIB, True), (30 * MIB, True), (7 * MIB, False)],
+    ]
+    assert memory.counters.reserved_bytes == 40 * MIB
+    assert memory.stats()["segment.all.current"] == 0
+    assert memory.stats()["num_device_alloc"] == 2
+    assert memory.stats()["inactive_split_bytes.all.current"] == 0
+
+
+def test_expandable_segment_unmaps_whole_units_only():
+    memory = allocator("expandable_segments:True")
+    first = memory.malloc(3 * MIB)
+    memory.free(memory.malloc(70 * MIB))
+    assert memory.counters.reserved_bytes == 80 * MIB
+    memory.empty_cache()  # [3 used, 77 free]: the first unit stays
+    assert [sizes(found) for found in memory.segments()] == [[(3 * MIB, True), (17 * MIB, False)]]
+    memory.free(first)
+    memory.empty_cache()
+    assert memory.segments() == [] and memory.counters.reserved_bytes == 0
+
+
+def test_expandable_hole_is_filled_again_at_the_lowest_address():
+    memory = allocator("expandable_segments:True")
+    low, middle, high = memory.malloc(20 * MIB), memory.malloc(40 * MIB), memory.malloc(20 * MIB)
+    base = low.address
+    memory.free(middle)
+    memory.empty_cache()
+    assert [(found.address - base, found.size) for found in memory.segments()] == [
+        (0, 20 * MIB),
+        (60 * MIB, 20 * MIB),
+    ]
+    assert memory.malloc(30 * MIB).address == base + 20 * MIB
+    assert memory.counters.reserved_bytes == 80 * MIB
+    assert high.address == base + 60 * MIB
+
+
+def test_expandable_keeps_what_was_mapped_before_the_refusal():
+    memory = allocator("expandable_segments:True", total=100 * MIB)
+    held = memory.malloc(20 * MIB)
+    hole = memory.malloc(20 * MIB)
+    last = memory.malloc(20 * MIB)
+    memory.free(hole)
+    memory.empty_cache()
+    memory.free(last)
+    # free and unmapped stretch after `held`: 20 unmapped, 20 free, the rest unmapped
+    with pytest.raises(OutOfMemory):
+        memory.malloc(90 * MIB)
+    assert memory.counters.allocated_bytes == 20 * MIB
+    assert memory.counters.reserved_bytes >= 20 * MIB
+    assert held.size == 20 * MIB
+
+
+def test_best_fit_then_lowest_address():
+    memory = allocator()
+    blocks = [memory.malloc(size * MIB) for size in (40, 30, 30, 50)]
+    for block in blocks:
+        memory.free(block)
+    assert memory.malloc(30 * MIB).address == blocks[1].address
+    assert memory.malloc(30 * MIB).address == blocks[2].address
+    assert memory.malloc(29 * MIB).address == blocks[0].address  # 40 is the smallest left
+    assert memory.counters.reserved_bytes == 150 * MIB
+
+
+def test_large_block_keeps_up_to_one_mebibyte_of_slack():
+    memory = allocator()
+    memory.free(memory.malloc(30 * MIB))
+    kept = memory.malloc(29 * MIB)
+    assert kept.size == 30 * MIB  # exactly 1 MiB over: not split
+    memory.free(kept)
+    assert memory.malloc(29 * MIB - 512).size == 29 * MIB - 512
+
+
+def test_free_merges_with_both_neighbours():
+    memory = allocator()
+    blocks = [memory.malloc(600 * KIB) for _ in range(3)]
+    assert [len(found.blocks) for found in memory.segments()] == [4]
+    memory.free(blocks[0])
+    memory.free(blocks[2])
+    assert [sizes(found) for found in memory.segments()] == [
+        [(600 * KIB, False), (600 * KIB, True), (848 * KIB, False)]
+    ]
+    assert memory.stats()["inactive_split.all.current"] == 2
+    memory.free(blocks[1])
+    assert [sizes(found) for found in memory.segments()] == [[(2 * MIB, False)]]
+    assert memory.stats()["inactive_split.all.current"] == 0
+    assert memory.stats()["inactive_split_bytes.all.current"] == 0
+
+
+def test_streams_never_share():
+    memory = allocator()
+    memory.free(memory.malloc(30 * MIB, stream=0))
+    assert memory.malloc(30 * MIB, stream=7).owner.stream == 7
+    assert memory.counters.reserved_bytes == 60 * MIB
+
+
+def test_record_stream_bounds_of_reuse():
+    for completion, reserved in ((Completion.IMMEDIATE, 30 * MIB), (Completion.AT_SYNC, 60 * MIB)):
+        memory = allocator(completion=completion)
+        block = memory.malloc(30 * MIB)
+        memory.record_stream(block, 0)  # its own stream: nothing
+        memory.record_stream(block, 3)
+        memory.free(block)
+        assert memory.counters.allocated_bytes == 0
+        assert memory.counters.active_bytes == memory.counters.requested_bytes == 30 * MIB
+        assert memory.segments()[0].blocks[0].state == "active_pending_free"
+        memory.malloc(30 * MIB)
+        assert memory.counters.reserved_bytes == reserved
+        memory.empty_cache()
+        assert memory.counters.active_bytes == memory.counters.allocated_bytes == 30 * MIB
+
+
+def test_refusal_gives_the_cache_back_and_tries_again():
+    memory = allocator(total=100 * MIB)
+    memory.free(memory.malloc(60 * MIB))
+    held = memory.malloc(2 * MIB)  # splits the 60
+    memory.free(memory.malloc(40 * MIB))  # 58 of the 60 serve it
+    assert memory.counters.reserved_bytes == 60 * MIB
+    memory.free(held)
+    assert memory.malloc(80 * MIB).size == 80 * MIB
+    assert memory.counters.reserved_bytes == 80 * MIB
+    stats = memory.stats()
+    assert (stats["num_alloc_retries"], stats["num_device_free"], stats["num_sync_all_streams"]) == (1, 1, 1)
+
+
+def test_split_segments_cannot_be_given_back():
+    memory = allocator(total=100 * MIB)
+    whole = memory.malloc(60 * MIB)
+    memory.free(whole)
+    memory.malloc(2 * MIB)
+    with pytest.raises(OutOfMemory) as caught:
+        memory.malloc(60 * MIB)
+    report = caught.value.report
+    assert report.tried_bytes == 60 * MIB
+    assert report.reserved_bytes == 60 * MIB
+    assert report.allocated_bytes == 2 * MIB
+    assert report.free_bytes == 40 * MIB
+    assert memory.stats()["num_ooms"] == 1
+
+
+def test_max_split_size_keeps_large_blocks_whole():
+    memory = allocator("max_split_size_mb:64")
+    memory.free(memory.malloc(100 * MIB))
+    assert memory.stats()["oversize_segments.current"] == 1
+    small = memory.malloc(30 * MIB)  # below the limit: an oversize block is not for it
+    assert memory.counters.reserved_bytes == 130 * MIB
+    memory.free(memory.malloc(81 * MIB))  # 19 MiB over, less than max_non_split_rounding: whole block
+    assert memory.counters.reserved_bytes == 130 * MIB
+    memory.malloc(80 * MIB)  # 20 MiB over: not this one
+    assert memory.counters.reserved_bytes == 210 * MIB
+    assert small.size == 30 * MIB
+
+
+def test_max_split_size_frees_just_enough_oversize_segments():
+    memory = allocator("max_split_size_mb:64", total=300 * MIB)
+    blocks = [memory.malloc(size * MIB) for size in (70, 80, 90)]
+    for block in blocks:
+        memory.free(block)
+    memory.malloc(130 * MIB)  # 240 held; no single one holds 130: from the largest down, 90 + 80
+    assert [found.size // MIB for found in memory.segments()] == sorted([70, 130], key=lambda s: s != 70)
+    assert memory.stats()["num_alloc_retries"] == 0
+
+
+def test_garbage_collection_frees_what_is_older_than_the_mean():
+    # allowed 360 MiB, threshold 180 MiB
+    memory = allocator("garbage_collection_threshold:0.5,per_process_memory_fraction:0.9", total=400 * MIB)
+    old = memory.malloc(60 * MIB)
+    young = memory.malloc(50 * MIB)
+    memory.free(old)  # free since search 2
+    for _ in range(3):
+        memory.free(memory.malloc(52 * MIB, stream=1))
+    memory.free(young)  # free since search 5
+    memory.malloc(70 * MIB)
+    assert memory.counters.reserved_bytes == 232 * MIB  # 162 were no reason to collect; 232 are
+    memory.malloc(80 * MIB)  # search 7: ages 5, 2, 2, mean 3
+    assert sorted(found.size // MIB for found in memory.segments()) == [50, 52, 70, 80]
+
+
+def test_memory_fraction_limits_and_preemptive_refusal():
+    memory = allocator("per_process_memory_fraction:0.5", total=100 * MIB)
+    memory.malloc(40 * MIB)
+    with pytest.raises(OutOfMemory) as caught:
+        memory.malloc(20 * MIB)
+    assert caught.value.report.allowed_bytes == 50 * MIB
+    assert "50.00 MiB allowed; " in str(caught.value)
+    strict = allocator("per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True", total=100 * MIB)
+    strict.free(strict.malloc(40 * MIB))
+    with pytest.raises(OutOfMemory):
+        strict.malloc(50 * MIB)
+    assert strict.counters.reserved_bytes == 40 * MIB  # nothing was given back first
+    assert strict.stats()["num_oom_rejections"] == 1
+
+
+def test_private_pools_stay_until_nobody_uses_them():
+    memory = allocator()
+    graph = (0, 1)
+    memory.begin_capture(graph)
+    memory.free(memory.malloc(30 * MIB, pool=graph))
+    memory.end_capture(graph)
+    memory.empty_cache()
+    assert memory.counters.reserved_bytes == 30 * MIB
+    assert memory.segments()[0].pool_id == graph
+    memory.malloc(30 * MIB)
+    assert memory.counters.reserved_bytes == 60 * MIB
+    memory.release_pool(graph)
+    memory.empty_cache()
+    assert memory.counters.reserved_bytes == 30 * MIB
+
+
+def test_private_pool_bytes_in_the_message():
+    memory = allocator(total=100 * MIB)
+    memory.begin_capture((0, 1))
+    memory.free(memory.malloc(30 * MIB, pool=(0, 1)))
+    memory.end_capture((0, 1))
+    with pytest.raises(OutOfMemory, match=r"30\.00 MiB is allocated by PyTorch, with 30\.00 MiB allocated in private"):
+        memory.malloc(80 * MIB)
+
+
+def test_capture_does_not_release_the_cache():
+    memory = allocator(total=100 * MIB)
+    memory.free(memory.malloc(60 * MIB))
+    memory.begin_capture((0, 1))
+    with pytest.raises(OutOfMemory):
+        memory.malloc(60 * MIB, pool=(0, 1))
+    memory.end_capture((0, 1))
+    assert memory.malloc(80 * MIB).size == 80 * MIB
+
+
+def test_overflow_pool_serves_before_the_cache_is_given_back():
+    memory = allocator(total=100 * MIB)
+    memory.create_pool((0, 1), use_on_oom=True)
+    kept = memory.malloc(60 * MIB, pool=(0, 1))
+    memory.free(kept)
+    assert memory.malloc(50 * MIB, pool=(0, 0)).owner.pool.pool_id == (0, 1)
+
+
+def test_roundup_divisions():
+    memory = allocator("roundup_power2_divisions:8")
+    assert memory.malloc(1200).size == 1536  # 1,200 is not over 512 x 8: plain rounding to 512
+    assert memory.malloc(9 * KIB + 1).size == 10 * KIB
+    assert memory.malloc(8 * KIB).size == 8 * KIB
+    listed = parse_config("roundup_power2_divisions:[64:8,256:4,1024:4,>:1]").roundup_power2_divisions
+    assert listed == (8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 4, 1, 1, 1, 1, 1)
+    assert round_size(260 * MIB, listed) == 320 * MIB
+    assert round_size(520 * MIB + 1, listed) == 520 * MIB + 512
+    assert round_size(1025 * MIB, listed) == 1280 * MIB
+
+
+def test_large_segment_size():
+    memory = allocator("large_segment_size_mb:32")
+    memory.malloc(3 * MIB)
+    assert memory.counters.reserved_bytes == 32 * MIB
+
+
+def test_an_exabyte_is_refused_outright():
+    with pytest.raises(OutOfMemory, match="more than 1EB memory"):
+        allocator().malloc(1 << 60)
