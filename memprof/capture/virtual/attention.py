@@ -66,9 +66,9 @@ class Attention:
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Function -> replacement, for the function mode."""
-        return {_sdpa: self._attention, torch.nn.functional.scaled_dot_product_attention: self._attention}
+        return {_sdpa: self.run, torch.nn.functional.scaled_dot_product_attention: self.run}
 
-    def _attention(
+    def run(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -79,6 +79,7 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        """`scaled_dot_product_attention` as the chosen backend runs it."""
         if not self._on_gpu(query):
             return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))

@@ -14,6 +14,7 @@ import torch
 
 from memprof.capture.virtual.attention import Attention
 from memprof.capture.virtual.batch_norm import BatchNorm
+from memprof.capture.virtual.encoder import Encoder
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.capture.virtual.recurrent import Recurrent
 from memprof.trace.events import GPU
@@ -35,8 +36,10 @@ class Composites:
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Function -> replacement, for the function mode."""
+        attention = Attention(self._recording, self._on_gpu, self._dropout)
         handlers: dict[Any, Callable[..., Any]] = {
-            **Attention(self._recording, self._on_gpu, self._dropout).handlers(),
+            **attention.handlers(),
+            **Encoder(attention, self._on_gpu).handlers(),
             _dropout: self._dropout,
             _linear: self._linear,
             _cross_entropy: self._cross_entropy,

@@ -154,7 +154,8 @@ def scan(args: Any, card: Card) -> list[int]:
     copied = [] if data.is_contiguous() else [data.numel() * data.element_size()]
     dim = _dim(args, 1, data.dim())
     alone = data.dim() > 0 and data.numel() == data.shape[dim]
-    return copied + ([scan_scratch(data.numel(), data.element_size())] if alone else [])
+    item = data.element_size() if data.is_floating_point() else 8
+    return copied + ([scan_scratch(data.numel(), item)] if alone else [])
 
 
 def nonzero(count: int) -> list[int]:

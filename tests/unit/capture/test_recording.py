@@ -511,7 +511,8 @@ def test_cublas_workspace_of_each_thread() -> None:
     with VirtualGpu(find_gpu("a100-80gb")) as gpu:
         layer = nn.Linear(16, 16, bias=False, device="cuda")
         assert hidden(gpu) == []
-        loss = layer(ones(4, 16)).sum()
+        # Squared: the gradient of a sum is expanded, and cuBLAS would be given a copy.
+        loss = layer(ones(4, 16)).square().sum()
         layer(ones(4, 16))
         assert hidden(gpu) == [("cublas workspace", 8_519_680)]
         loss.backward()
@@ -539,9 +540,9 @@ def test_embedding_backward_copies_what_is_not_contiguous() -> None:
 
 def test_cumsum_of_booleans_sums_an_integer_copy() -> None:
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
-        torch.ones(100, dtype=torch.bool, device="cuda").cumsum(0)
-        torch.ones(100, dtype=torch.int64, device="cuda").cumsum(0)
-        assert hidden(gpu) == [("aten.cumsum", 800)]
+        torch.ones(2, 100, dtype=torch.bool, device="cuda").cumsum(0)
+        torch.ones(2, 100, dtype=torch.int64, device="cuda").cumsum(0)
+        assert hidden(gpu) == [("aten.cumsum", 1600)]
 
 
 def test_adding_at_indices_sorts_them() -> None:
