@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from memprof import pipeline
+from memprof.allocator.rounding import round_size
 from memprof.errors import UsageError
 from memprof.report.document import Document
 from memprof.report.terminal import render_text
@@ -224,7 +225,7 @@ def test_evaluation_leaves_nothing_behind(config):
     assert stage(document, "evaluation layer 1").delta_bytes == 0
     assert stage(document, "layer 1").delta_bytes > 0
     # And it makes the logits again.
-    assert stage(document, "evaluation logits").delta_bytes == rounded_size(2 * 16 * 300 * 2)
+    assert stage(document, "evaluation logits").delta_bytes == round_size(2 * 16 * 300 * 2)
     plain = run(config)[1]
     assert plain.peak.allocated_bytes == document.peak.allocated_bytes
 
