@@ -151,6 +151,8 @@ class Llama(nn.Module):
                     states = checkpoint(layer, states, positions, use_reentrant=False)
                 else:
                     states = layer(states, positions)
+        # There the final norm is inside too, but offloading keeps the last five tensors that it was given on the card
+        # (max_fwd_stash_size in training/_activation_offloading.py), and those are the norm's.
         states = self.norm(states)
         if self.recipe.chunked_loss:
             return [F.linear(chunk, self.embedding.weight) for chunk in states.chunk(CHUNKS, dim=1)]

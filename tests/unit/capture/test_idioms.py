@@ -182,3 +182,17 @@ def test_composite_operators_are_seen_inside_under_inference_mode():
         return [(gpu.trace.op(storage), storage.num_bytes) for storage in gpu.trace.storages]
 
     assert operators(torch.inference_mode) == operators(torch.no_grad)
+
+
+@pytest.mark.parametrize("size", [8, 1 << 20])
+def test_saved_tensors_wait_in_pinned_host_memory(gpu, size):
+    assert torch.empty(size, pin_memory=True).device.type == "cpu"
+    weight = nn.Parameter(torch.ones(size, device="cuda"))
+    before = gpu.recorder.live_bytes
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        result = (weight * 2).exp()
+    # exp keeps its result, which is the one tensor that is still on the card.
+    assert gpu.recorder.live_bytes - before == 4 * size
+    result.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.is_cuda

@@ -11,6 +11,7 @@ import pytest
 
 from memprof import pipeline
 from memprof.allocator.rounding import round_size
+from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
 from memprof.report.document import Document
 from memprof.report.terminal import render_text
@@ -115,6 +116,15 @@ def test_lora_in_inference(config):
 def test_lora_of_a_transposed_layer():
     document = run("gpt2", adapter="lora", lora_rank=8)[1]
     assert document.target["num_trainable_parameters"] == 12 * 8 * (768 + 3 * 768)
+
+
+def test_lora_is_no_remedy_for_itself(config):
+    remedies = []
+    for adapter in (None, "lora"):
+        card = {"gpu_vram_bytes": CONTEXT_BYTES + (1 << 19), "workspaces": False}
+        findings = run(config, adapter=adapter, **card)[1].findings
+        remedies.append(next(finding for finding in findings if finding.id == "does-not-fit").remedies)
+    assert "lora" in remedies[0] and "lora" not in remedies[1]
 
 
 def test_lora_needs_known_targets(tmp_path):
