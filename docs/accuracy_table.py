@@ -1,7 +1,8 @@
-"""Prints the tables of docs/accuracy.md: published memory of plain PyTorch operators beside that of the virtual GPU.
+"""Prints the tables of docs/accuracy.md: published memory of plain PyTorch beside that of the virtual GPU.
 
-The workloads are those of tests/accuracy/baselines.py; the published figures are read from shared/published_memory.csv
-beside the checkout. Without it nothing can be compared: exit code 4.
+Without an argument, operators: the workloads of tests/accuracy/baselines.py. With `training`, whole runs: those of
+tests/accuracy/test_training_rows.py. The published figures are read from shared/published_memory.csv beside the
+checkout. Without it nothing can be compared: exit code 4.
 """
 
 from __future__ import annotations
@@ -41,11 +42,18 @@ def _summary(rows: Iterable[Any]) -> None:
 
 
 def main() -> None:
-    """Simulate every row and print it."""
+    """Simulate every row of a table and print it."""
     shared = ROOT.parent / "shared"
     if not (shared / "published_memory.csv").is_file():
         sys.exit(NOT_HERE)
     sys.path.insert(0, str(ROOT))
+    if sys.argv[1:] == ["training"]:
+        _training(shared)
+    else:
+        _operators(shared)
+
+
+def _operators(shared: Path) -> None:
     from tests.accuracy import baselines
 
     everything = baselines.published(shared)
@@ -59,6 +67,18 @@ def main() -> None:
         kernels = collections.Counter(row.kernel for row in everything if row.method == method)
         listed = ", ".join(f"{kernel} {count}" for kernel, count in kernels.items())
         print(f"Not predicted: {method}, {sum(kernels.values())} rows ({listed}).\n  {reason}.")
+
+
+def _training(shared: Path) -> None:
+    from tests.accuracy import test_training_rows as comparison
+
+    print(f"{'model':<29}{'what is added':<28}{'published':>10}{'simulated':>11}{'difference':>12}")
+    for row in comparison.ROWS:
+        gib, card = comparison.published(shared, row)
+        simulated = comparison.simulate(row.run, card).peak_bytes / 2**30
+        note = f"  {row.why}" if row.why else ""
+        print(f"{row.model:<29}{row.method:<28}{gib:>10.4g}{simulated:>11.3f}{simulated / gib - 1:>+12.1%}{note}")
+    print("\nGiB.")
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
             **dataclasses.asdict(spec),
             "model": source.name,
             "num_parameters": workload.num_parameters,
+            "num_trainable_parameters": workload.num_trainable_parameters,
             "context_length": workload.context_length,
             "dtype": workload.dtype,
             "vocab_size": source.vocab_size,

@@ -10,10 +10,19 @@ from memprof.errors import UsageError, unknown_name
 
 DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
-OPTIMIZERS = ("adamw", "sgd", "adafactor", "none")
+OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adafactor", "adagrad", "rmsprop", "none")
+UNFUSED_OPTIMIZERS = ("adafactor", "adagrad", "rmsprop")
+"""torch has no fused implementation of these for CUDA (of Adagrad it has one for the CPU)."""
+ZERO_GRADS = ("none", "zero")
+ADAPTERS = ("lora",)
+DEFAULT_LORA_RANK = 8
+"""As in PEFT's LoraConfig."""
 SDPA_BACKENDS = ("flash", "efficient", "math")
 OPTIMIZER_IMPLS = ("foreach", "fused", "single")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+_COUNTS = ("context_length", "batch_size", "vocab_size", "new_tokens", "gradient_accumulation", "steps", "lora_rank")
 
 
 class Mode(StrEnum):
@@ -46,6 +55,19 @@ class TargetSpec:
     amp: str | None = None
     """Autocast's dtype: forward and loss under torch.autocast, float32 weights; with float16, a GradScaler."""
     optimizer: str = "adamw"
+    zero_grad: str = "none"
+    """What zero_grad leaves behind: no gradients, or zeros (`set_to_none=False`)."""
+    adapter: str | None = None
+    """lora: PEFT's LoRA on a frozen model."""
+    lora_rank: int | None = None
+    """With adapter lora; None: 8."""
+    lora_targets: str | None = None
+    """Names of the modules to adapt, separated by commas, or all-linear; None: PEFT's choice for the architecture."""
+    lora_dropout: float = 0.0
+    freeze: str | None = None
+    """Glob patterns of parameter names, separated by commas: these are not trained."""
+    evaluate: bool = False
+    """Whether each optimizer step is followed by a forward without gradients, as in a validation loop."""
     mode: Mode = Mode.TRAIN
     new_tokens: int | None = None
     """In inference: tokens to generate after the prompt, through the model's own KV cache."""
@@ -70,7 +92,7 @@ class TargetSpec:
         if self.mode not in tuple(Mode):
             raise unknown_name("--mode", str(self.mode), [mode.value for mode in Mode])
         object.__setattr__(self, "mode", Mode(self.mode))
-        for name in ("context_length", "batch_size", "vocab_size", "new_tokens", "gradient_accumulation", "steps"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
@@ -79,6 +101,8 @@ class TargetSpec:
             ("dtype", DTYPES),
             ("amp", AMP_DTYPES),
             ("optimizer", OPTIMIZERS),
+            ("zero_grad", ZERO_GRADS),
+            ("adapter", ADAPTERS),
             ("attention", ATTENTIONS),
             ("sdpa_backend", SDPA_BACKENDS),
             ("optimizer_impl", OPTIMIZER_IMPLS),
@@ -86,8 +110,9 @@ class TargetSpec:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown_name("--" + name.replace("_", "-"), value, choices)
-        if self.optimizer_impl == "fused" and self.optimizer == "adafactor":
-            raise UsageError("Adafactor has no fused implementation", value="--optimizer-impl fused")
+        if self.optimizer_impl == "fused" and self.optimizer in UNFUSED_OPTIMIZERS:
+            raise UsageError(f"{self.optimizer} has no fused implementation for CUDA", value="--optimizer-impl fused")
+        self._check_what_is_trained()
         if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
             raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):
@@ -96,6 +121,28 @@ class TargetSpec:
             )
         if not self.model:
             raise UsageError("no model was named", hint="give --model NAME or --model-size 4B")
+
+    def _check_what_is_trained(self) -> None:
+        if self.adapter is None:
+            for name, unset in (("lora_rank", None), ("lora_targets", None), ("lora_dropout", 0.0)):
+                if getattr(self, name) != unset:
+                    flag = "--" + name.replace("_", "-")
+                    raise UsageError(f"{flag} needs an adapter", value=getattr(self, name), hint="add --adapter lora")
+        elif self.lora_rank is None:
+            object.__setattr__(self, "lora_rank", DEFAULT_LORA_RANK)
+        if not 0 <= self.lora_dropout < 1:
+            raise UsageError("--lora-dropout must be at least 0 and less than 1", value=self.lora_dropout)
+        for name in ("lora_targets", "freeze"):
+            value = getattr(self, name)
+            if value is not None and not all(part.strip() for part in value.split(",")):
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} has an empty name in it", value=repr(value), hint="separate names by commas")
+        if self.freeze is not None and self.adapter is not None:
+            raise UsageError("an adapter freezes the whole model already", value=f"--freeze {self.freeze}")
+        if self.mode is Mode.INFERENCE:
+            for flag, given in (("--freeze", self.freeze is not None), ("--evaluate", self.evaluate)):
+                if given:
+                    raise UsageError(f"{flag} is for training", value="--mode inference", hint=f"leave out {flag}")
 
     def edit(self, **changes: object) -> TargetSpec:
         """A copy with some fields replaced."""

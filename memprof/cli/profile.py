@@ -13,7 +13,19 @@ import typer
 from memprof.catalog import DEFAULT_GPU
 from memprof.cli.progress import Progress
 from memprof.errors import UsageError
-from memprof.spec import AMP_DTYPES, ATTENTIONS, DTYPES, OPTIMIZER_IMPLS, OPTIMIZERS, SDPA_BACKENDS, Mode, TargetSpec
+from memprof.spec import (
+    ADAPTERS,
+    AMP_DTYPES,
+    ATTENTIONS,
+    DEFAULT_LORA_RANK,
+    DTYPES,
+    OPTIMIZER_IMPLS,
+    OPTIMIZERS,
+    SDPA_BACKENDS,
+    ZERO_GRADS,
+    Mode,
+    TargetSpec,
+)
 from memprof.units import parse_gib
 
 
@@ -40,6 +52,32 @@ def profile(
         str | None, typer.Option(help=f"Autocast to {' or '.join(AMP_DTYPES)}, with float32 weights.", metavar="DTYPE")
     ] = None,
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS) + ".")] = "adamw",
+    zero_grad: Annotated[
+        str,
+        typer.Option(help=f"What zero_grad leaves of the gradients: {' or '.join(ZERO_GRADS)} (set_to_none=False)."),
+    ] = "none",
+    adapter: Annotated[
+        str | None,
+        typer.Option(help=f"Train an adapter of PEFT on the frozen model: {', '.join(ADAPTERS)}.", metavar="NAME"),
+    ] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(help=f"With --adapter lora. [default: {DEFAULT_LORA_RANK}]", metavar="RANK")
+    ] = None,
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(
+            help="Modules to adapt, such as q_proj,v_proj, or all-linear. [default: PEFT's for the architecture]",
+            metavar="NAMES",
+        ),
+    ] = None,
+    lora_dropout: Annotated[float, typer.Option(help="With --adapter lora.")] = 0.0,
+    freeze: Annotated[
+        str | None,
+        typer.Option(help="Parameters not to train, such as 'model.embed*,*.bias'.", metavar="PATTERNS"),
+    ] = None,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="A forward without gradients after each optimizer step.")
+    ] = False,
     mode: Annotated[Mode, typer.Option(help="Train, or run the forward alone.")] = Mode.TRAIN,
     new_tokens: Annotated[
         int | None, typer.Option(help="In inference: generate this many tokens after the prompt.", metavar="TOKENS")
@@ -94,6 +132,13 @@ def profile(
         dtype=dtype,
         amp=amp,
         optimizer=optimizer,
+        zero_grad=zero_grad,
+        adapter=adapter,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        lora_dropout=lora_dropout,
+        freeze=freeze,
+        evaluate=evaluate,
         mode=mode,
         new_tokens=new_tokens,
         attention=attention,

@@ -74,6 +74,8 @@ def useful(context: Context, remedies: Iterable[str]) -> tuple[str, ...]:
             unfit |= _TRAINING_ONLY
         if spec.activation_checkpointing:
             unfit.add("activation-checkpointing")
+        if spec.adapter is not None:
+            unfit.add("lora")
         if spec.batch_size == 1:
             unfit.add("smaller-micro-batch")
     return tuple(name for name in remedies if name not in unfit)

@@ -57,7 +57,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.LIBRARY_WORKSPACE
         kind = trace.phases[storage.phase].kind
         birth = births[index]
-        if kind in (PhaseKind.FORWARD, PhaseKind.DECODE):
+        if kind in (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION):
             span = span_at(birth)
             if span is not None and span.is_logits_or_loss:
                 return Category.LOGITS_AND_LOSS

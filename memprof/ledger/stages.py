@@ -17,6 +17,8 @@ _WHOLE_PHASE = {
     PhaseKind.ZERO_GRAD: "zero_grad",
     PhaseKind.OTHER: "other",
 }
+_EVALUATION = "evaluation "
+"""Before the name of a stage of a forward that is followed by no backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Span:
     @property
     def is_logits_or_loss(self) -> bool:
         """Whether what is made here is counted as logits and loss."""
-        return self.name in ("logits", "loss")
+        return self.name.removeprefix(_EVALUATION) in ("logits", "loss")
 
 
 def spans(trace: Trace) -> list[Span]:
@@ -50,7 +52,7 @@ def spans(trace: Trace) -> list[Span]:
     result: list[Span] = []
     for begin, end in pairwise(boundaries):
         phase = trace.phases[trace.events[begin].ref]
-        if phase.kind is PhaseKind.FORWARD:
+        if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
             result += _ForwardSpans(trace, begin, end).spans
         else:
             name = _WHOLE_PHASE[phase.kind]
@@ -107,6 +109,8 @@ class _ForwardSpans:
 
     def _add(self, name: str, end: int, stack: str = "", index: int = NONE) -> None:
         phase = self._phase
+        if phase.kind is PhaseKind.EVALUATION:
+            name = _EVALUATION + name
         self.spans.append(Span(name, phase.kind, phase.step, phase.micro_batch, self._begin, end, stack, index))
         self._begin = end
         self._saw_norm = False

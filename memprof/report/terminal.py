@@ -85,15 +85,32 @@ def _describe(target: dict[str, Any]) -> str:
     amp = f" with {target['amp']} autocast" if target.get("amp") else ""
     parts.append(f"{target['dtype']}{amp}")
     if target["mode"] == "train":
+        parts.append(_what_is_trained(target))
         parts.append("no optimizer" if target["optimizer"] == "none" else str(target["optimizer"]))
         if target["activation_checkpointing"]:
             parts.append("activation checkpointing")
         if target["gradient_accumulation"] > 1:
             parts.append(f"{target['gradient_accumulation']} micro-batches")
+        if target.get("zero_grad") == "zero":
+            parts.append("gradients zeroed, not freed")
+        if target.get("evaluate"):
+            parts.append("evaluation after each step")
     else:
+        parts.append(_what_is_trained(target))
         new = target.get("new_tokens")
         parts.append(f"inference, {new:,} new tokens" if new else "inference")
-    return ", ".join(parts)
+    return ", ".join(part for part in parts if part)
+
+
+def _what_is_trained(target: dict[str, Any]) -> str:
+    """The adapter, or how much is not frozen; nothing to say of a model that is trained as a whole."""
+    trainable = target.get("num_trainable_parameters")
+    if target.get("adapter"):
+        name = f"{str(target['adapter']).upper().replace('LORA', 'LoRA')} of rank {target['lora_rank']}"
+        return name if target["mode"] != "train" else f"{name} ({trainable:,} parameters)"
+    if target["mode"] == "train" and trainable is not None and trainable < target["num_parameters"]:
+        return f"{trainable:,} trained"
+    return ""
 
 
 def _stages(document: Document) -> RenderableType:

@@ -94,6 +94,7 @@ class PhaseKind(enum.StrEnum):
     BACKWARD = "backward"
     OPTIMIZER_STEP = "optimizer step"
     ZERO_GRAD = "zero_grad"
+    EVALUATION = "evaluation"
     OTHER = "other"
 
 

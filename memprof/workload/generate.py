@@ -19,16 +19,18 @@ EDGE_STEPS = 3
 """Decode steps run on each side of such a point."""
 
 
-def generate(device: Device, model: Any, batch: dict[str, Any], new_tokens: int, step: int) -> None:
+def generate(device: Device, model: Any, base: nn.Module, batch: dict[str, Any], new_tokens: int, step: int) -> None:
     """Run a prompt and `new_tokens` greedy tokens, as `model.generate` calls the model.
+
+    `base` is the model itself, `model` that or an adapter's wrapper of it.
 
     Raises:
         UsageError: the model has no KV cache to decode with.
     """
     arguments: dict[str, Any] = {"use_cache": True}
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(base.forward).parameters
     if "use_cache" not in parameters:
-        raise UsageError("--new-tokens needs a model that decodes", value=type(model).__name__)
+        raise UsageError("--new-tokens needs a model that decodes", value=type(base).__name__)
     if "logits_to_keep" in parameters:
         # generate() asks for the last position's logits alone.
         arguments["logits_to_keep"] = 1
@@ -38,7 +40,7 @@ def generate(device: Device, model: Any, batch: dict[str, Any], new_tokens: int,
         cache = outputs.past_key_values
         del outputs
     if cache is None:
-        raise UsageError("--new-tokens needs a model with a KV cache", value=type(model).__name__)
+        raise UsageError("--new-tokens needs a model with a KV cache", value=type(base).__name__)
     with device.phase(PhaseKind.DECODE, step, 1):
         # The prompt's forward has given the first token.
         done, since_jump = 1, 0

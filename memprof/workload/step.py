@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,22 +15,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
-from memprof.workload import generate
+from memprof.workload import adapters, generate
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.models import ModelSource
+from memprof.workload.optimizers import make_optimizer
 
 
 class Workload:
     """One run of `spec`: build the model, then step.
 
-    After `run`, `model` and `feeder` say what was run.
+    After `run`, its attributes say what was run.
+
+    Raises:
+        UsageError: the spec asks for an adapter, and PEFT is not installed.
     """
 
     def __init__(self, spec: TargetSpec, source: ModelSource) -> None:
         self.spec = spec
         self.source = source
         self.num_parameters = 0
+        self.num_trainable_parameters = 0
+        # Kept beyond the run: its state is no part of what the last stage frees.
+        self._optimizer: torch.optim.Optimizer | None = None
+        if spec.adapter is not None:
+            adapters.require_peft()
         self.context_length: int | None = None
         self.dtype: str | None = source.dtype
 
@@ -52,24 +62,27 @@ class Workload:
             device.assume(note)
         progress("building the model")
         with device.phase(PhaseKind.MODEL):
-            model = self._build()
+            model, base = self._build()
         device.adopt(model)
+        if spec.freeze is not None:
+            _freeze(model, spec.freeze)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.dtype is None:
             first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
             self.dtype = None if first is None else str(first).removeprefix("torch.")
-        feeder = Feeder(self.source, model, spec.batch_size, spec.context_length)
+        feeder = Feeder(self.source, base, spec.batch_size, spec.context_length)
         self.context_length = feeder.context_length
         if spec.mode is Mode.INFERENCE:
             model.eval()
             for step in range(1, spec.steps + 1):
                 progress(f"forward {step} of {spec.steps}")
-                self._infer(device, model, feeder, step)
+                self._infer(device, model, base, feeder, step)
         else:
             model.train()
-            self._prepare_training(device, model)
+            self._prepare_training(device, model, base)
             with device.phase(PhaseKind.OPTIMIZER):
-                optimizer = _optimizer(spec, model)
+                optimizer = self._optimizer = make_optimizer(spec, model)
                 # Disabled, a scaler passes everything through.
                 scaler = torch.amp.GradScaler("cuda", enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
@@ -81,35 +94,49 @@ class Workload:
                         scaler.step(optimizer)
                         scaler.update()
                 with device.phase(PhaseKind.ZERO_GRAD, step):
-                    model.zero_grad()
+                    model.zero_grad(set_to_none=spec.zero_grad == "none")
+                if spec.evaluate:
+                    self._evaluate(device, model, feeder, step)
         for sentence in feeder.assumptions:
             device.assume(sentence)
 
-    def _build(self) -> nn.Module:
+    def _build(self) -> tuple[nn.Module, nn.Module]:
+        """The model to call, and the model itself, which an adapter wraps."""
         # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
         model = self.source.build()
         if self.source.task == "custom" and self.source.dtype is not None:
             model = model.to(getattr(torch, self.source.dtype))
-        return model.to("cuda")
+        if self.spec.adapter is None:
+            model = model.to("cuda")
+            return model, model
+        return adapters.add_lora(model, self.spec, self.source).to("cuda"), model
 
-    def _prepare_training(self, device: Device, model: nn.Module) -> None:
-        config = getattr(model, "config", None)
+    def _prepare_training(self, device: Device, model: nn.Module, base: nn.Module) -> None:
+        if not self.num_trainable_parameters:
+            raise UsageError(
+                "nothing is trained: every parameter is frozen",
+                value=self.source.name,
+                hint="leave some parameter its requires_grad, or profile the forward alone with --mode inference",
+            )
+        config = getattr(base, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
             device.assume("No KV cache in training (config.use_cache = False, as transformers' Trainer sets it).")
         if not self.spec.activation_checkpointing:
             return
         for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
-            enable = getattr(model, name, None)
+            enable = getattr(base, name, None)
             if enable is not None:
                 try:
                     enable()
                 except ValueError as error:
                     raise UsageError("the model has no activation checkpointing", value=str(error)) from None
+                if self.spec.adapter is not None:
+                    adapters.let_gradients_reach_checkpoints(base)
                 return
         raise UsageError(
             "--activation-checkpointing does not apply",
-            value=type(model).__name__,
+            value=type(base).__name__,
             hint="the model has no activation_checkpointing_enable(); call torch.utils.checkpoint in its forward",
         )
 
@@ -135,20 +162,33 @@ class Workload:
         if step == 1 and micro_batch == 1:
             device.assume("The model's output is kept until its backward is done, as in a plain training loop.")
 
+    def _evaluate(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
+        """One batch of a validation loop: its outputs and its loss live until the next one."""
+        model.eval()
+        with device.phase(PhaseKind.EVALUATION, step):
+            batch = _on_gpu(feeder.host_batch())
+            with torch.no_grad(), self._autocast():
+                outputs = model(**batch)
+                loss = feeder.loss(outputs, batch)
+            # A validation loop sums its losses up as numbers.
+            loss.item()
+            del batch, outputs, loss
+        model.train()
+
     def _autocast(self) -> AbstractContextManager[object]:
         if self.spec.amp is None:
             return contextlib.nullcontext()
         return torch.autocast("cuda", dtype=getattr(torch, self.spec.amp))
 
-    def _infer(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
+    def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int) -> None:
         with device.phase(PhaseKind.INPUTS, step, 1):
             batch = _on_gpu(feeder.host_batch())
             if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
-            generate.check(model, self.source.task)
+            generate.check(base, self.source.task)
             with torch.no_grad(), self._autocast():
-                generate.generate(device, model, batch, self.spec.new_tokens, step)
+                generate.generate(device, model, base, batch, self.spec.new_tokens, step)
             return
         with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast():
             outputs = model(**batch)
@@ -177,22 +217,25 @@ _SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
-    None: {},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "single": {"foreach": False},
-}
 
 
-def _optimizer(spec: TargetSpec, model: nn.Module) -> torch.optim.Optimizer | None:
-    name = spec.optimizer
-    implementation: Any = _IMPLEMENTATIONS[spec.optimizer_impl]
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-4, **implementation)
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-4, **implementation)
-    if name == "adafactor":
-        return torch.optim.Adafactor(parameters, lr=1e-4, **implementation)
-    return None
+def _freeze(model: nn.Module, patterns: str) -> None:
+    """Stop the training of the parameters that one of `patterns` names.
+
+    Raises:
+        UsageError: a pattern names no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    frozen: set[str] = set()
+    for pattern in patterns.split(","):
+        matches = fnmatch.filter(names, pattern.strip())
+        if not matches:
+            raise UsageError(
+                "--freeze names no parameter",
+                value=repr(pattern.strip()),
+                hint=f"the model's are named like {names[0]!r} and {names[-1]!r}; * stands for anything",
+            )
+        frozen.update(matches)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)

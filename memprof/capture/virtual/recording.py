@@ -287,11 +287,13 @@ class RecordingMode(TorchDispatchMode):
 
     def _on_cpu(self, operator: Operator, call: Call, place: Place) -> Any:
         """A host operator: really run, unless its result is large; then it is virtual as well."""
+        # Pinning asks the CUDA driver; to the card it makes no difference.
+        kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
         if not call.tensors and call.factory_bytes() >= HOST_VIRTUAL_BYTES:
-            result = call.func(*call.args, **{**call.kwargs, "device": _META})
+            result = call.func(*call.args, **{**kwargs, "device": _META})
             self.record(tensors_of(result), operator.name, place, HOST)
             return result
-        result = call.func(*call.args, **call.kwargs)
+        result = call.func(*call.args, **kwargs)
         for tensor in tensors_of(result):
             if tensor.dim() and not tensor.is_meta:
                 storage = tensor.untyped_storage()

@@ -8,6 +8,7 @@ memory of kernels that have no CUDA counterpart (an allocation made and given ba
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -206,6 +207,15 @@ T5 = transformer(
 )  # fmt: skip
 
 
+def lora() -> nn.Module:
+    """A frozen GPT-2 with PEFT's matrices beside its transposed layers."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(GPT2(), config)
+
+
 class ConvNet(nn.Module):
     """Convolutions, batch norm, a shortcut and pooling."""
 
@@ -258,6 +268,7 @@ CASES = {
     "gpt2": Case(GPT2, tokens, 0.996, 0.996),
     "llama": Case(LLAMA, tokens, 0.997, 0.997),
     "qwen3": Case(QWEN3, tokens, 0.998, 0.998),
+    "lora": Case(lora, tokens, 0.997, 0.997),
     "bert": Case(BERT, tokens, 0.993, 0.993),
     "t5": Case(T5, tokens, 0.995, 0.995),
     "vit": Case(VIT, images, 1.0, 1.0),

@@ -199,3 +199,14 @@ def test_a_linear_layer_adds_its_bias_in_place_where_it_is_no_single_product(gpu
         output.sum().backward()
         assert layer.bias.grad.shape == (16,)
         assert layer.weight.grad.shape == (16, 8)
+
+
+@pytest.mark.parametrize("size", [8, 1 << 20])
+def test_saved_tensors_wait_in_pinned_host_memory(gpu, size):
+    assert torch.empty(size, pin_memory=True).device.type == "cpu"
+    weight = nn.Parameter(torch.ones(size, device="cuda"))
+    before = gpu.recorder.live_bytes
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        result = (weight * 2).exp()
+    # exp keeps its result, which is the one tensor that is still on the card.
+    assert gpu.recorder.live_bytes - before == 4 * size

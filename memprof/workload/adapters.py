@@ -1,0 +1,82 @@
+"""Adapters: small trained matrices beside a frozen model, put there by PEFT itself."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.spec import TargetSpec
+from memprof.workload.models import ModelSource
+
+ALL_LINEAR = "all-linear"
+"""PEFT's name for every linear layer but the head."""
+
+_TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
+
+
+def require_peft() -> None:
+    """Import PEFT, before a virtual GPU is there to watch.
+
+    Raises:
+        UsageError: it is not installed, or not with this release of transformers.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import peft  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "--adapter needs PEFT",
+            value=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            hint="pip install peft",
+        ) from None
+
+
+def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
+    """`model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
+
+    PEFT keeps them in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The scale
+    is twice the rank, as is usual; it changes no memory.
+
+    Raises:
+        UsageError: PEFT does not know which modules to adapt, or the model has none of the names.
+    """
+    import peft
+
+    targets: str | list[str] | None = None
+    if spec.lora_targets is not None:
+        names = [name.strip() for name in spec.lora_targets.split(",")]
+        targets = ALL_LINEAR if names == [ALL_LINEAR] else names
+    rank = spec.lora_rank
+    assert rank is not None
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=spec.lora_dropout,
+        target_modules=targets,
+        task_type=_TASK_TYPES.get(source.task),
+    )
+    try:
+        with warnings.catch_warnings():
+            # Of GPT-2 it says that its weights are transposed, and that it has allowed for it.
+            warnings.simplefilter("ignore")
+            return peft.get_peft_model(model, config)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            "PEFT cannot adapt this model",
+            value=str(error).strip().splitlines()[0],
+            hint=f"name the modules to adapt: --lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}",
+        ) from None
+
+
+def let_gradients_reach_checkpoints(model: nn.Module) -> None:
+    """Have the frozen embedding's output ask for a gradient.
+
+    Reentrant checkpointing (transformers' default before release 5) would else see no input to differentiate.
+    transformers 5 does this itself, and it is not done twice.
+    """
+    enable = getattr(model, "enable_input_require_grads", None)
+    if enable is not None and not getattr(model, "_require_grads_hooks", None):
+        enable()
