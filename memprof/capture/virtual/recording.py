@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from memprof.capture.recorder import Place, Recorder
 from memprof.capture.virtual import hidden, layout
 from memprof.capture.virtual.calls import (
+    HOST_COUNTED_BYTES,
     HOST_VIRTUAL_BYTES,
     MOVES_STORAGE,
     OVERWRITES,
@@ -32,6 +33,8 @@ from memprof.capture.virtual.values import Values
 from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
 
 _META = torch.device("meta")
+# An extension that asks C++ for the data gets an error; a null pointer would end the process.
+_forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -289,6 +292,7 @@ class RecordingMode(TorchDispatchMode):
             if tensor.dim() and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._host_sources[storage._cdata] = (weakref.ref(storage), place.source)
+                self.record_real(tensor, operator.name, place)
         return result
 
     # -- recording --------------------------------------------------------------------------------------------------
@@ -299,9 +303,16 @@ class RecordingMode(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in live and tensor.is_meta and storage.nbytes():
+                _forbid_data(tensor)
                 self.recorder.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
                 if device == HOST:
                     self._host.add(storage._cdata)
+
+    def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:
+        """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in self.recorder.live:
+            self.recorder.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
 
     def transients(self, sizes: list[int], operator: Operator, place: Place) -> None:
         """Temporaries of a kernel: taken one after the other, all given back when it returns."""
