@@ -35,6 +35,8 @@ _NO_META = (
 )
 """How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
 torch/_library/custom_ops.py)."""
+_NO_CARD = re.compile(r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled")
+"""How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
@@ -104,6 +106,8 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
     """The kind, and the operator that the message names."""
     if isinstance(error, KernelError):
         return FailureKind.CUSTOM_KERNEL, error.kernel
+    if _NO_CARD.search(text):
+        return FailureKind.OTHER_THREAD, None
     for pattern in _NO_META:
         match = pattern.search(text)
         if match:

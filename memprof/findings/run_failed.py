@@ -33,6 +33,8 @@ def _title(failure: Failure) -> str:
     if failure.kind is FailureKind.CUSTOM_KERNEL:
         what = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
         return f"The run stops {where}: {what} needs data and a real GPU"
+    if failure.kind is FailureKind.OTHER_THREAD:
+        return f"The run stops {where}: CUDA was used in a thread that does not see the virtual GPU"
     if failure.kind is FailureKind.UNKNOWN_VALUE:
         return f"The run stops {where}: {failure.error} after a decision by a value that is not computed"
     return f"The run stops {where}: {failure.error}"
@@ -46,6 +48,10 @@ _FIXES = {
     FailureKind.CUSTOM_KERNEL: (
         "wrap the kernel in a torch.library.custom_op with register_fake, switch to the model's plain PyTorch "
         "implementation, or measure the run on a GPU"
+    ),
+    FailureKind.OTHER_THREAD: (
+        "use the card in the thread that runs the program (no executor or thread of one's own around it), or measure "
+        "the run on a GPU"
     ),
     FailureKind.UNKNOWN_VALUE: (
         "numbers that derive from floating-point data are not computed (a float reads as 1.0, an integer as 1, a "

@@ -148,6 +148,7 @@ class FailureKind(enum.StrEnum):
     ERROR = "error"  # the program's own, or one that memprof does not know
     NO_META_KERNEL = "no meta kernel"  # an operator that cannot run without data
     CUSTOM_KERNEL = "custom kernel"  # code below torch: Triton, a C++ or CUDA extension
+    OTHER_THREAD = "other thread"  # CUDA was asked for where the virtual GPU is not seen
     UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
 
 

@@ -48,7 +48,11 @@ class DeviceMode(TorchFunctionMode):
         self.interchange = Interchange(recording, self._to)
         self._factories = torch.utils._device._device_constructors()
         self._handlers: dict[Any, Callable[..., Any]] = {
-            **composites,
+            **{func: self._choosing(choose) for func, choose in composites.items()},
+            **{
+                getattr(torch, name): functools.partial(self._recurrent, f"aten.{name}", getattr(torch, name))
+                for name in _RECURRENT
+            },
             _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
             _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
             _Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
@@ -92,18 +96,62 @@ class DeviceMode(TorchFunctionMode):
                     kwargs.pop(name, None)
                 return self._on(GPU, func, args, kwargs)
             if wanted.type == "meta":
-                return self._on("meta", func, args, {**(kwargs or {}), "device": _META})
+                result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
+                for tensor in tensors_of(result):
+                    if not tensor.numel():
+                        self._recording.empty_meta.add(tensor.untyped_storage())
+                return result
         for position, arg in enumerate(args):
             if type(arg) is torch.device and arg.type == "cuda":
                 return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
         mismatches = self._recording.recorder.trace.mismatches
         before = len(mismatches)
+        if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and _in_place(func):
+            args = self._writable(func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if len(mismatches) != before and not _in_place(func) and any(t.requires_grad for t in tensors_of(result)):
             # The breach is noted. On the way back the host tensor would be given a gradient on the card.
             del result
             return func(*self._moved(args), **self._moved(kwargs or {}))
         return result
+
+    def _writable(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
+        assignment cannot be taken back, so that it is tried without first."""
+        target = args[0]
+        if func is _Tensor.copy_:  # made to mix devices
+            return args
+        host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
+        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and self._believed(target) == GPU):
+            return args
+        mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        with torch.no_grad():
+            func(target.detach(), *(a.detach() if isinstance(a, _Tensor) else a for a in args[1:]), **kwargs)
+        return args if len(mismatches) == before else (target, *self._moved(args[1:]))
+
+    def _recurrent(self, op: str, func: Any, *args: Any) -> Any:
+        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's."""
+        tensors = tensors_of(list(args))
+        if {self._believed(tensor) for tensor in tensors if tensor.dim()} >= {GPU, HOST}:
+            with _NoTorchFunction():
+                self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
+            args = self._moved(args)
+        return func(*args)
+
+    def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
+        """A composite's choice, made again with all tensors on the card if it mixed devices: see below."""
+        mismatches = self._recording.recorder.trace.mismatches
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = len(mismatches)
+            result = choose(*args, **kwargs)
+            if len(mismatches) != before and any(tensor.requires_grad for tensor in tensors_of(result)):
+                del result
+                return choose(*self._moved(args), **self._moved(kwargs))
+            return result
+
+        return call
 
     def _moved(self, value: Any) -> Any:
         """Arguments of a call that mixed devices, its host tensors moved where autograd sees it."""
@@ -349,6 +397,7 @@ def _overridden(tensors: Any) -> bool:
     return False
 
 
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _NONFINITE: dict[Any, bool] = {
     torch.isfinite: True,
     _Tensor.isfinite: True,

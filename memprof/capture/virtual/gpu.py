@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,7 +55,8 @@ class VirtualGpu:
         self.recorder = Recorder(self.modules)
         self.recorder.counts_hidden = not tensors_only
         self._assumptions: dict[str, None] = {}
-        self._roots: list[nn.Module] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        """The run's models; one that the program lets go of is gone."""
         self._failed: tuple[int, Phase] | None = None
         """The `id` of what was raised last inside a phase, and the phase; the exception itself would keep tensors."""
         self._unknown_read: tuple[int, str] | None = None
@@ -192,8 +194,8 @@ class VirtualGpu:
 
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run: its parameters and buffers are named after it."""
-        if not any(known is root for known in self._roots):
-            self._roots.append(root)
+        if not any(known() is root for known in self._roots):
+            self._roots.append(weakref.ref(root))
         self.modules.add_root(root)
         self._watch_kernels()
         self.name_parameters()
@@ -204,7 +206,7 @@ class VirtualGpu:
 
     def name_parameters(self) -> None:
         """Tell the recorder which storages are parameters, buffers and gradients."""
-        for root in self._roots:
+        for root in [root for known in self._roots if (root := known()) is not None]:
             for name, parameter in root.named_parameters():
                 self.recorder.own(parameter.data, Owner(Role.PARAMETER, name))
                 if parameter.grad is not None:

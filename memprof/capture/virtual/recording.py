@@ -62,6 +62,8 @@ class RecordingMode(TorchDispatchMode):
         self._done_in_place: dict[Any, bool] = {}
         self._host: set[int] = set()
         self._host_sources: dict[int, tuple[Any, int]] = {}
+        self.empty_meta: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        """Storages without bytes that are genuinely on the meta device."""
         self.accumulation = Accumulation()
 
     @classmethod
@@ -77,8 +79,10 @@ class RecordingMode(TorchDispatchMode):
             return str(tensor.device)
         address = tensor.untyped_storage()._cdata
         if address not in self.recorder.live:
-            # Empty tensors take no memory and are not tracked; inside a run they are taken for the program's own.
-            return "meta" if tensor.untyped_storage().nbytes() else GPU
+            # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
+            # itself, they are taken for the program's own.
+            storage = tensor.untyped_storage()
+            return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
         return HOST if address in self._host else GPU
 
     def forget(self, address: int) -> None:
@@ -240,10 +244,12 @@ class RecordingMode(TorchDispatchMode):
                 return target
         except TypeError:
             key = None
-        before = target.untyped_storage().nbytes()
+        storage = target.untyped_storage()
+        before = storage.nbytes()
         layout_before = (target.size(), target.stride())
         result = call.func(*call.args, **call.kwargs)
-        if target.untyped_storage().nbytes() != before:
+        # One that only took over another storage (set_) has made none.
+        if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
             self._grown(target, operator, place)
         # What changes the tensor itself (t_, squeeze_) must be done every time.
         unchanged = (target.size(), target.stride()) == layout_before and operator.packet not in MOVES_STORAGE
@@ -354,13 +360,20 @@ class RecordingMode(TorchDispatchMode):
 
     def note_mismatch(self, operator: Operator, call: Call, place: Place) -> None:
         """On a real GPU this call raises: keep what it was given, and where from."""
+        self._note_mixed(operator.name, call.tensors, place)
+
+    def note_mixed(self, op: str, tensors: list[torch.Tensor]) -> None:
+        """A call that C++ would refuse before any operator is seen was given these tensors."""
+        self._note_mixed(op, tensors, self.recorder.place(sys._getframe(1)))
+
+    def _note_mixed(self, op: str, tensors: list[torch.Tensor], place: Place) -> None:
         self.recorder.mismatch(
             DeviceMismatch(
                 len(self.recorder.trace.events),
-                self.recorder.op_index(operator.name),
+                self.recorder.op_index(op),
                 place.module,
                 place.source,
-                tuple(self._operand(tensor) for tensor in call.tensors),
+                tuple(self._operand(tensor) for tensor in tensors),
             )
         )
 
