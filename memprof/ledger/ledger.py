@@ -159,7 +159,7 @@ def build_ledger(trace: Trace) -> Ledger:
     peak_event = max(
         time
         for time, event in enumerate(trace.events)
-        if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes
+        if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes and trace.storages[event.ref].device != HOST
     )
     peak_stage = next(span for span in stage_spans if span.begin <= peak_event < span.end)
     live = _live_tensors(trace, categories, peak_event)

@@ -57,6 +57,9 @@ def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "graph_pool_handle", lambda: (0, 0)
     if not hasattr(torch._C, "_host_emptyCache"):  # a CPU build; torch.cuda.graph calls it
         yield torch._C, "_host_emptyCache", lambda: None
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None:
+        yield fake.FakeTensorMode, "from_tensor", _no_tracing(fake.FakeTensorMode.from_tensor)
     flex = sys.modules.get("torch._higher_order_ops.flex_attention")
     if flex is not None:
         yield flex.FlexAttentionHOP, "__call__", _flex_attention(assume)
@@ -121,6 +124,17 @@ def _refuse(kernel: Any, args: Any, kwargs: Any) -> None:
     name = getattr(function, "__qualname__", None) or getattr(kernel, "__name__", "kernel")
     full = f"{getattr(function, '__module__', '')}.{name}".lstrip(".")
     raise KernelError(f"the Triton kernel {full} was launched with tensors that have no data", full)
+
+
+def _no_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Fake tensors made from those "on cuda" abort the process where there is no card (no device guard exists)."""
+
+    def from_tensor(mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type == "cuda":
+            raise KernelError("tracing (torch.export, FakeTensorMode) needs a CUDA device", "FakeTensorMode")
+        return original(mode, tensor, *args, **kwargs)
+
+    return from_tensor
 
 
 # -- flex attention -------------------------------------------------------------------------------------------------

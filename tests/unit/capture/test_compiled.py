@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -114,3 +116,24 @@ def test_flex_attention_writes_no_scores(gpu: VirtualGpu, compiled: bool) -> Non
     assert torch.cuda.max_memory_allocated() - before < 2 * one  # one head's scores alone would be 8 MiB
     out.backward(torch.empty_like(out))
     assert torch.cuda.memory_allocated() - before == one + 3 * one  # the output and three gradients
+
+
+def test_tracing_is_refused_where_it_would_abort_the_process() -> None:
+    program = """
+import torch, memprof
+from memprof.capture.failure import KernelError
+with memprof.virtual_gpu("t4"):
+    model = torch.nn.Linear(4, 4).cuda()
+    try:
+        torch.export.export(model, (torch.ones(2, 4, device="cuda"),))
+    except KernelError as error:
+        print(error.kernel)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "FakeTensorMode\n"), done.stderr[-1500:]
+
+
+def test_data_parallel_on_one_card(gpu: VirtualGpu) -> None:
+    model = nn.DataParallel(nn.Linear(16, 16).cuda())
+    model(torch.ones(4, 16, device="cuda")).sum().backward()
+    assert model.module.weight.grad is not None and model.module.weight.grad.is_cuda
