@@ -26,7 +26,7 @@ from memprof.trace.events import GPU, HOST
 _Tensor = torch.Tensor
 _META = torch.device("meta")
 _NoTorchFunction = torch._C.DisableTorchFunction
-_MAP_NORESERVE = 0x4000
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in Python's mmap from 3.13 on
 _storage_data_ptr = torch.UntypedStorage.data_ptr
 
 
