@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class MemprofError(Exception):
@@ -40,6 +41,15 @@ class UsageError(MemprofError):
     """Wrong use: an unknown name, a value out of range, a file that is not what it should be."""
 
     exit_code = 2
+
+
+class RunFailedError(MemprofError):
+    """The program that was run raised an error of its own, or did what cannot be simulated."""
+
+    trace: Any = None
+    """What happened until then (`memprof.trace.events.Trace`)."""
+    document: Any = None
+    """The report on it (`memprof.report.document.Document`), None if nothing had been allocated yet."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

@@ -25,8 +25,8 @@ class ProfiledGpu:
         self._virtual.__enter__()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._virtual.__exit__(*exc)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._virtual.__exit__(kind, error, traceback)
 
     @property
     def allocated_bytes(self) -> int:

@@ -8,14 +8,16 @@ and a simulated and a measured run go through the same lines of code.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
+from memprof.errors import RunFailedError
 from memprof.findings import Context, find_all
-from memprof.ledger.ledger import build_ledger
+from memprof.ledger.ledger import EmptyTraceError, build_ledger
 from memprof.report.document import Document, build_document
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Trace
@@ -29,7 +31,9 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
     """Run `spec` on its virtual card; returns what happened and the report on it.
 
     Raises:
-        MemprofError: the model cannot be found, built or run (UsageError where the user named something wrong).
+        MemprofError: the model cannot be found or built (UsageError where the user named something wrong).
+        RunFailedError: the model's code raised, or did what cannot be simulated; it carries the trace and the report
+            so far.
     """
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.capture.run import capture_virtual
@@ -40,7 +44,11 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
     source = find_source(spec)
     progress("importing torch and the model's code")
     workload = Workload(spec, source)
-    trace = capture_virtual(workload, gpu, progress)
+    failed: RunFailedError | None = None
+    try:
+        trace = capture_virtual(workload, gpu, progress)
+    except RunFailedError as error:
+        failed, trace = error, error.trace
     trace.facts = {
         "command": "profile",
         "memprof_version": __version__,
@@ -58,7 +66,12 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
         "device": device_facts(gpu),
     }
     progress("accounting")
-    return trace, analyze(trace)
+    if failed is None:
+        return trace, analyze(trace)
+    with contextlib.suppress(EmptyTraceError):  # it failed before anything was on the card
+        failed.document = analyze(trace)
+        failed.hint = "the finding run-failed says what to do; --debug shows the traceback"
+    raise failed
 
 
 def analyze(trace: Trace) -> Document:

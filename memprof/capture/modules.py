@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class ModuleTracker:
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
 
+    # Its frames name the module that was running when something raised: see failure.py.
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for `nn.Module.__call__`."""
         tracker = self
@@ -134,3 +136,11 @@ def _head(root: nn.Module, stacks: dict[str, nn.Module]) -> nn.Module | None:
         if isinstance(module, nn.Linear) and not inside:
             last = module
     return last
+
+
+MODULE_CALL: CodeType = next(
+    constant
+    for constant in ModuleTracker.wrap_call.__code__.co_consts
+    if isinstance(constant, CodeType) and constant.co_name == "__call__"
+)
+"""Code of the wrapped `nn.Module.__call__`; the local `index` of its frames is the module's."""

@@ -247,11 +247,7 @@ class Recorder:
             code = frame.f_code
             foreign = is_foreign.get(code)
             if foreign is None:
-                name = code.co_filename
-                foreign = is_foreign[code] = not (
-                    name.startswith((_TORCH_DIR, "<frozen", "<string>"))
-                    or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
-                )
+                foreign = is_foreign[code] = self.is_program(code)
             if foreign:
                 key = (code, frame.f_lineno)
                 index = self._source_index.get(key)
@@ -261,6 +257,15 @@ class Recorder:
                 return index
             frame = frame.f_back
         return NONE
+
+    @staticmethod
+    def is_program(code: CodeType) -> bool:
+        """Whether this is the program's code, neither torch's nor memprof's (whose own workloads are programs)."""
+        name = code.co_filename
+        return not (
+            name.startswith((_TORCH_DIR, "<frozen", "<string>"))
+            or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
+        )
 
     def caller(self) -> int:
         """Index of the line outside torch and memprof that is running now."""

@@ -12,7 +12,7 @@ import typer
 
 from memprof.catalog import DEFAULT_GPU
 from memprof.cli.progress import Progress
-from memprof.errors import UsageError
+from memprof.errors import RunFailedError, UsageError
 from memprof.spec import (
     ADAPTERS,
     AMP_DTYPES,
@@ -158,10 +158,16 @@ def profile(
     # Importing torch and transformers makes millions of objects that live for good; looking for garbage among them
     # costs a fifth of the time that the whole command takes.
     gc.disable()
+    failed: RunFailedError | None = None
     with Progress() as progress:
         from memprof import pipeline
 
-        trace, document = pipeline.profile(spec, progress)
+        try:
+            trace, document = pipeline.profile(spec, progress)
+        except RunFailedError as error:
+            if error.document is None:
+                raise
+            failed, trace, document = error, error.trace, error.document
     # The report first: it must not be lost when the file cannot be written.
     print_document(document, as_json=as_json, explain=explain)
     if save is not None:
@@ -169,6 +175,8 @@ def profile(
 
         save_trace(trace, save)
         typer.echo(f"Saved: memprof show {save}", err=True)
+    if failed is not None:
+        raise failed
     raise typer.Exit(exit_code(document))
 
 
@@ -184,7 +192,9 @@ def print_document(document, *, as_json: bool, explain: bool) -> None:  # type: 
 
 
 def exit_code(document) -> int:  # type: ignore[no-untyped-def]
-    """3: it does not fit; 1: a real run dies of something else; 0: neither."""
+    """1: the run did not come to its end, or a real one dies of an error; 3: it does not fit; 0: none of these."""
+    if document.failure is not None:
+        return 1
     if not document.verdict.fits:
         return 3
     return 1 if any(finding.severity.value == "error" for finding in document.findings) else 0

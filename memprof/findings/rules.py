@@ -11,6 +11,7 @@ from memprof.findings import (
     logits,
     optimizer_state,
     positions,
+    run_failed,
     unattributed,
     upcast,
     vocabulary,
@@ -19,6 +20,7 @@ from memprof.findings import (
 from memprof.findings.finding import Context, Finding, Severity
 
 RULES: tuple[Callable[[Context], list[Finding]], ...] = (
+    run_failed.find,
     device_mismatch.find,
     does_not_fit.find,
     weight_delta.find,

@@ -26,6 +26,10 @@ class Stage:
     """Highest within the stage."""
     requested_bytes: int
     """At the end, before rounding."""
+    host_allocated_bytes: int = 0
+    """Of tensors in host memory, at the end of the stage."""
+    peak_host_bytes: int = 0
+    """Of tensors in host memory, the highest within the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,13 @@ class Ledger:
     live: list[LiveTensor]
     """What was alive at the peak, largest first."""
     rows: list[Row]
-    host_peak_bytes: int
+    host: list[int] = field(repr=False)
+    """Bytes of tensors in host memory after every event."""
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most that tensors take in host memory."""
+        return max(self.host, default=0)
 
     def by_category(self) -> dict[Category, int]:
         """Allocated bytes at the peak by category, largest first."""
@@ -121,7 +131,7 @@ def build_ledger(trace: Trace) -> Ledger:
     Raises:
         EmptyTraceError: the trace holds no allocation.
     """
-    allocated, requested, host_peak = _curves(trace)
+    allocated, requested, host = _curves(trace)
     if not any(allocated):
         raise EmptyTraceError(
             "the trace holds no allocation on the GPU", hint='move the model and its inputs to "cuda" inside the run'
@@ -132,13 +142,24 @@ def build_ledger(trace: Trace) -> Ledger:
     for span in stage_spans:
         before = allocated[span.begin - 1] if span.begin else 0
         end = allocated[span.end - 1]
-        stages.append(Stage(span, end, end - before, max(allocated[span.begin : span.end]), requested[span.end - 1]))
+        within = slice(span.begin, span.end)
+        stages.append(
+            Stage(
+                span=span,
+                allocated_bytes=end,
+                delta_bytes=end - before,
+                peak_allocated_bytes=max(allocated[within]),
+                requested_bytes=requested[span.end - 1],
+                host_allocated_bytes=host[span.end - 1],
+                peak_host_bytes=max(host[within]),
+            )
+        )
     peak_bytes = max(allocated)
     # The last time that it is reached: in the steady state rather than in the first step.
     peak_event = max(
         time
         for time, event in enumerate(trace.events)
-        if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes
+        if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes and trace.storages[event.ref].device != HOST
     )
     peak_stage = next(span for span in stage_spans if span.begin <= peak_event < span.end)
     live = _live_tensors(trace, categories, peak_event)
@@ -156,31 +177,32 @@ def build_ledger(trace: Trace) -> Ledger:
         peak_stage=peak_stage,
         live=live,
         rows=[Row(*key, num_bytes) for key, num_bytes in sorted(rows.items(), key=lambda item: -item[1])],
-        host_peak_bytes=host_peak,
+        host=host,
     )
     if sum(row.allocated_bytes for row in ledger.rows) != peak_bytes:
         raise AssertionError("the ledger's rows do not sum to the peak")
     return ledger
 
 
-def _curves(trace: Trace) -> tuple[list[int], list[int], int]:
-    """Allocated and requested bytes on the GPU after every event, and the peak of virtual host memory."""
+def _curves(trace: Trace) -> tuple[list[int], list[int], list[int]]:
+    """After every event: allocated and requested bytes on the GPU, and bytes in host memory."""
     allocated: list[int] = []
     requested: list[int] = []
-    now = asked = host = host_peak = 0
+    host: list[int] = []
+    now = asked = on_host = 0
     for event in trace.events:
         if event.kind <= EventKind.FREE:
             storage = trace.storages[event.ref]
             sign = 1 if event.kind is EventKind.ALLOC else -1
             if storage.device == HOST:
-                host += sign * storage.num_bytes
-                host_peak = max(host_peak, host)
+                on_host += sign * storage.num_bytes
             else:
                 now += sign * round_size(storage.num_bytes)
                 asked += sign * storage.num_bytes
         allocated.append(now)
         requested.append(asked)
-    return allocated, requested, host_peak
+        host.append(on_host)
+    return allocated, requested, host
 
 
 def alive_at(trace: Trace, time: int) -> list[int]:

@@ -37,6 +37,9 @@ class StageRow:
     reserved_bytes: int | None
     device_used_bytes: int | None
     seconds: float | None
+    host_allocated_bytes: int = 0
+    """Of tensors in host memory, at the end of the stage; `peak_host_bytes` the highest within it."""
+    peak_host_bytes: int = 0
     stack: str = ""
     """For a layer: its stack, and `index` its number in it."""
     index: int = NONE
@@ -78,6 +81,8 @@ class Peak:
     allocated_bytes: int
     reserved_bytes: int | None
     device_used_bytes: int | None
+    host_allocated_bytes: int
+    """In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run."""
     categories: dict[str, int]
     tensors: tuple[TensorRow, ...]
     rows: tuple[LedgerRow, ...]
@@ -87,13 +92,27 @@ class Peak:
 class Verdict:
     """Whether the run fits the card, where it dies if not, and what it needs."""
 
-    fits: bool
+    fits: bool | None
+    """None if the run failed before it was known."""
     oom_stage: str | None
     oom_step: int | None
     tried_to_allocate_bytes: int | None
     in_use_bytes: int | None
     required_bytes: int
     """Of device memory: peak allocated plus the CUDA context."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRow:
+    """What stopped the run: everything else in the document is the run up to there."""
+
+    kind: str
+    phase: str
+    error: str
+    message: str
+    op: str | None
+    module: str | None
+    source: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +132,8 @@ class Document:
     ladder: tuple[Any, ...]
     verdict: Verdict
     assumptions: tuple[str, ...]
+    failure: FailureRow | None = None
+    """Why the run ended before its time; None if it came to its end."""
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
@@ -153,6 +174,7 @@ def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
             allocated_bytes=ledger.peak_bytes,
             reserved_bytes=None,
             device_used_bytes=None,
+            host_allocated_bytes=ledger.host[ledger.peak_event],
             categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
             tensors=tuple(_tensor_row(tensor) for tensor in ledger.live),
             rows=tuple(LedgerRow(r.category.value, r.module, r.phase, r.allocated_bytes) for r in ledger.rows),
@@ -161,7 +183,7 @@ def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
         findings=tuple(findings),
         ladder=(),
         verdict=Verdict(
-            fits=oom is None,
+            fits=False if oom else None if trace.failure else True,
             oom_stage=oom.stage.name if oom else None,
             oom_step=oom.stage.step if oom else None,
             tried_to_allocate_bytes=oom.tried_bytes if oom else None,
@@ -173,6 +195,7 @@ def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
             f"The CUDA context takes {context >> 20} MiB (measured on one card; it varies by card and driver).",
             RESERVED_UNKNOWN,
         ),
+        failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
     )
 
 
@@ -189,6 +212,8 @@ def _stage_row(stage: Stage) -> StageRow:
         reserved_bytes=None,
         device_used_bytes=None,
         seconds=None,
+        host_allocated_bytes=stage.host_allocated_bytes,
+        peak_host_bytes=stage.peak_host_bytes,
         stack=span.stack,
         index=span.index,
     )

@@ -20,6 +20,8 @@ class ShownStage:
     allocated_bytes: int
     delta_bytes: int
     peak_bytes: int
+    host_bytes: int
+    """Highest in host memory."""
     count: int = 1
     """Equal layers in the row; `delta_bytes` is that of all of them."""
 
@@ -75,6 +77,7 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
                 alike[-1].allocated_bytes,
                 sum(row.delta_bytes for row in alike),
                 max(row.peak_bytes for row in alike),
+                max(row.host_bytes for row in alike),
             )
 
 
@@ -96,7 +99,7 @@ def _cost(row: StageRow) -> tuple[int, int]:
 
 
 def _row(row: StageRow) -> ShownStage:
-    return ShownStage(row.name, row.allocated_bytes, row.delta_bytes, row.peak_allocated_bytes)
+    return ShownStage(row.name, row.allocated_bytes, row.delta_bytes, row.peak_allocated_bytes, row.peak_host_bytes)
 
 
 def _layers(run: list[StageRow]) -> ShownStage:
@@ -107,6 +110,7 @@ def _layers(run: list[StageRow]) -> ShownStage:
         run[-1].allocated_bytes,
         sum(row.delta_bytes for row in run),
         max(row.peak_allocated_bytes for row in run),
+        max(row.peak_host_bytes for row in run),
         len(run),
     )
 
@@ -118,4 +122,5 @@ def _summary(name: str, rows: Iterable[StageRow]) -> ShownStage:
         rows[-1].allocated_bytes,
         sum(row.delta_bytes for row in rows),
         max(row.peak_allocated_bytes for row in rows),
+        max(row.peak_host_bytes for row in rows),
     )

@@ -19,6 +19,8 @@ from memprof.units import GIB, MIB, format_bytes, format_count, gib
 
 MAX_TENSORS = 10
 MAX_EVIDENCE = 6
+MIN_HOST_BYTES = 64 * MIB
+"""Host memory below this is not worth a column."""
 _BAR_WIDTH = 28
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
@@ -80,10 +82,14 @@ def _heading(document: Document) -> RenderableType:
 
 
 def _describe(target: dict[str, Any]) -> str:
-    parts = [f"{target['model']}, {format_count(target['num_parameters'])} parameters ({target['num_parameters']:,})"]
-    parts.append(f"batch {target['batch_size']} x {target['context_length']:,} tokens")
+    parts = [str(target["model"])]
+    if target["num_parameters"]:  # a run that failed early does not know
+        parts[0] += f", {format_count(target['num_parameters'])} parameters ({target['num_parameters']:,})"
+    if target["context_length"] is not None:
+        parts.append(f"batch {target['batch_size']} x {target['context_length']:,} tokens")
     amp = f" with {target['amp']} autocast" if target.get("amp") else ""
-    parts.append(f"{target['dtype']}{amp}")
+    if target["dtype"] is not None:
+        parts.append(f"{target['dtype']}{amp}")
     if target["mode"] == "train":
         parts.append(_what_is_trained(target))
         parts.append("no optimizer" if target["optimizer"] == "none" else str(target["optimizer"]))
@@ -122,6 +128,9 @@ def _stages(document: Document) -> RenderableType:
     for header in ("allocated", "delta", "peak"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("on this card", justify="right", no_wrap=True)
+    shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
+    if shows_host:
+        table.add_column("host peak", justify="right", no_wrap=True)
     rows = shown_stages(document)
     peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
     for position, row in enumerate(rows):
@@ -133,7 +142,10 @@ def _stages(document: Document) -> RenderableType:
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
         delta = amount(row.delta_bytes, sign=True)
-        table.add_row(name, amount(row.allocated_bytes), delta, amount(row.peak_bytes), verdict)
+        cells: list[RenderableType] = [name, amount(row.allocated_bytes), delta, amount(row.peak_bytes), verdict]
+        if shows_host:
+            cells.append(amount(row.host_bytes))
+        table.add_row(*cells)
     note = f"{_unit(document).name}; {format_bytes(usable)} usable beside the CUDA context."
     return Group(table, Text(note, style="dim"))
 
@@ -141,6 +153,12 @@ def _stages(document: Document) -> RenderableType:
 def _verdict(document: Document) -> RenderableType:
     verdict, device = document.verdict, document.device
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
+    if document.failure is not None:
+        failure = document.failure
+        text = Text("\nFailed: ", style="bold red")
+        text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
+        over = "." if verdict.fits is None else ", which does not fit."
+        return text.append(over + " What is above and below is the run up to there.", style="default")
     if verdict.fits:
         spare = device["total_bytes"] - verdict.required_bytes
         text = Text("\nFits: ", style="bold green")

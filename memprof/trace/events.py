@@ -143,6 +143,36 @@ class DeviceMismatch(NamedTuple):
     operands: tuple[Operand, ...]
 
 
+class FailureKind(enum.StrEnum):
+    """Why a run could not go on, as far as that decides what to do about it."""
+
+    ERROR = "error"  # the program's own, or one that memprof does not know
+    NO_META_KERNEL = "no meta kernel"  # an operator that cannot run without data
+    CUSTOM_KERNEL = "custom kernel"  # code below torch: Triton, a C++ or CUDA extension
+    OTHER_THREAD = "other thread"  # CUDA was asked for where the virtual GPU is not seen
+    UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
+
+
+class Failure(NamedTuple):
+    """The run ended before its time; everything in the trace is what happened until then."""
+
+    kind: FailureKind
+    phase: str
+    """What was being done, such as `forward of step 1`."""
+    error: str
+    """Class of the exception."""
+    message: str
+    """Its first line."""
+    op: str | None
+    """Operator or kernel that could not run, such as `mylib.fused_rope`."""
+    module: str | None
+    """Path of the module whose code was running; "" is the root itself, None outside every module."""
+    source: str | None
+    """`file:line function` of the program."""
+    read: str | None
+    """For an unknown value: the line that read it, and what it was told."""
+
+
 @dataclass(slots=True)
 class Trace:
     """The whole record of one run.
@@ -162,6 +192,8 @@ class Trace:
     mismatches: list[DeviceMismatch] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
+    failure: Failure | None = None
+    """None if the run came to its end."""
 
     def op(self, storage: Storage) -> str:
         """The operator that allocated `storage`."""

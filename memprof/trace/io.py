@@ -19,6 +19,8 @@ from memprof.trace.events import (
     DeviceMismatch,
     Event,
     EventKind,
+    Failure,
+    FailureKind,
     Module,
     ModuleRole,
     Operand,
@@ -52,6 +54,7 @@ def save_trace(trace: Trace, path: Path) -> None:
         "phases": trace.phases,
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
         "mismatches": trace.mismatches,
+        "failure": trace.failure,
         "storages": trace.storages,
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
@@ -122,6 +125,8 @@ def _trace(document: dict[str, Any]) -> Trace:
         mismatches=[_mismatch(row) for row in document["mismatches"]],
         assumptions=document["assumptions"],
         facts=document["facts"],
+        # Captures of earlier releases have none.
+        failure=None if document.get("failure") is None else _failure(document["failure"]),
     )
     _check(trace)
     return trace
@@ -132,6 +137,11 @@ def _mismatch(row: list[Any]) -> DeviceMismatch:
     return DeviceMismatch(
         event, op, module, source, tuple(Operand(device, tuple(shape), *rest) for device, shape, *rest in operands)
     )
+
+
+def _failure(row: list[Any]) -> Failure:
+    kind, *rest = row
+    return Failure(FailureKind(kind), *rest)
 
 
 def _check(trace: Trace) -> None:

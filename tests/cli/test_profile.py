@@ -214,7 +214,7 @@ def test_wrong_factories(memprof, file, factory, message):
 def test_a_model_that_raises_names_its_line(memprof, file):
     result = memprof("profile", "--model", f"{file}:fails")
     assert result.exit_code == 1
-    assert "the run failed in forward with RuntimeError" in result.stderr
+    assert "the run failed in forward of step 1 with RuntimeError" in result.stderr
     assert f"my_model.py:{line_of('does not multiply')}" in result.stderr
 
 

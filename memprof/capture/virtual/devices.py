@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.utils._device
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from memprof.capture.virtual.autocast import Autocast
 from memprof.capture.virtual.calls import tensors_of
+from memprof.capture.virtual.interchange import Interchange
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.trace.events import GPU, HOST
 
@@ -43,9 +45,14 @@ class DeviceMode(TorchFunctionMode):
         super().__init__()
         self._recording = recording
         self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
+        self.interchange = Interchange(recording, self._to)
         self._factories = torch.utils._device._device_constructors()
         self._handlers: dict[Any, Callable[..., Any]] = {
-            **composites,
+            **{func: self._choosing(choose) for func, choose in composites.items()},
+            **{
+                getattr(torch, name): functools.partial(self._recurrent, f"aten.{name}", getattr(torch, name))
+                for name in _RECURRENT
+            },
             _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
             _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
             _Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
@@ -55,12 +62,8 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.to: self._to,
             _Tensor.cuda: self._to_cuda,
             _Tensor.cpu: self._to_cpu,
-            _Tensor.tolist: self._tolist,
-            _Tensor.numpy: self._numpy,
-            _Tensor.__array__: self._numpy,
-            _Tensor.pin_memory: self._pin_memory,
-            _Tensor.is_pinned: self._is_pinned,
-            _Tensor.data_ptr: self._data_ptr,
+            **self.interchange.handlers(),
+            _Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
             _Tensor.__setitem__: self._setitem,
             torch._C._nn._parse_to: _parse_to,
             torch.device: self._make_device,
@@ -78,6 +81,10 @@ class DeviceMode(TorchFunctionMode):
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         device = kwargs.get("device") if kwargs else None
+        if kwargs and kwargs.get("pin_memory") and func in self._factories and (device is None or "cpu" in str(device)):
+            result = func(*args, **{**kwargs, "pin_memory": False})
+            self.interchange.note_pinned(result)
+            return result
         if device is None and func in self._factories:
             # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
             device = torch.utils._device.CURRENT_DEVICE
@@ -89,18 +96,62 @@ class DeviceMode(TorchFunctionMode):
                     kwargs.pop(name, None)
                 return self._on(GPU, func, args, kwargs)
             if wanted.type == "meta":
-                return self._on("meta", func, args, {**(kwargs or {}), "device": _META})
+                result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
+                for tensor in tensors_of(result):
+                    if not tensor.numel():
+                        self._recording.empty_meta.add(tensor.untyped_storage())
+                return result
         for position, arg in enumerate(args):
             if type(arg) is torch.device and arg.type == "cuda":
                 return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
         mismatches = self._recording.recorder.trace.mismatches
         before = len(mismatches)
+        if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and _in_place(func):
+            args = self._writable(func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
         if len(mismatches) != before and not _in_place(func) and any(t.requires_grad for t in tensors_of(result)):
             # The breach is noted. On the way back the host tensor would be given a gradient on the card.
             del result
             return func(*self._moved(args), **self._moved(kwargs or {}))
         return result
+
+    def _writable(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
+        assignment cannot be taken back, so that it is tried without first."""
+        target = args[0]
+        if func is _Tensor.copy_:  # made to mix devices
+            return args
+        host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
+        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and self._believed(target) == GPU):
+            return args
+        mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        with torch.no_grad():
+            func(target.detach(), *(a.detach() if isinstance(a, _Tensor) else a for a in args[1:]), **kwargs)
+        return args if len(mismatches) == before else (target, *self._moved(args[1:]))
+
+    def _recurrent(self, op: str, func: Any, *args: Any) -> Any:
+        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's."""
+        tensors = tensors_of(list(args))
+        if {self._believed(tensor) for tensor in tensors if tensor.dim()} >= {GPU, HOST}:
+            with _NoTorchFunction():
+                self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
+            args = self._moved(args)
+        return func(*args)
+
+    def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
+        """A composite's choice, made again with all tensors on the card if it mixed devices: see below."""
+        mismatches = self._recording.recorder.trace.mismatches
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = len(mismatches)
+            result = choose(*args, **kwargs)
+            if len(mismatches) != before and any(tensor.requires_grad for tensor in tensors_of(result)):
+                del result
+                return choose(*self._moved(args), **self._moved(kwargs))
+            return result
+
+        return call
 
     def _moved(self, value: Any) -> Any:
         """Arguments of a call that mixed devices, its host tensors moved where autograd sees it."""
@@ -111,6 +162,17 @@ class DeviceMode(TorchFunctionMode):
             return part
 
         return tree_map(move, value)
+
+    def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`p.data = p.data.cuda()` changes the very tensor; between a real and a virtual one only a swap can."""
+        with _NoTorchFunction():
+            if tensor.is_meta == value.is_meta:
+                tensor.data = value
+                return
+            other: torch.Tensor = value.detach().requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter):
+                other = torch.nn.Parameter(value.detach(), tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, other)
 
     def _on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
         recording = self._recording
@@ -135,8 +197,20 @@ class DeviceMode(TorchFunctionMode):
         if isinstance(data, torch.Tensor):
             target = self._device(data) if device is None else device
             return self._to(data.detach(), target, dtype, copy=True).requires_grad_(requires_grad)
-        result = torch.tensor(data, dtype=dtype, device=_CPU)
-        return self._placed(result, device).requires_grad_(requires_grad)
+        try:
+            result = torch.tensor(data, dtype=dtype, device=_CPU)
+        except (RuntimeError, TypeError):
+            result = torch.tensor(self._plain(data), dtype=dtype, device=_CPU)  # of a list that holds tensors
+        result = self._placed(result, device)
+        if pin_memory:
+            self.interchange.note_pinned(result)
+        return result.requires_grad_(requires_grad)
+
+    def _plain(self, data: Any) -> Any:
+        """Data with the numbers of the tensors in it."""
+        if isinstance(data, torch.Tensor):
+            return self.interchange.read(data).tolist()
+        return [self._plain(part) for part in data] if isinstance(data, (list, tuple)) else data
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
@@ -180,7 +254,7 @@ class DeviceMode(TorchFunctionMode):
         """Unknown numbers are finite (values.py): composites would compare them first, and lose that."""
         result: torch.Tensor = func(tensor)
         values = self._recording.values
-        with _NoTorchFunction():
+        with _NoTorchFunction(), _disable_current_modes():
             if result.is_meta and result.numel() and values.get(tensor.detach()) is None and values.wants(result):
                 values.set(result, torch.full(result.shape, _NONFINITE[func], dtype=torch.bool))
         return result
@@ -257,27 +331,7 @@ class DeviceMode(TorchFunctionMode):
     def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return self._to(tensor, _CPU, **kwargs)
 
-    def _pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    def _is_pinned(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        return False
-
     # -- reads ------------------------------------------------------------------------------------------------------
-
-    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        with _NoTorchFunction():
-            return self._recording.values.read(tensor.detach()) if tensor.is_meta else tensor
-
-    def _tolist(self, tensor: torch.Tensor) -> Any:
-        value = self._read(tensor)
-        with _NoTorchFunction():
-            return value.tolist()
-
-    def _numpy(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        value = self._read(tensor)
-        with _NoTorchFunction():
-            return value.numpy(**kwargs)
 
     def repr_of(self, original: Callable[..., str]) -> Callable[..., str]:
         """The replacement for `torch._tensor_str._str`, which takes all modes off before it looks at the data."""
@@ -290,7 +344,7 @@ class DeviceMode(TorchFunctionMode):
                     return original(tensor, **kwargs)
                 known = self._recording.values.get(tensor.detach())
                 if known is None and tensor.dim() == 0:
-                    known = self._recording.values.read(tensor.detach())
+                    known = self.interchange.read(tensor)
                 if known is None:
                     return f"tensor(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
                 return f"{original(known, **kwargs)[:-1]}, device='{device}')"
@@ -309,13 +363,6 @@ class DeviceMode(TorchFunctionMode):
             return groups
 
         return group
-
-    def _data_ptr(self, tensor: torch.Tensor) -> int:
-        with _NoTorchFunction():
-            if not tensor.is_meta:
-                return tensor.data_ptr()
-            # Unique per storage and never null, as code that compares addresses (weight tying) expects.
-            return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 
 def _in_place(func: Any) -> bool:
@@ -363,6 +410,7 @@ def _overridden(tensors: Any) -> bool:
     return False
 
 
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _NONFINITE: dict[Any, bool] = {
     torch.isfinite: True,
     _Tensor.isfinite: True,

@@ -138,6 +138,14 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         "reset_peak_memory_stats": reset_peak,
         "reset_accumulated_memory_stats": nothing,
         "memory_stats": memory_stats,
+        "set_per_process_memory_fraction": nothing,
+        "memory_snapshot": returning([]),
+        "list_gpu_processes": returning("no processes are running"),
+        "utilization": returning(0),
+        "memory_usage": returning(0),
+        "temperature": returning(0),
+        "power_draw": returning(0),
+        "clock_rate": returning(0),
         "memory_summary": lambda *args, **kwargs: f"allocated {recorder.live_bytes} bytes (virtual GPU)",
         "device": _Device,
         "Stream": _Stream,
@@ -150,6 +158,8 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     for name, value in cuda.items():
         yield torch.cuda, name, _distinct(value)
     yield torch.Tensor, "record_stream", _distinct(nothing)
+    if not hasattr(torch._C, "_scatter"):  # a CPU build; DataParallel calls it, with the one card that there is
+        yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)
     accelerator: dict[str, Any] = {
         "is_available": returning(True),
         "current_accelerator": returning(torch.device("cuda")),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +16,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from memprof.capture.failure import describe
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.recorder import Recorder
+from memprof.capture.virtual import compiled
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
@@ -26,7 +30,7 @@ from memprof.capture.virtual.recording import RecordingMode
 from memprof.capture.virtual.values import Values
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError
-from memprof.trace.events import Owner, PhaseKind, Role, Trace
+from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 
 _active: VirtualGpu | None = None
 
@@ -52,9 +56,12 @@ class VirtualGpu:
         self.recorder = Recorder(self.modules)
         self.recorder.counts_hidden = not tensors_only
         self._assumptions: dict[str, None] = {}
-        self._roots: list[nn.Module] = []
-        self.failed_phase: PhaseKind | None = None
-        """The phase in which the program raised."""
+        self._roots: list[weakref.ref[nn.Module]] = []
+        """The run's models; one that the program lets go of is gone."""
+        self._failed: tuple[int, Phase] | None = None
+        """The `id` of what was raised last inside a phase, and the phase; the exception itself would keep tensors."""
+        self._unknown_read: tuple[int, str] | None = None
+        self._watches_kernels = False
         self._step = 0
         self._automatic_phases = True
         self._patches = Patches()
@@ -63,6 +70,7 @@ class VirtualGpu:
         card = Card.of(gpu)
         workspace = CublasWorkspace.of(card.compute_capability, card.release)
         self._values = Values(self.assume)
+        self._values.on_unknown = self._note_unknown
         self.recording = RecordingMode(self.recorder, self._values, workspace if workspaces else None, card)
         self.recorder.on_death = self.recording.forget
         self.modules.on_root = self.adopt
@@ -93,8 +101,32 @@ class VirtualGpu:
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, MemprofError):
+            at_raise = self._failed
+            phase = at_raise[1] if at_raise and at_raise[0] == id(error) else self.recorder.phase
+            self.recorder.trace.failure = describe(
+                error,
+                self.recorder,
+                (phase.kind, phase.step),
+                self._unknown_read,
+                RecordingMode.__torch_dispatch__.__code__,
+            )
         self._remove()
+
+    def _watch_kernels(self) -> None:
+        """Triton may be imported with the model, after this GPU was entered."""
+        if not self._watches_kernels and "triton.runtime.jit" in sys.modules:
+            self._watches_kernels = True
+            for owner, name, value in compiled.triton_patches():
+                self._patches.set(owner, name, value)
+
+    def _note_failed(self, error: BaseException) -> None:
+        if self._failed is None or self._failed[0] != id(error):  # the innermost phase knows best
+            self._failed = (id(error), self.recorder.phase)
+
+    def _note_unknown(self, tensor: torch.Tensor, told: str) -> None:
+        self._unknown_read = (self.recorder.caller(), told)
 
     def _install(self) -> None:
         patches = self._patches
@@ -104,6 +136,12 @@ class VirtualGpu:
             patches.set(owner, name, value)
         for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes):
             patches.set(owner, name, value)
+        for owner, name, value in function_mode.interchange.patches():
+            patches.set(owner, name, value)
+        for owner, name, value in compiled.patches(self.assume):
+            patches.set(owner, name, value)
+        self._modes.enter_context(compiled.eager())
+        self._watch_kernels()
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
         by_device = "_group_tensors_by_device_and_dtype"
         patches.set(torch._C, by_device, function_mode.grouping(getattr(torch._C, by_device)))
@@ -138,8 +176,8 @@ class VirtualGpu:
         self.recorder.begin_phase(kind, step, micro_batch)
         try:
             yield
-        except BaseException:
-            self.failed_phase = self.failed_phase or kind
+        except BaseException as error:
+            self._note_failed(error)
             raise
         finally:
             self._automatic_phases = automatic
@@ -159,9 +197,10 @@ class VirtualGpu:
 
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run: its parameters and buffers are named after it."""
-        if not any(known is root for known in self._roots):
-            self._roots.append(root)
+        if not any(known() is root for known in self._roots):
+            self._roots.append(weakref.ref(root))
         self.modules.add_root(root)
+        self._watch_kernels()
         self.name_parameters()
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
@@ -170,7 +209,7 @@ class VirtualGpu:
 
     def name_parameters(self) -> None:
         """Tell the recorder which storages are parameters, buffers and gradients."""
-        for root in self._roots:
+        for root in [root for known in self._roots if (root := known()) is not None]:
             for name, parameter in root.named_parameters():
                 self.recorder.own(parameter.data, Owner(Role.PARAMETER, name))
                 if parameter.grad is not None:
@@ -196,6 +235,9 @@ class VirtualGpu:
                 self._begin(PhaseKind.BACKWARD)
             try:
                 return original(*args, **kwargs)
+            except BaseException as error:
+                self._note_failed(error)
+                raise
             finally:
                 if not nested:
                     self.name_parameters()

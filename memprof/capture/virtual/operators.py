@@ -85,7 +85,9 @@ def _to_copy(mode: RecordingMode, operator: Operator, call: Call, place: Place) 
         result = torch.empty_like(source, dtype=dtype)
         mode.record([result], operator.name, place, HOST)
         return result
-    return mode.values.read(source).to(dtype, copy=True)
+    result = mode.values.read(source).to(dtype, copy=True)
+    mode.record_real(result, operator.name, place)
+    return result
 
 
 def _copy(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from memprof.capture.recorder import Place, Recorder
 from memprof.capture.virtual import hidden, layout
 from memprof.capture.virtual.calls import (
+    HOST_COUNTED_BYTES,
     HOST_VIRTUAL_BYTES,
     MOVES_STORAGE,
     OVERWRITES,
@@ -33,6 +34,8 @@ from memprof.capture.virtual.values import Values
 from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
 
 _META = torch.device("meta")
+# An extension that asks C++ for the data gets an error; a null pointer would end the process.
+_forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -60,6 +63,8 @@ class RecordingMode(TorchDispatchMode):
         self._done_in_place: dict[Any, bool] = {}
         self._host: set[int] = set()
         self._host_sources: dict[int, tuple[Any, int]] = {}
+        self.empty_meta: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        """Storages without bytes that are genuinely on the meta device."""
         self.accumulation = Accumulation()
         self.adds_bias = False
         """Whether the operators that run are those of a linear layer with a bias."""
@@ -77,8 +82,10 @@ class RecordingMode(TorchDispatchMode):
             return str(tensor.device)
         address = tensor.untyped_storage()._cdata
         if address not in self.recorder.live:
-            # Empty tensors take no memory and are not tracked; inside a run they are taken for the program's own.
-            return "meta" if tensor.untyped_storage().nbytes() else GPU
+            # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
+            # itself, they are taken for the program's own.
+            storage = tensor.untyped_storage()
+            return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
         return HOST if address in self._host else GPU
 
     def forget(self, address: int) -> None:
@@ -244,10 +251,12 @@ class RecordingMode(TorchDispatchMode):
                 return target
         except TypeError:
             key = None
-        before = target.untyped_storage().nbytes()
+        storage = target.untyped_storage()
+        before = storage.nbytes()
         layout_before = (target.size(), target.stride())
         result = call.func(*call.args, **call.kwargs)
-        if target.untyped_storage().nbytes() != before:
+        # One that only took over another storage (set_) has made none.
+        if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
             self._grown(target, operator, place)
         # What changes the tensor itself (t_, squeeze_) must be done every time.
         unchanged = (target.size(), target.stride()) == layout_before and operator.packet not in MOVES_STORAGE
@@ -298,6 +307,7 @@ class RecordingMode(TorchDispatchMode):
             if tensor.dim() and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._host_sources[storage._cdata] = (weakref.ref(storage), place.source)
+                self.record_real(tensor, operator.name, place)
         return result
 
     # -- recording --------------------------------------------------------------------------------------------------
@@ -308,9 +318,16 @@ class RecordingMode(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in live and tensor.is_meta and storage.nbytes():
+                _forbid_data(tensor)
                 self.recorder.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
                 if device == HOST:
                     self._host.add(storage._cdata)
+
+    def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:
+        """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in self.recorder.live:
+            self.recorder.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
 
     def transients(self, sizes: list[int], operator: Operator, place: Place) -> None:
         """Temporaries of a kernel: taken one after the other, all given back when it returns."""
@@ -352,13 +369,20 @@ class RecordingMode(TorchDispatchMode):
 
     def note_mismatch(self, operator: Operator, call: Call, place: Place) -> None:
         """On a real GPU this call raises: keep what it was given, and where from."""
+        self._note_mixed(operator.name, call.tensors, place)
+
+    def note_mixed(self, op: str, tensors: list[torch.Tensor]) -> None:
+        """A call that C++ would refuse before any operator is seen was given these tensors."""
+        self._note_mixed(op, tensors, self.recorder.place(sys._getframe(1)))
+
+    def _note_mixed(self, op: str, tensors: list[torch.Tensor], place: Place) -> None:
         self.recorder.mismatch(
             DeviceMismatch(
                 len(self.recorder.trace.events),
-                self.recorder.op_index(operator.name),
+                self.recorder.op_index(op),
                 place.module,
                 place.source,
-                tuple(self._operand(tensor) for tensor in call.tensors),
+                tuple(self._operand(tensor) for tensor in tensors),
             )
         )
 

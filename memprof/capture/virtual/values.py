@@ -36,6 +36,8 @@ class Values:
         self._flat: dict[int, torch.Tensor] = {}
         self.assume = assume
         self._draws = 0
+        self.on_unknown: Callable[[torch.Tensor, str], None] = lambda tensor, told: None
+        """Called when the program reads a value that is not known, with what it is told."""
 
     def drop(self, address: int) -> None:
         """The storage at `address` died, or its contents are no longer known."""
@@ -153,6 +155,8 @@ class Values:
             "Values that derive from floating-point data are not computed: a float read by the program is 1.0, "
             "an integer 1, a boolean False."
         )
+        told = False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+        self.on_unknown(tensor, f"{told} for an unknown {str(tensor.dtype).removeprefix('torch.')}")
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.dtype is torch.bool else _ones(tensor)
 
     def selected(self, mask: torch.Tensor) -> torch.Tensor:

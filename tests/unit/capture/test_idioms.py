@@ -207,6 +207,7 @@ def test_saved_tensors_wait_in_pinned_host_memory(gpu, size):
     weight = nn.Parameter(torch.ones(size, device="cuda"))
     before = gpu.recorder.live_bytes
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
-        result = (weight * 2).exp()
+        kept = (weight * 2).exp()
+    assert kept.requires_grad
     # exp keeps its result, which is the one tensor that is still on the card.
     assert gpu.recorder.live_bytes - before == 4 * size

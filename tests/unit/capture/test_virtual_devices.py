@@ -168,8 +168,11 @@ def test_meta_model_is_brought_to_the_gpu(gpu: VirtualGpu) -> None:
 
 
 def test_large_host_tensors_are_virtual_and_counted_on_the_host(gpu: VirtualGpu) -> None:
-    small = torch.zeros((1 << 18) - 1)
-    assert devices(gpu) == [] and small.sum().item() == 0.0
+    tiny, small = torch.zeros(1023), torch.zeros((1 << 18) - 1)
+    assert tiny.sum().item() == small.sum().item() == 0.0
+    assert [storage.num_bytes for storage in gpu.trace.storages] == [(1 << 20) - 4]  # real, and counted
+    assert devices(gpu) == [HOST]
+    gpu.trace.storages.clear()
     large = torch.zeros(1 << 18)
     assert devices(gpu) == [HOST] and gpu.trace.storages[0].num_bytes == 1 << 20
     assert large.device == CPU and large.is_cpu and not large.is_meta and not large.is_cuda

@@ -300,6 +300,22 @@ def test_host_memory_is_counted_apart(build: Builder) -> None:
     assert [i for tensor in ledger.live for i in tensor.storages] == [1]
 
 
+def test_host_memory_by_stage(build):
+    build.phase(PhaseKind.MODEL)
+    weight = build.alloc(3000, device="cpu")
+    build.alloc(1024)
+    build.free(weight)
+    build.phase(PhaseKind.INPUTS, 1, 1)
+    build.alloc(100, device="cpu")
+    build.alloc(512)
+    temporary = build.alloc(700, device="cpu")
+    build.free(temporary)
+    ledger = build_ledger(build.trace)
+    assert [(stage.host_allocated_bytes, stage.peak_host_bytes) for stage in ledger.stages] == [(0, 3000), (100, 800)]
+    assert ledger.host_peak_bytes == 3000 and ledger.host[ledger.peak_event] == 100
+    assert ledger.peak_bytes == 1536
+
+
 def test_the_last_of_equal_peaks(build: Builder) -> None:
     build.phase(PhaseKind.OTHER)
     first = build.alloc(KIB)

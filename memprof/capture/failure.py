@@ -1,0 +1,129 @@
+"""Why a run ended before its time: an exception turned into a `Failure`, with operator, module and line.
+
+Everything is read off the traceback, so that a run which does not fail pays nothing for it: the dispatch mode's frame
+holds the operator, the innermost wrapped module call the module.
+"""
+
+from __future__ import annotations
+
+import re
+from types import CodeType, TracebackType
+
+from memprof.capture.modules import MODULE_CALL
+from memprof.capture.recorder import Recorder
+from memprof.trace.events import NONE, Failure, FailureKind, PhaseKind
+
+
+class KernelError(RuntimeError):
+    """A kernel below torch was called: it needs data and a device. `kernel` is its name."""
+
+    def __init__(self, message: str, kernel: str) -> None:
+        super().__init__(message)
+        self.kernel = kernel
+
+
+_DOING = {
+    PhaseKind.MODEL: "building the model",
+    PhaseKind.OPTIMIZER: "building the optimizer",
+    PhaseKind.INPUTS: "making the inputs",
+    PhaseKind.OTHER: "the program's own code",
+}
+_NO_META = (
+    re.compile(r"([\w.]+::[\w.]+): attempted to run this operator with Meta tensors"),
+    re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
+    re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
+)
+"""How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
+torch/_library/custom_ops.py)."""
+_NO_CARD = re.compile(r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled")
+"""How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
+_CANNOT = re.compile(
+    r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
+)
+_NEEDS_DATA = re.compile(
+    r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
+    r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function",
+    re.IGNORECASE,
+)
+"""How extensions and Triton refuse tensors whose data is not on a real card."""
+
+
+def describe(
+    error: BaseException,
+    recorder: Recorder,
+    phase: tuple[PhaseKind, int],
+    unknown_read: tuple[int, str] | None,
+    dispatch: CodeType,
+) -> Failure:
+    """The failure that `error` is.
+
+    Args:
+        error: what was raised.
+        recorder: of the run.
+        phase: kind and step in which it was raised.
+        unknown_read: index of the line that last read an unknown value, and what it was told.
+        dispatch: code of the dispatch mode's method, whose frames name operators.
+    """
+    op: str | None = None
+    module = NONE
+    lines: list[str] = []
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        if frame.f_code is dispatch:
+            func, place = frame.f_locals.get("func"), frame.f_locals.get("place")
+            op = None if func is None else func._schema.name.replace("::", ".")
+            if place is not None and place.module != NONE:
+                module = place.module
+        elif frame.f_code is MODULE_CALL:
+            module = frame.f_locals.get("index", module)
+        elif recorder.is_program(frame.f_code):
+            lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
+        step = step.tb_next
+    message = (str(error).strip().splitlines() or [""])[0]
+    kind, named = _kind(error, str(error))
+    read = None
+    if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE:
+        where, told = unknown_read
+        line = recorder.trace.sources[where]
+        if any(_same_function(line, other) for other in lines):
+            kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
+    phase_kind, number = phase
+    doing = _DOING.get(phase_kind, phase_kind.value)
+    return Failure(
+        kind=kind,
+        phase=f"{doing} of step {number}" if number else doing,
+        error=type(error).__name__,
+        message=message,
+        op=named or op,
+        module=None if module == NONE else recorder.trace.modules[module].path,
+        source=lines[-1] if lines else None,
+        read=read,
+    )
+
+
+def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
+    """The kind, and the operator that the message names."""
+    if isinstance(error, KernelError):
+        return FailureKind.CUSTOM_KERNEL, error.kernel
+    if _NO_CARD.search(text):
+        return FailureKind.OTHER_THREAD, None
+    for pattern in _NO_META:
+        match = pattern.search(text)
+        if match:
+            return FailureKind.NO_META_KERNEL, match[1].replace("::", ".")
+    if isinstance(error, (NotImplementedError, RuntimeError, BufferError, TypeError)) and _CANNOT.search(text):
+        return FailureKind.NO_META_KERNEL, None
+    if _NEEDS_DATA.search(text):
+        return FailureKind.CUSTOM_KERNEL, None
+    return FailureKind.ERROR, None
+
+
+def _same_function(line: str, other: str) -> bool:
+    """Whether two sources `file:line function` are in one function: a decision follows what was read there."""
+    return _function(line) == _function(other)
+
+
+def _function(line: str) -> tuple[str, str]:
+    place, _, name = line.rpartition(" ")
+    return place.rpartition(":")[0], name

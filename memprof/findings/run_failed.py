@@ -1,0 +1,68 @@
+"""The run ended before its time: what could not be done, where, and what to do about it."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import file_and_line
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.trace.events import Failure, FailureKind
+
+
+def find(context: Context) -> list[Finding]:
+    """One finding if the run failed; its bytes are unknown, for what it would have gone on to take is."""
+    failure = context.ledger.trace.failure
+    if failure is None:
+        return []
+    evidence = [_evidence(failure, f"{failure.error}: {failure.message}")]
+    if failure.source is not None:
+        inside = "" if failure.module is None else f" in module {failure.module or 'the model itself'}"
+        evidence.append(_evidence(failure, f"raised at {failure.source}{inside}"))
+    if failure.read is not None:
+        evidence.append(_evidence(failure, f"read at {failure.read}"))
+    evidence.append(_evidence(failure, f"fix: {_FIXES[failure.kind]}"))
+    evidence.append(Evidence("everything above the findings is the run up to here: what came later is not counted"))
+    return [Finding("run-failed", Severity.ERROR, _title(failure), None, tuple(evidence), ())]
+
+
+def _title(failure: Failure) -> str:
+    where = f"in {failure.phase}, at {file_and_line(failure.source)}"
+    if failure.module:
+        where += f" in {failure.module}"
+    op = failure.op or "an operation"
+    if failure.kind is FailureKind.NO_META_KERNEL:
+        return f"The run stops {where}: {op} cannot be simulated, for it has no kernel that works without data"
+    if failure.kind is FailureKind.CUSTOM_KERNEL:
+        what = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
+        return f"The run stops {where}: {what} needs data and a real GPU"
+    if failure.kind is FailureKind.OTHER_THREAD:
+        return f"The run stops {where}: CUDA was used in a thread that does not see the virtual GPU"
+    if failure.kind is FailureKind.UNKNOWN_VALUE:
+        return f"The run stops {where}: {failure.error} after a decision by a value that is not computed"
+    return f"The run stops {where}: {failure.error}"
+
+
+_FIXES = {
+    FailureKind.NO_META_KERNEL: (
+        "register a kernel that says what the operator allocates (torch.library.register_fake, or an implementation "
+        'for the "Meta" key), choose another implementation of it, or measure the run on a GPU'
+    ),
+    FailureKind.CUSTOM_KERNEL: (
+        "wrap the kernel in a torch.library.custom_op with register_fake, switch to the model's plain PyTorch "
+        "implementation, or measure the run on a GPU"
+    ),
+    FailureKind.OTHER_THREAD: (
+        "use the card in the thread that runs the program (no executor or thread of one's own around it), or measure "
+        "the run on a GPU"
+    ),
+    FailureKind.UNKNOWN_VALUE: (
+        "numbers that derive from floating-point data are not computed (a float reads as 1.0, an integer as 1, a "
+        "boolean as False): switch the check off, or make the value depend on shapes and integers alone"
+    ),
+    FailureKind.ERROR: (
+        "mend the line above if the program is at fault; if the same code runs on a real GPU, this is a gap of the "
+        "virtual one"
+    ),
+}
+
+
+def _evidence(failure: Failure, text: str) -> Evidence:
+    return Evidence(text, module=failure.module, op=failure.op, source=failure.source)

@@ -1,0 +1,139 @@
+"""torch.compile, CUDA graphs and flex attention: run eagerly, or allocate as the kernel would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import find_gpu
+from memprof.trace.events import EventKind
+
+CARD = find_gpu("a100-80gb")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(CARD, workspaces=False) as virtual:
+        yield virtual
+
+
+def events(build: Callable[[Callable[[nn.Module], nn.Module]], nn.Module], wrap: Callable[[nn.Module], nn.Module]):
+    with VirtualGpu(CARD) as gpu:
+        model = build(wrap)
+        for _ in range(2):
+            model(torch.ones(4, 16, device="cuda")).sum().backward()
+    trace = gpu.trace
+    moves = [e for e in trace.events if e.kind in (EventKind.ALLOC, EventKind.FREE)]
+    return moves, [(s.num_bytes, trace.op(s)) for s in trace.storages], trace.assumptions
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.linear(x))
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(mode="reduce-overhead")
+    return model
+
+
+COMPILED = torch.compile(Net())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        torch.nn.Module.train,
+        lambda model: torch.compile(model),
+        lambda model: torch.compile(model, mode="max-autotune", fullgraph=True, dynamic=False),
+        in_place,
+    ],
+)
+def test_a_compiled_model_runs_as_it_was_written(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    moves, storages, assumptions = events(lambda w: w(Net().cuda()), wrap)
+    plain = events(lambda w: w(Net().cuda()), lambda model: model)
+    assert (moves, storages) == plain[:2]
+    assert any("torch.compile runs eagerly" in text for text in assumptions) == (wrap is not torch.nn.Module.train)
+
+
+def test_what_was_compiled_before_runs_eagerly_too(gpu: VirtualGpu) -> None:
+    model = COMPILED.cuda()
+    model(torch.ones(4, 16, device="cuda")).sum().backward()
+    assert next(model.parameters()).grad is not None
+    assert model._orig_mod.linear.weight.is_cuda
+
+
+def test_decorators(gpu: VirtualGpu) -> None:
+    @torch.compile
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @torch.compile(fullgraph=True)
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    assert twice(torch.arange(3, device="cuda")).tolist() == [0, 2, 4]
+    assert thrice(torch.arange(3, device="cuda")).tolist() == [0, 3, 6]
+
+
+def test_cuda_graphs_run_at_once(gpu: VirtualGpu) -> None:
+    graph = torch.cuda.CUDAGraph()
+    static = torch.arange(3, device="cuda")
+    with torch.cuda.graph(graph):
+        result = static * 2
+    graph.replay()
+    assert result.tolist() == [0, 2, 4]
+    assert any("CUDA graphs" in sentence for sentence in gpu.trace.assumptions)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_writes_no_scores(gpu: VirtualGpu, compiled: bool) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    heads, length, width = 8, 2048, 64
+    attention = torch.compile(flex_attention) if compiled else flex_attention
+    query, key, value = (
+        torch.randn(1, heads, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = attention(query, key, value, block_mask=mask, score_mod=lambda s, b, h, q, k: s + 1)
+    one, per_row = 2 * heads * length * width, 4 * heads * length
+    assert out.shape == query.shape and out.stride() == query.stride()
+    assert torch.cuda.memory_allocated() - before == one + per_row  # kept for the backward: output and logsumexp
+    assert torch.cuda.max_memory_allocated() - before < 2 * one  # one head's scores alone would be 8 MiB
+    out.backward(torch.empty_like(out))
+    assert torch.cuda.memory_allocated() - before == one + 3 * one  # the output and three gradients
+
+
+def test_tracing_is_refused_where_it_would_abort_the_process() -> None:
+    program = """
+import torch, memprof
+from memprof.capture.failure import KernelError
+with memprof.virtual_gpu("t4"):
+    model = torch.nn.Linear(4, 4).cuda()
+    try:
+        torch.export.export(model, (torch.ones(2, 4, device="cuda"),))
+    except KernelError as error:
+        print(error.kernel)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "FakeTensorMode\n"), done.stderr[-1500:]
+
+
+def test_data_parallel_on_one_card(gpu: VirtualGpu) -> None:
+    model = nn.DataParallel(nn.Linear(16, 16).cuda())
+    model(torch.ones(4, 16, device="cuda")).sum().backward()
+    assert model.module.weight.grad is not None and model.module.weight.grad.is_cuda

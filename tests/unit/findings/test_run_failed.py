@@ -1,0 +1,39 @@
+"""The finding of a run that ended before its time."""
+
+import pytest
+
+from memprof.findings import Context, Severity
+from memprof.findings.run_failed import find
+from memprof.ledger.ledger import build_ledger
+from memprof.trace.events import Event, EventKind, Failure, FailureKind, Phase, PhaseKind, Storage, Trace
+
+
+def context(failure: Failure | None) -> Context:
+    trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.FORWARD, 1, 1)], failure=failure)
+    trace.storages.append(Storage(512, (128,), "float32", "cuda:0", 0, -1, -1, 0, -1, False))
+    trace.events += [Event(EventKind.PHASE, 0), Event(EventKind.ALLOC, 0)]
+    return Context(ledger=build_ledger(trace), usable_bytes=None)
+
+
+def test_a_run_that_ends_well_has_none() -> None:
+    assert find(context(None)) == []
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_every_kind_says_where_and_what_to_do(kind: FailureKind) -> None:
+    failure = Failure(
+        kind, "forward of step 1", "OSError", "it broke", "lib.op", "layers.3", "/a/m.py:7 f", "/a/m.py:6 f"
+    )
+    (finding,) = find(context(failure))
+    assert finding.severity is Severity.ERROR and finding.id == "run-failed" and finding.num_bytes is None
+    assert "forward of step 1, at a/m.py:7 in layers.3" in finding.title
+    text = "\n".join(evidence.text for evidence in finding.evidence)
+    assert "OSError: it broke" in text and "layers.3" in text and "read at /a/m.py:6 f" in text and "fix: " in text
+    if kind in (FailureKind.NO_META_KERNEL, FailureKind.CUSTOM_KERNEL):
+        assert "lib.op" in finding.title and "register_fake" in text
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    (finding,) = find(context(Failure(FailureKind.CUSTOM_KERNEL, "backward", "E", "m", None, None, None, None)))
+    assert "a custom kernel" in finding.title and "None" not in finding.title
+    assert not any("None" in evidence.text for evidence in finding.evidence)
