@@ -24,6 +24,9 @@ from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
 from memprof.allocator.segments import Segments
 from memprof.trace.snapshot import Action, BlockState, SnapshotEvent, SnapshotSegment
 
+OTHER_STREAM = -1
+"""Which stream a late free waited for is not recorded."""
+
 
 @dataclass(slots=True)
 class LiveBlock:
@@ -271,6 +274,9 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
                 block = following
             rest = split_right(block, known.size) if known.size < block.size else None
             _take(block, known, found)
+            if known.pending:
+                block.uses = {OTHER_STREAM}
+                allocator.pending.add(block, capturing=False)
             if rest is None:
                 break
             block = rest
@@ -342,5 +348,3 @@ def _take(block: Block, known: LiveBlock, found: dict[int, Block]) -> None:
         counters.allocated_bytes += block.size
         counters.allocation_peak = counters.allocation
         counters.allocated_bytes_peak = counters.allocated_bytes
-    if known.pending:
-        block.events = 1

@@ -15,14 +15,11 @@ from memprof.allocator.caching import UNKNOWN_SPACE, CachingAllocator
 from memprof.allocator.config import config_from_settings
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
-from memprof.allocator.rebuild import State, restore, state_before
+from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
-
-_OTHER_STREAM = -1
-"""Which stream a late free waited for is not recorded."""
 
 _FOREIGN = 1 << 56
 """Addresses for segments that the recording did not take."""
@@ -200,13 +197,14 @@ class _Replay:
         self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
         self.first: Difference | None = None
         self.identical = 0
+        self.unclear = ""
 
     def run(self) -> Recorded:
         index = 0
         while index < len(self.events) and self.first is None:
             event = self.events[index]
             if event.action is Action.FREE_REQUESTED:
-                self.free(index, event)
+                index += self.free(index, event)
             elif event.action in _ENDS:
                 self.request(index, index)
             else:
@@ -266,12 +264,28 @@ class _Replay:
         size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
         if self.allocator.has_free_block(size, last.stream, self.pool_of(last)):
             return False
-        if Action.FREE_COMPLETED in actions or not actions & {*_RETURNS}:
-            return True
-        # The same segments in the same order as empty_cache gives them back: then it was that, or as good as that.
         returned = [event.address for event in window if event.action in _RETURNS]
-        first = window[0].action in _RETURNS
-        return not (first and returned == _releasable(self.allocator))
+        if Action.FREE_COMPLETED not in actions:
+            # The same segments in the same order as empty_cache gives them back: it was that, or as good as that.
+            return not returned or returned != _releasable(self.allocator)
+        if not returned:
+            # Found done when the request began, if it had no need to wait for them.
+            return last.action is Action.OOM
+        self.unclear = "whether other streams were found done or waited for is not recorded"
+        oversize = self.oversize(size, last)
+        return oversize is None or returned[0] == oversize
+
+    def oversize(self, size: int, last: SnapshotEvent) -> int | None:
+        """Address of the segment that a refused request would give back first because of max_split_size, if any."""
+        limit = self.allocator.max_split_size
+        home = self.allocator.pools[self.pool_of(last)]
+        owner = (home.small if size <= SMALL_SIZE else home.large).of_stream(last.stream)
+        whole = [owner.blocks[key] for key in owner.keys]
+        large = [block for block in whole if block.size >= limit and not block.segment.expandable]
+        enough = [block for block in large if block.size >= size]
+        if enough:
+            return enough[0].address
+        return large[-1].address if large else None
 
     def request(self, start: int, index: int) -> None:
         """The allocation or refusal at `index`, which did what is recorded from `start` on."""
@@ -305,20 +319,22 @@ class _Replay:
         if block is not None and block.events:  # else a wait within the allocator has found it done
             self.allocator.complete(block)
 
-    def free(self, index: int, event: SnapshotEvent) -> None:
+    def free(self, index: int, event: SnapshotEvent) -> int:
+        """The free at `index`; how many of the events after it belong to it."""
         block = self.live.pop(event.address, None)
         if block is None:
             self.differs(index, f"{event.address:#x} is freed, but nothing is there")
-            return
+            return 0
         following = self.events[index + 1] if index + 1 < len(self.events) else None
         at_once = following is not None and (following.action, following.address) == (
             Action.FREE_COMPLETED,
             event.address,
         )
         if not at_once:
-            self.allocator.record_stream(block, _OTHER_STREAM)
+            self.allocator.record_stream(block, OTHER_STREAM)
             self.pending[event.address] = block
         self.allocator.free(block)
+        return int(at_once)
 
     def check_driver(self, index: int) -> None:
         if self.driver.problem is not None:
@@ -346,7 +362,7 @@ class _Replay:
             return f"where {self.state.ambiguous} blocks of the beginning end is not recorded"
         if any(run.expandable for run in self.state.ranges):
             return "the address space of the expandable segments that were there at the beginning is not recorded"
-        return ""
+        return self.unclear
 
 
 def _releasable(allocator: CachingAllocator) -> list[int]:
