@@ -269,14 +269,16 @@ class CachingAllocator:
         owner.remove(block)
         return block
 
-    def has_free_block(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
-        """Whether a request of `size` bytes (rounded) would be served without asking the driver."""
+    def needs_driver(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
+        """Whether a request of `size` bytes (rounded) could not be served without asking the driver."""
         sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
         owner = sized.of_stream(stream)
         block = self._search(owner, size)
         if block is not None:
             owner.insert(block)
-        return block is not None
+            return False
+        room = self.segment_store.find_room(owner, size) if self.expandable else None
+        return room is None or not room.mapped or room.size < size
 
     def _splits(self, home: PrivatePool, owner: StreamPool, size: int, remaining: int) -> bool:
         """`should_split`."""

@@ -17,7 +17,6 @@ from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
-from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
 
@@ -262,16 +261,15 @@ class _Replay:
         if last.action is Action.ALLOC and not actions & {*_DRIVER}:
             return False
         size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
-        if self.allocator.has_free_block(size, last.stream, self.pool_of(last)):
+        if not self.allocator.needs_driver(size, last.stream, self.pool_of(last)):
             return False
         returned = [event.address for event in window if event.action in _RETURNS]
-        if Action.FREE_COMPLETED not in actions:
-            # The same segments in the same order as empty_cache gives them back: it was that, or as good as that.
-            return not returned or returned != _releasable(self.allocator)
         if not returned:
-            # Found done when the request began, if it had no need to wait for them.
-            return last.action is Action.OOM
-        self.unclear = "whether other streams were found done or waited for is not recorded"
+            # Frees of other streams are found done when the request begins, unless it had to wait for them.
+            return Action.FREE_COMPLETED not in actions or last.action is Action.OOM
+        if Action.FREE_COMPLETED in actions:
+            self.unclear = "whether other streams were found done or waited for is not recorded"
+        # A request that is refused gives back as empty_cache does, but oversize segments before all others.
         oversize = self.oversize(size, last)
         return oversize is None or returned[0] == oversize
 
@@ -363,22 +361,6 @@ class _Replay:
         if any(run.expandable for run in self.state.ranges):
             return "the address space of the expandable segments that were there at the beginning is not recorded"
         return self.unclear
-
-
-def _releasable(allocator: CachingAllocator) -> list[int]:
-    """Addresses of what empty_cache would give back now, in its order."""
-    found: list[int] = []
-    for sized in (allocator.default_pool.large, allocator.default_pool.small):
-        unmapped: list[int] = []
-        for block in sized.free_blocks():
-            if block.segment.expandable:
-                begin, end = whole_units(block)
-                if begin < end:
-                    unmapped.append(begin)
-            elif block.prev is None and block.next is None:
-                found.append(block.address)
-        found += unmapped
-    return found
 
 
 _Blocks = tuple[tuple[int, int, str], ...]
