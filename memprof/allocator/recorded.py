@@ -191,12 +191,17 @@ class _Replay:
             maps = any(event.action is Action.SEGMENT_MAP for event in self.events)
             self.allocator.expandable |= maps or any(segment.expandable for segment in self.final)
         self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
-        self.live = restore(self.allocator, self.state)
-        self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
-        self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
         self.first: Difference | None = None
         self.identical = 0
         self.unclear = ""
+        self.live: dict[int, Block] = {}
+        self.pending: dict[int, Block] = {}
+        if self.state.contradictions:
+            self.differs(0, "the beginning cannot be rebuilt")
+            return
+        self.live = restore(self.allocator, self.state)
+        self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
+        self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
 
     def run(self) -> Recorded:
         index = 0

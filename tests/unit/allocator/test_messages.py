@@ -32,7 +32,8 @@ EXPECTED = {
     "2.0.1": (
         "CUDA out of memory. Tried to allocate 1.46 GiB (GPU 0; 23.66 GiB total capacity; 20.00 GiB already allocated; "
         "700.00 MiB free; 22.50 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try "
-        "setting max_split_size_mb to avoid fragmentation.  See documentation for Memory Management and PYTORCH_CUDA_ALLOC_CONF"
+        "setting max_split_size_mb to avoid fragmentation.  See documentation for Memory Management and "
+        "PYTORCH_CUDA_ALLOC_CONF"
     ),
     "2.1.2": HEAD.replace("capacity", "capacty")
     + BODY
