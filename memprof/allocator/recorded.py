@@ -17,8 +17,12 @@ from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
+from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
+
+MAX_READINGS = 64
+"""Replays of one trace at most."""
 
 _FOREIGN = 1 << 56
 """Addresses for segments that the recording did not take."""
@@ -71,7 +75,31 @@ def replay_snapshot(snapshot: Snapshot, total_bytes: int | None = None) -> list[
     Raises:
         UsageError: the snapshot's settings are ones that torch would refuse, or of another allocator.
     """
-    return [_Replay(snapshot, device, total_bytes).run() for device in snapshot.devices]
+    return [_replay_device(snapshot, device, total_bytes) for device in snapshot.devices]
+
+
+def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> Recorded:
+    """The longest replay of one device. Where a recording can be read in two ways, the other is tried on a difference.
+
+    Memory that goes back just before a request may be a call of empty_cache, or the request's own doing; frees that
+    other streams held up may have been found done, or been waited for.
+    """
+    choices: dict[int, bool] = {}
+    best: Recorded | None = None
+    for _ in range(MAX_READINGS):
+        replay = _Replay(snapshot, device, total_bytes, choices)
+        found = replay.run()
+        if best is None or found.exact or found.identical_addresses > best.identical_addresses:
+            best = found
+        untried = [place for place in replay.choices if place not in choices]
+        if found.exact or not untried:
+            break
+        # Back to the last choice that can still be made otherwise; what was forced before it stays.
+        last = untried[-1]
+        choices = {place: own for place, own in choices.items() if place < last}
+        choices[last] = not replay.choices[last]
+    assert best is not None
+    return best
 
 
 class RecordedDriver:
@@ -174,7 +202,10 @@ class RecordedDriver:
 class _Replay:
     """One device's trace."""
 
-    def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None) -> None:
+    def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
+        self.forced = forced
+        self.choices: dict[int, bool] = {}
+        """By event: whether what is recorded there was taken to be the next request's own doing."""
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
         trace = snapshot.traces[device] if device < len(snapshot.traces) else []
@@ -193,7 +224,6 @@ class _Replay:
         self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
         self.first: Difference | None = None
         self.identical = 0
-        self.unclear = ""
         self.live: dict[int, Block] = {}
         self.pending: dict[int, Block] = {}
         if self.state.contradictions:
@@ -240,6 +270,8 @@ class _Replay:
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
         own = last is not None and last.action in _ENDS and self.is_own(window, last)
+        if last is not None and last.action in _ENDS and any(event.action not in _DRIVER for event in window):
+            own = self.choices[start] = self.forced.get(start, own)
         if own:
             self.request(start, end)
             return end + 1
@@ -263,7 +295,7 @@ class _Replay:
     def is_own(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
         """Whether the request `last` did what is in `window`: then it found no free block, and went to the driver."""
         actions = {event.action for event in window}
-        if last.action is Action.ALLOC and not actions & {*_DRIVER}:
+        if last.action is Action.ALLOC and not actions & {*_DRIVER} and not self.kept_edge(window, last):
             return False
         size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
         if not self.allocator.needs_driver(size, last.stream, self.pool_of(last)):
@@ -272,11 +304,17 @@ class _Replay:
         if not returned:
             # Frees of other streams are found done when the request begins, unless it had to wait for them.
             return Action.FREE_COMPLETED not in actions or last.action is Action.OOM
-        if Action.FREE_COMPLETED in actions:
-            self.unclear = "whether other streams were found done or waited for is not recorded"
         # A request that is refused gives back as empty_cache does, but oversize segments before all others.
         oversize = self.oversize(size, last)
         return oversize is None or returned[0] == oversize
+
+    def kept_edge(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
+        """Whether `last` got what was left in front of memory that `window` unmaps: a refused request looks there."""
+        unmapped = {event.address for event in window if event.action is Action.SEGMENT_UNMAP}
+        home = self.allocator.pools[self.pool_of(last)]
+        owners = [sized.streams[last.stream] for sized in (home.small, home.large) if last.stream in sized.streams]
+        free = (block for owner in owners for block in owner.blocks.values() if block.segment.expandable)
+        return any(block.address == last.address and whole_units(block)[0] in unmapped for block in free)
 
     def oversize(self, size: int, last: SnapshotEvent) -> int | None:
         """Address of the segment that a refused request would give back first because of max_split_size, if any."""
@@ -365,7 +403,9 @@ class _Replay:
             return f"where {self.state.ambiguous} blocks of the beginning end is not recorded"
         if any(run.expandable for run in self.state.ranges):
             return "the address space of the expandable segments that were there at the beginning is not recorded"
-        return self.unclear
+        if self.choices:
+            return f"what gave memory back at event {self.places[max(self.choices)]} is not recorded"
+        return ""
 
 
 _Blocks = tuple[tuple[int, int, str], ...]
