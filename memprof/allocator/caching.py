@@ -411,6 +411,12 @@ class CachingAllocator:
         """The capture is over; its pool stays until `release_pool`."""
         self.capturing.remove(pool)
 
+    def lift_limit(self) -> None:
+        """Forget the card's size: no fraction of it is a limit any more, nor is address space taken after it."""
+        self.allowed_bytes = None
+        self.gc_enabled = False
+        self.segment_store.address_space = UNKNOWN_SPACE
+
     @property
     def counters(self) -> Counters:
         """The counters of all pools together: `.allocated_bytes`, `.reserved_bytes`, `.active_bytes` and so on."""

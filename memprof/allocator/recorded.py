@@ -11,11 +11,12 @@ import contextlib
 from dataclasses import dataclass
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
-from memprof.allocator.caching import UNKNOWN_SPACE, CachingAllocator
+from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import config_from_settings
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
+from memprof.allocator.recorded_driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
@@ -24,11 +25,6 @@ from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegm
 MAX_READINGS = 64
 """Replays of one trace at most."""
 
-_FOREIGN = 1 << 56
-"""Addresses for segments that the recording did not take."""
-
-_DRIVER = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
-_RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _ENDS = (Action.ALLOC, Action.OOM)
 
 
@@ -102,103 +98,6 @@ def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> 
     return best
 
 
-class RecordedDriver:
-    """Answers as the recorded driver did. `at` moves through the segment events."""
-
-    def __init__(self, events: list[SnapshotEvent], large_segment: int) -> None:
-        self.events = events
-        self.large_segment = large_segment
-        self.stream = 0
-        self.small = False
-        """What the request is for: set before each."""
-        self.spaces: dict[int, int] = {}
-        """Reservations by address, with their sizes."""
-        self.at = 0
-        self.problem: str | None = None
-        self._foreign = _FOREIGN
-
-    def malloc(self, size: int) -> int | None:
-        """The address of the next recorded segment; None if the recorded driver refused."""
-        event = self.next()
-        if event is not None and event.action is Action.SEGMENT_ALLOC and event.size == size:
-            self.at += 1
-            return event.address
-        if event is not None and (event.action in _RETURNS or event.action is Action.OOM):
-            return None
-        self.differs(f"a segment of {size} bytes was not taken")
-        return self._new(size)
-
-    def free(self, address: int, size: int) -> None:
-        """Must be the next recorded one."""
-        self._given_back(Action.SEGMENT_FREE, address, size)
-
-    def reserve(self, size: int) -> int:
-        """Where the next recorded mapping for this stream and pool is; it may be far off, if this one is refused."""
-        for event in self.events[self.at :]:
-            if (
-                not self._taken(event.address)
-                and event.action is Action.SEGMENT_MAP
-                and event.stream == self.stream
-                and (event.size % self.large_segment != 0) == self.small
-            ):
-                self.spaces[event.address] = size
-                return event.address
-        address = self._new(size)
-        self.spaces[address] = size
-        return address
-
-    def unreserve(self, address: int, size: int) -> None:
-        """Not recorded."""
-        del self.spaces[address]
-
-    def map(self, address: int, size: int) -> bool:
-        """Whether the recorded driver had the memory."""
-        event = self.next()
-        if event is not None and event.action is Action.SEGMENT_MAP and (event.address, event.size) == (address, size):
-            self.at += 1
-            return True
-        if event is not None and (event.action in _RETURNS or event.action is Action.OOM):
-            return False
-        self.differs(f"{size} bytes at {address:#x} were not mapped")
-        return True
-
-    def unmap(self, address: int, size: int) -> None:
-        """Must be the next recorded one."""
-        self._given_back(Action.SEGMENT_UNMAP, address, size)
-
-    def memory_info(self) -> tuple[int, int]:
-        """The card's memory is not recorded."""
-        return 0, 0
-
-    def _given_back(self, action: Action, address: int, size: int) -> None:
-        event = self.next()
-        if event is not None and (event.action, event.address, event.size) == (action, address, size):
-            self.at += 1
-        else:
-            self.differs(f"{size} bytes at {address:#x} were not given back here")
-
-    def next(self) -> SnapshotEvent | None:
-        """The next event of the driver's, or of what ends a request."""
-        while self.at < len(self.events) and self.events[self.at].action is Action.FREE_COMPLETED:
-            self.at += 1
-        return self.events[self.at] if self.at < len(self.events) else None
-
-    def differs(self, problem: str) -> None:
-        """Remember the first difference."""
-        self.problem = self.problem or problem
-
-    def _taken(self, address: int) -> bool:
-        """Whether a reservation is there; of one whose size is not known, only its beginning says so."""
-        return any(
-            address == base or (size < UNKNOWN_SPACE and base <= address < base + size)
-            for base, size in self.spaces.items()
-        )
-
-    def _new(self, size: int) -> int:
-        self._foreign += size
-        return self._foreign - size
-
-
 class _Replay:
     """One device's trace."""
 
@@ -270,20 +169,20 @@ class _Replay:
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
         own = last is not None and last.action in _ENDS and self.is_own(window, last)
-        if last is not None and last.action in _ENDS and any(event.action not in _DRIVER for event in window):
+        if last is not None and last.action in _ENDS and any(event.action not in TAKES for event in window):
             own = self.choices[start] = self.forced.get(start, own)
         if own:
             self.request(start, end)
             return end + 1
         # Done before the request; what is taken from the driver after it may still be the request's own.
-        taken = next((at for at in range(start, end) if self.events[at].action in _DRIVER), end)
+        taken = next((at for at in range(start, end) if self.events[at].action in TAKES), end)
         if taken > start:
             end = taken
         self.driver.at = start
         for event in self.events[start:end]:
             if event.action is Action.FREE_COMPLETED:
                 self.complete(event.address)
-            elif event.action in _RETURNS and self.driver.at <= start:
+            elif event.action in RETURNS and self.driver.at <= start:
                 # Nothing but empty_cache gives segments back outside a request.
                 self.allocator.empty_cache()
         left = self.driver.next()
@@ -295,12 +194,12 @@ class _Replay:
     def is_own(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
         """Whether the request `last` did what is in `window`: then it found no free block, and went to the driver."""
         actions = {event.action for event in window}
-        if last.action is Action.ALLOC and not actions & {*_DRIVER} and not self.kept_edge(window, last):
+        if last.action is Action.ALLOC and not actions & {*TAKES} and not self.kept_edge(window, last):
             return False
         size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
         if not self.allocator.needs_driver(size, last.stream, self.pool_of(last)):
             return False
-        returned = [event.address for event in window if event.action in _RETURNS]
+        returned = [event.address for event in window if event.action in RETURNS]
         if not returned:
             # Frees of other streams are found done when the request begins, unless it had to wait for them.
             return Action.FREE_COMPLETED not in actions or last.action is Action.OOM

@@ -75,6 +75,14 @@ def test_limits_of_settings_are_lifted_too():
     assert timeline.peak_reserved.num_bytes == 120 * MIB
 
 
+def test_address_space_is_no_limit_past_the_first_error():
+    trace = trace_of(("+", 0, 20 * MIB), ("+", 1, 500 * MIB), ("+", 2, 90 * MIB))
+    timeline = replay_trace(trace, usable_bytes=100 * MIB, config=parse_config("expandable_segments:True"))
+    assert timeline.first_oom.event == 1
+    assert timeline.peak_allocated.num_bytes == 610 * MIB
+    assert timeline.peak_reserved.num_bytes == 620 * MIB
+
+
 def test_retry_holds_less_after_than_within():
     trace = trace_of(("+", 0, 60 * MIB), ("-", 0), ("+", 1, 80 * MIB))
     timeline = replay_trace(trace, usable_bytes=100 * MIB)
