@@ -20,6 +20,8 @@ _sdpa = torch._C._nn.scaled_dot_product_attention
 _dropout = torch.dropout
 _cross_entropy: Callable[..., torch.Tensor] = torch._C._nn.cross_entropy_loss
 _nll_loss: Callable[..., torch.Tensor] = torch._C._nn.nll_loss_nd
+_linear: Callable[..., torch.Tensor] = torch._C._nn.linear
+_one_hot: Callable[..., torch.Tensor] = torch._C._nn.one_hot
 _NoTorchFunction = torch._C.DisableTorchFunction
 
 
@@ -39,6 +41,8 @@ class Composites:
             _sdpa: self._attention,
             _dropout: self._dropout,
             _cross_entropy: self._cross_entropy,
+            _linear: self._linear,
+            _one_hot: self._one_hot,
             **{
                 func: functools.partial(self._softmax, func, operator)
                 for func, operator in (
@@ -217,6 +221,29 @@ class Composites:
             weight = None if weight is None else weight.float()
             return _nll_loss(log_softmax.float(), target, weight, reduction, ignore_index)
         return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing)
+
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        """Where product and bias cannot be one call, the bias is added in place (native/Linear.cpp).
+
+        Under a mode C++ would add it out of place.
+        """
+        if (
+            bias is None
+            or input.dim() == 2
+            or input.is_contiguous()
+            or not (self._on_gpu(input) and self._on_gpu(weight))
+        ):
+            return NotImplemented
+        return torch.matmul(input, weight.t()).add_(bias)
+
+    def _one_hot(self, input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        """Ones scattered into zeros; on meta tensors C++ would compare with a range (native/Onehot.cpp)."""
+        if not self._on_gpu(input) or not input.numel() or input.dtype is not torch.int64:
+            return _one_hot(input, num_classes)
+        if num_classes == -1:
+            num_classes = int(input.max().item()) + 1
+        result = torch.zeros((*input.shape, num_classes), dtype=torch.int64, device=input.device)
+        return result.scatter_(-1, input.unsqueeze(-1), 1)
 
     def _rms_norm(
         self, input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None

@@ -61,6 +61,7 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.pin_memory: self._pin_memory,
             _Tensor.is_pinned: self._is_pinned,
             _Tensor.data_ptr: self._data_ptr,
+            _Tensor.__getitem__: self._getitem,
             _Tensor.__setitem__: self._setitem,
             torch._C._nn._parse_to: _parse_to,
             torch.device: self._make_device,
@@ -76,7 +77,9 @@ class DeviceMode(TorchFunctionMode):
             args, kwargs = self.autocast.cast(func, args, kwargs)
         handler = self._handlers.get(func)
         if handler is not None:
-            return handler(*args, **(kwargs or {}))
+            result = handler(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         device = kwargs.get("device") if kwargs else None
         if device is None and func in self._factories:
             # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
@@ -155,7 +158,23 @@ class DeviceMode(TorchFunctionMode):
             device = torch.utils._device.CURRENT_DEVICE
         return tensor if device is None else self._to(tensor, device)
 
+    def _getitem(self, tensor: torch.Tensor, index: Any) -> Any:
+        if type(index) is list or (type(index) is tuple and any(type(part) is list for part in index)):
+            index = self._indices(tensor, index)
+        return _Tensor.__getitem__(tensor, index)
+
+    def _indices(self, tensor: torch.Tensor, index: Any) -> Any:
+        """Lists of numbers in an index become tensors beside `tensor` (python_variable_indexing.cpp,
+        sequenceToVariable), which C++ would make where no mode sees them."""
+        if isinstance(index, tuple):
+            return tuple(self._indices(tensor, part) if type(part) is list else part for part in index)
+        if not index or not all(type(part) in (int, bool) for part in index):
+            return index
+        return self._to(torch.tensor(index, device=_CPU), self._device(tensor))
+
     def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if type(index) is list or (type(index) is tuple and any(type(part) is list for part in index)):
+            index = self._indices(tensor, index)
         if isinstance(value, (bool, int, float)) and self._believed(tensor) == GPU:
             # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
@@ -296,6 +315,26 @@ class DeviceMode(TorchFunctionMode):
                 return f"{original(known, **kwargs)[:-1]}, device='{device}')"
 
         return _str
+
+    def grouped_by_device(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for `torch._C._group_tensors_by_device_and_dtype`, whose groups name their device: on "meta"
+        `clip_grad_norm_` and its like would not choose the foreach operators, as they do on CUDA."""
+
+        def group(tensor_lists: Any, with_indices: bool = False) -> Any:
+            result: dict[Any, Any] = {}
+            for (device, dtype), (lists, indices) in original(tensor_lists, with_indices).items():
+                if device.type != "meta":
+                    result[device, dtype] = (lists, indices)
+                    continue
+                columns: dict[torch.device, list[int]] = {}
+                for column, tensor in enumerate(lists[0]):
+                    columns.setdefault(self._device(tensor), []).append(column)
+                for believed, chosen in columns.items():
+                    parts = [[part[column] for column in chosen] if part else part for part in lists]
+                    result[believed, dtype] = (parts, [indices[column] for column in chosen] if indices else indices)
+            return result
+
+        return group
 
     def _data_ptr(self, tensor: torch.Tensor) -> int:
         with _NoTorchFunction():

@@ -104,6 +104,8 @@ class VirtualGpu:
         for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes):
             patches.set(owner, name, value)
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
+        name = "_group_tensors_by_device_and_dtype"
+        patches.set(torch._C, name, function_mode.grouped_by_device(getattr(torch._C, name)))
         # A module built on the host and moved must keep its parameters' identity (ties, optimizers); between a real and
         # a meta tensor only a swap can.
         patches.set(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from memprof.capture.virtual import copies
+
 _aten = torch.ops.aten
 
 KIB = 1 << 10
@@ -87,8 +89,8 @@ def embedding_backward(args: Any, num_sms: int) -> list[int]:
     return 3 * [count * indices.element_size()] if count > 3072 else []
 
 
-def cumsum_copy(args: Any) -> list[int]:
-    """Integers and booleans are summed as int64, from a copy (native/ReduceOps.cpp, impl_func_cum_ops)."""
+def cumsum_copy(args: Any, num_sms: int = 0) -> list[int]:
+    """Integers and booleans are summed as int64, from a copy, after the output (ReduceOps.cpp, impl_func_cum_ops)."""
     data = args[0]
     return [8 * data.numel()] if not data.is_floating_point() and data.dtype is not torch.int64 else []
 
@@ -100,16 +102,20 @@ def embedding_copy(args: Any) -> list[int]:
 
 
 def embedding_backward_copy(args: Any) -> list[int]:
-    """The gradient and the indices are made contiguous (native/cuda/Embedding.cu)."""
-    return [t.numel() * t.element_size() for t in args[:2] if not t.is_contiguous()]
+    """The indices and the gradient are made contiguous (native/cuda/Embedding.cu)."""
+    return copies.contiguous(args[1], args[0])
 
 
 INPUT_COPIES: dict[Any, Callable[[Any], list[int]]] = {
-    _aten.cumsum: cumsum_copy,
     _aten.embedding: embedding_copy,
     _aten.embedding_dense_backward: embedding_backward_copy,
+    _aten.convolution: copies.convolution_copy,
+    _aten.native_layer_norm: copies.layer_norm_copy,
+    _aten.native_layer_norm_backward: copies.layer_norm_backward_copy,
+    _aten.roll: copies.roll_copies,
+    _aten._foreach_norm: copies.foreach_norm_partials,
 }
-"""Copies of inputs that an operator makes before its outputs and drops when it returns."""
+"""What an operator takes before its outputs and drops when it returns: copies of its inputs, mostly."""
 
 
 def safe_softmax(args: Any, num_sms: int) -> list[int]:
@@ -371,6 +377,9 @@ REDUCTIONS: dict[Any, Callable[[Any, int], list[int]]] = {
 
 TEMPORARIES: dict[Any, Callable[[Any, int], list[int]]] = {
     **REDUCTIONS,
+    _aten.cumsum: cumsum_copy,
+    _aten.native_layer_norm_backward: copies.layer_norm_backward_gradient,
+    _aten.upsample_nearest2d_backward: copies.upsample_backward_gradient,
     _aten.index_put: index_put_accumulate,
     _aten.index_put_: index_put_accumulate,
     _aten._index_put_impl_: index_put_accumulate,

@@ -190,6 +190,61 @@ def _native_dropout(mode: RecordingMode, operator: Operator, call: Call, place: 
     return result
 
 
+def _layer_norm_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """CUDA's gradient is contiguous (native/cuda/layer_norm_kernel.cu); the meta kernel keeps the inputs' strides."""
+    result = mode.allocating(operator, call, place)
+    return (_restrided(result[0], torch.contiguous_format), *result[1:])
+
+
+def _convolution(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """cuDNN's output has channels last if its input or weight has (native/cudnn/ConvShared.cpp); meta's has not."""
+    result = mode.allocating(operator, call, place)
+    return _restrided(result, _cudnn_layout(call.args[0], call.args[1]))
+
+
+def _convolution_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """The same for its gradients: the input's by gradient and weight, the weight's by input and gradient."""
+    gradient, data, weight = call.args[:3]
+    result = mode.allocating(operator, call, place)
+    gradient_layout = torch.channels_last if _suggests_channels_last(data) else torch.contiguous_format
+    if gradient.dim() == 4:
+        gradient = torch.empty(gradient.size(), dtype=gradient.dtype, device=_META, memory_format=gradient_layout)
+    return (
+        _restrided(result[0], _cudnn_layout(gradient, weight)),
+        _restrided(result[1], _cudnn_layout(data, gradient)),
+        result[2],
+    )
+
+
+def _cudnn_layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """native/ConvUtils.h, cudnn_conv_suggest_memory_format; one-dimensional convolutions are made contiguous before."""
+    if torch.float64 in (data.dtype, weight.dtype):
+        return torch.contiguous_format
+    if _suggests_channels_last(data) or _suggests_channels_last(weight):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _suggests_channels_last(tensor: torch.Tensor) -> bool:
+    """c10/core/MemoryFormat.h, is_channels_last_strides_2d: strides in that order, and not in both."""
+    if tensor.dim() != 4 or 0 in tensor.size() or tensor.stride(1) == 0:
+        return False
+    sizes, strides = tensor.size(), tensor.stride()
+    smallest = 0
+    for dim in (1, 3, 2, 0):
+        if strides[dim] < smallest or (dim == 0 and smallest == strides[1]):
+            return False
+        smallest = strides[dim] * max(1, sizes[dim])
+    return True
+
+
+def _restrided(tensor: torch.Tensor | None, layout: torch.memory_format) -> torch.Tensor | None:
+    """A new tensor, which fills its storage, with the strides of this memory format instead of its own."""
+    if tensor is None or not tensor.is_meta or tensor.is_contiguous(memory_format=layout):
+        return tensor
+    return tensor.as_strided(tensor.size(), torch.empty_like(tensor, memory_format=layout).stride())
+
+
 def _masked_fill(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
     """CUDA fills with a number that lies on the host (native/cuda/Indexing.cu); the meta kernel would not take it."""
     data, mask, value = call.args
@@ -265,6 +320,9 @@ HANDLERS: dict[Any, Any] = {
     _aten.bincount: _by_value,
     _aten.repeat_interleave: _by_value,
     _aten.native_dropout: _native_dropout,
+    _aten.convolution: _convolution,
+    _aten.convolution_backward: _convolution_backward,
+    _aten.native_layer_norm_backward: _layer_norm_backward,
     _aten.masked_fill: _masked_fill,
     _aten.masked_fill_: _masked_fill,
     _aten._ctc_loss: _ctc_loss,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memprof
-from memprof.capture.virtual import hidden
+from memprof.capture.virtual import copies, hidden
 from memprof.capture.virtual.hidden import CublasWorkspace, Reduction, max_threads_per_sm
 
 MIB = 1 << 20
@@ -213,3 +213,19 @@ def test_copies_of_inputs_are_made_only_where_needed() -> None:
     assert hidden.embedding_copy((None, indices)) == []
     assert hidden.embedding_copy((None, indices.t())) == [256]
     assert hidden.embedding_backward_copy((empty(4, 8).t(), indices)) == [128]
+
+
+def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
+    assert copies.foreach_norm_partials(([empty(65537), empty(3)], 2)) == [2 * 2 * 4]
+    assert copies.foreach_norm_partials(([empty(3, dtype=torch.bfloat16)],)) == [4]
+    assert copies.foreach_norm_partials(([empty(3)], 3)) == []
+
+
+def test_upsampling_backward_copies_what_is_neither_contiguous_nor_channels_last() -> None:
+    assert copies.upsample_backward_gradient((empty(2, 4, 6, 6)[:, :2],), SMS) == [2 * 2 * 6 * 6 * 4]
+    assert copies.upsample_backward_gradient((empty(2, 4, 6, 6).to(memory_format=torch.channels_last),), SMS) == []
+
+
+def test_one_dimensional_convolutions_copy_what_is_not_contiguous() -> None:
+    assert copies.convolution_copy((empty(2, 6, 4).transpose(1, 2),)) == [2 * 6 * 4 * 4]
+    assert copies.convolution_copy((empty(2, 6, 4),)) == []
