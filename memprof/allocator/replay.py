@@ -90,8 +90,7 @@ class Replayer:
             if not isinstance(self.allocator.driver, SimulatedDriver):
                 raise
             self.allocator.driver.lift_limit()
-            self.allocator.allowed_bytes = None
-            self.allocator.gc_enabled = False
+            self.allocator.lift_limit()
             return self.allocator.malloc(num_bytes, stream)
 
     def end_event(self, *, grew: bool) -> None:
