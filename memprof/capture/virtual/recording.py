@@ -129,7 +129,7 @@ class RecordingMode(TorchDispatchMode):
                     return result
             if operator.kind is Kind.IN_PLACE:
                 return self._in_place(operator, call, place)
-            return self._allocating(operator, call, place)
+            return self.allocating(operator, call, place)
 
     def _operator(self, func: Any) -> Operator:
         operator = self._operators.get(func)
@@ -185,7 +185,8 @@ class RecordingMode(TorchDispatchMode):
 
     # -- the three kinds --------------------------------------------------------------------------------------------
 
-    def _allocating(self, operator: Operator, call: Call, place: Place) -> Any:
+    def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
+        """Run an operator that makes new storages, and record them with what its kernel takes beside them."""
         target = self._target_device(call)
         if target == "real":
             return self._on_cpu(operator, call, place)
