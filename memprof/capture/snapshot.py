@@ -91,6 +91,8 @@ class _Reader:
         self.records = 0
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
+        self.same_frames: dict[Frame, Frame] = {}
+        self.same_stacks: dict[tuple[int, ...], Stack] = {}
         self.kept: list[object] = []  # what is known by its id must stay alive
 
     def snapshot(self, raw: object) -> Snapshot:
@@ -187,8 +189,9 @@ class _Reader:
         if known is None:
             items = _list(raw, "frames")
             self.count(len(items))
-            known = tuple([self.frame(item) for item in items])
-            self.stacks[id(raw)] = known
+            frames = tuple([self.frame(item) for item in items])
+            # Files repeat a stack for every event; by the identity of its frames, which are made once, that is cheap.
+            known = self.stacks[id(raw)] = self.same_stacks.setdefault(tuple(map(id, frames)), frames)
             self.kept.append(raw)
         return known
 
@@ -199,7 +202,8 @@ class _Reader:
             filename, name = item.get("filename", ""), item.get("name", "")
             if not isinstance(filename, str) or not isinstance(name, str):
                 raise _WrongStructure("a frame's filename or name is no text")
-            known = self.frames[id(raw)] = Frame(filename, _natural(item, "line", 0), name)
+            frame = Frame(filename, _natural(item, "line", 0), name)
+            known = self.frames[id(raw)] = self.same_frames.setdefault(frame, frame)
             self.kept.append(raw)
         return known
 

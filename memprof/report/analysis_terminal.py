@@ -1,0 +1,367 @@
+"""The document of `memprof analyze` as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memprof.report.analysis import (
+    Amounts,
+    Analysis,
+    BlockRow,
+    DeviceReport,
+    FragmentationRow,
+    OomRow,
+    PinnedSegment,
+    ReplayRow,
+    WhatIfRow,
+)
+from memprof.trace.events import short_source
+from memprof.units import GIB, KIB, MIB, format_bytes
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_LABEL = 11
+"""Columns before a curve."""
+_SCALE = 12
+"""Columns behind it."""
+
+
+def render_text(document: Analysis, *, width: int = 110, top: int = 10, replay: bool = False) -> str:
+    """The report without colour, `width` columns wide."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
+    console.print(renderable(document, width=width, top=top, replay=replay))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def print_report(document: Analysis, *, top: int = 10, replay: bool = False) -> None:
+    """Print the report to standard output, in colour if it is a terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(renderable(document, width=console.width, top=top, replay=replay))
+    else:
+        console.file.write(render_text(document, width=console.width, top=top, replay=replay))
+
+
+def renderable(document: Analysis, *, width: int, top: int, replay: bool) -> RenderableType:
+    """The report, to be printed on a console."""
+    title = Text("memprof analyze: ", style="bold")
+    title.append(f"{document.file}, a {document.format}", style="default")
+    if document.settings:
+        title.append(f" ({document.settings})", style="dim")
+    parts: list[RenderableType] = [title]
+    many = len(document.devices) > 1
+    parts += [_device(device, width=width, top=top, replay=replay, many=many) for device in document.devices]
+    parts += [Text(f"Note: {sentence}", style="dim") for sentence in document.assumptions]
+    return Group(*parts)
+
+
+def _device(device: DeviceReport, *, width: int, top: int, replay: bool, many: bool) -> RenderableType:
+    parts: list[RenderableType] = []
+    if many:
+        parts.append(Text(f"\nDevice {device.device}", style="bold underline"))
+    parts += [_summary(device), _timeline(device, width)]
+    parts += [_oom(one) for one in device.ooms]
+    parts.append(_moment(device))
+    parts.append(_blocks(device))
+    parts.append(_fragmentation(device, top))
+    parts.append(_leaks(device))
+    if device.missing_frames.reasons:
+        parts.append(_missing(device))
+    if replay:
+        parts.append(_replay(device.replay))
+    if device.what_if is not None:
+        parts.append(_what_if(device.what_if))
+    return Group(*parts)
+
+
+def _where(device: DeviceReport, event: int) -> str:
+    if event < 0:
+        return "before the first event" if device.events else "now"
+    return f"event {event:,}"
+
+
+def _summary(device: DeviceReport) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("")
+    for header in ("requested", "allocated", "reserved"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("when", no_wrap=True)
+    if device.state_only:
+        rows: list[tuple[str, Amounts]] = [("end", device.end)]
+    else:
+        rows = [("start", device.start), ("peak", device.peak), ("end", device.end)]
+    for name, amounts in rows:
+        style = "bold" if name == "peak" else ""
+        cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
+        table.add_row(name, *map(format_bytes, cells), _where(device, amounts.event), style=style)
+    if device.peak_reserved_bytes > device.peak.reserved_bytes and not device.state_only:
+        where = _where(device, device.peak_reserved_event)
+        table.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
+    if device.state_only:
+        return Group(
+            table, Text("No events were recorded: this is the state when the snapshot was taken.", style="dim")
+        )
+    recorded = f"{device.events:,} events, {device.allocations:,} allocations"
+    if device.timeline.seconds is not None:
+        recorded += f", {device.timeline.seconds:,.2f} s"
+    if device.steps is not None:
+        recorded += f"; {device.steps.count} steps, seen from {device.steps.found_by}"
+    return Group(table, Text(recorded + ".", style="dim"))
+
+
+def _timeline(device: DeviceReport, width: int) -> RenderableType:
+    line = device.timeline
+    if len(line.events) < 2:
+        return Text("")
+    columns = max(min(width - _LABEL - _SCALE, len(line.events)), 1)
+    highest = max((*line.reserved_bytes, 1))
+    curves = [
+        Text(f"{name:<{_LABEL}}{_curve(values, columns, highest)}  {format_bytes(max(values))}")
+        for name, values in (("allocated", line.allocated_bytes), ("reserved", line.reserved_bytes))
+    ]
+    marks = [" "] * columns
+    for event, mark in [(device.peak.event, "^"), *((oom.event, "!") for oom in device.ooms)]:
+        if event >= 0:
+            marks[min(event * columns // device.events, columns - 1)] = mark
+    legend = "^ peak" + ("  ! out of memory" if device.ooms else "")
+    curves.append(Text(f"{'':<{_LABEL}}{''.join(marks)}  {legend}", style="dim"))
+    return Group(Text(""), *curves)
+
+
+def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
+    count = len(values)
+    levels = [
+        max(values[count * i // columns : max(count * (i + 1) // columns, count * i // columns + 1)])
+        for i in range(columns)
+    ]
+    return "".join(_BARS[-(-level * (len(_BARS) - 1) // highest)] for level in levels)
+
+
+def _oom(oom: OomRow) -> RenderableType:
+    title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
+    title.append(f" in {_short(oom.source)}", style="default")
+    return Group(title, *(Text(f"  - {reason}") for reason in oom.reasons))
+
+
+def _moment(device: DeviceReport) -> RenderableType:
+    moment = device.moment
+    names = {
+        "peak": "At the peak",
+        "end": "At the end",
+        "oom": "At the out-of-memory error",
+        "event": "After the event",
+    }
+    amounts = moment.amounts
+    heading = Text(f"\n{names[moment.what]} ({_where(device, amounts.event)}): ", style="bold")
+    heading.append(
+        f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}", style="default"
+    )
+    if moment.pending_bytes:
+        heading.append(
+            f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams", style="default"
+        )
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    unit, name = _unit(amounts.allocated_bytes)
+    for header in (name, "share", "blocks"):
+        table.add_column(header, justify="right", no_wrap=True)
+    if moment.by != "category":
+        table.add_column("category", no_wrap=True)
+    table.add_column(moment.by, overflow="fold", ratio=3)
+    shows_module = moment.by in ("frame", "size", "category")
+    if shows_module:
+        table.add_column("mostly" if moment.by != "frame" else "in module", overflow="fold", ratio=2)
+    total = amounts.allocated_bytes + moment.pending_bytes or 1
+    for row in moment.groups:
+        cells = [f"{row.allocated_bytes / unit:,.2f}", f"{row.allocated_bytes / total:.1%}", f"{row.count:,}"]
+        if moment.by != "category":
+            cells.append(row.category)
+        key = _short(row.key) if moment.by == "frame" else row.key
+        if row.op and moment.by == "frame" and row.op not in key:
+            key += f"  {row.op.removeprefix('aten.')}"
+        cells.append(key)
+        if shows_module:
+            cells.append(_tail(row.module))
+        table.add_row(*cells)
+    parts: list[RenderableType] = [heading, Padding(table, (0, 0, 0, 2))]
+    if moment.num_groups > len(moment.groups):
+        rest = amounts.allocated_bytes + moment.pending_bytes - sum(row.allocated_bytes for row in moment.groups)
+        more = moment.num_groups - len(moment.groups)
+        parts.append(Text(f"  and {format_bytes(rest)} in {more:,} more groups (--top)", style="dim"))
+    return Group(*parts)
+
+
+def _blocks(device: DeviceReport) -> RenderableType:
+    blocks = device.moment.blocks
+    if not blocks:
+        return Text("")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    unit, name = _unit(blocks[0].allocated_bytes)
+    for header in (name, "x"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("life in events", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for same in _alike(blocks):
+        block = same[0]
+        life = _life(block) if len(same) == 1 else f"{_life(block).split(' ')[0]} and others"
+        table.add_row(f"{block.allocated_bytes / unit:,.2f}", str(len(same)), life, _what(block))
+    return Group(Text("\nLargest blocks", style="bold"), Padding(table, (0, 0, 0, 2)))
+
+
+def _alike(blocks: tuple[BlockRow, ...]) -> list[list[BlockRow]]:
+    found: dict[tuple[object, ...], list[BlockRow]] = {}
+    for block in blocks:
+        found.setdefault((block.allocated_bytes, block.source, block.op, block.category), []).append(block)
+    return list(found.values())
+
+
+def _life(block: BlockRow) -> str:
+    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
+    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
+
+
+def _what(block: BlockRow) -> Text:
+    text = Text(block.category)
+    text.append(f" {_short(block.source)}")
+    if block.op and block.op not in block.source:
+        text.append(f" {block.op.removeprefix('aten.')}", style="dim")
+    return text
+
+
+def _fragmentation(device: DeviceReport, top: int) -> RenderableType:
+    at_peak, at_end = device.fragmentation_at_peak, device.fragmentation_at_end
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("")
+    moments = [("at the peak", at_peak), ("at the end", at_end)] if at_peak.event != at_end.event else [("", at_end)]
+    for name, _ in moments:
+        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[tuple[str, str]] = [
+        ("reserved, not in use", "free_bytes"),
+        ("  in wholly free segments (empty_cache() returns them)", "empty_segment_bytes"),
+        ("  in segments that a live block keeps", "pinned_bytes"),
+        ("largest free block", "largest_free_bytes"),
+        ("in use, but not asked for (rounding)", "rounding_bytes"),
+    ]
+    for label, field in rows:
+        table.add_row(label, *(format_bytes(getattr(one, field)) for _, one in moments))
+    parts: list[RenderableType] = [Text("\nFragmentation", style="bold"), Padding(table, (0, 0, 0, 2))]
+    shown = at_peak if at_peak.nearly_empty else at_end
+    if shown.nearly_empty:
+        parts.append(_pins(shown, top, "peak" if shown is at_peak and at_peak.event != at_end.event else "end"))
+    return Group(*parts)
+
+
+def _pins(found: FragmentationRow, top: int, when: str) -> RenderableType:
+    lines = [Text(f"  Nearly empty segments at the {when}, and what keeps them:")]
+    lines += [_pin(segment) for segment in found.nearly_empty[: min(top, 5)]]
+    if len(found.nearly_empty) > len(lines) - 1:
+        lines.append(Text(f"    and {len(found.nearly_empty) - len(lines) + 1} more (--json lists them)", style="dim"))
+    return Group(*lines)
+
+
+def _pin(segment: PinnedSegment) -> Text:
+    text = Text(f"    {format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: ")
+    pins = [
+        f"{format_bytes(same[0].allocated_bytes)}{_times(same)} {_short(same[0].source)}"
+        for same in _alike(segment.blocks)
+    ]
+    text.append("; ".join(pins[:3]) + ("; …" if len(pins) > 3 else ""))
+    return text
+
+
+def _times(same: list[BlockRow]) -> str:
+    return f" x{len(same)}" if len(same) > 1 else ""
+
+
+def _leaks(device: DeviceReport) -> RenderableType:
+    if device.steps is None:
+        if device.state_only:
+            return Text("")
+        return Text("\nLeaks: not looked for, as no three steps can be told apart.", style="dim")
+    if not device.leaks:
+        return Text(f"\nLeaks: none; nothing piles up over the {device.steps.count} steps.")
+    lines = [Text("\nLeaks: what steps leave behind and nothing frees", style="bold yellow")]
+    lines += [
+        Text(
+            f"  {format_bytes(leak.per_step_bytes)} per step, {format_bytes(leak.allocated_bytes)} in "
+            f"{leak.count:,} blocks: {_short(leak.source)} {leak.op.removeprefix('aten.')}".rstrip()
+        )
+        for leak in device.leaks
+    ]
+    return Group(*lines)
+
+
+def _missing(device: DeviceReport) -> RenderableType:
+    missing = device.missing_frames
+    title = Text("\nFrames missing", style="bold")
+    if missing.count:
+        title.append(f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them", "default")
+    return Group(title, *(Text(f"  - {reason}") for reason in missing.reasons))
+
+
+def _replay(replay: ReplayRow) -> RenderableType:
+    title = Text("\nReplay: ", style="bold")
+    layout = "identical" if replay.final_layout_identical else "different"
+    title.append(
+        f"{replay.identical_addresses:,} of {replay.allocations:,} addresses identical, final layout {layout}",
+        "default",
+    )
+    first = replay.first_difference
+    if first is None:
+        return title
+    why = first.reason or "nothing in the file explains it"
+    return Group(title, Text(f"  first difference at event {first.event:,}: {first.problem}; {why}"))
+
+
+def _what_if(found: WhatIfRow) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("settings")
+    for header in ("peak reserved", "reserved at the end", "segments"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for one in (found.before, found.after):
+        table.add_row(
+            one.settings,
+            format_bytes(one.peak_reserved_bytes),
+            format_bytes(one.final_reserved_bytes),
+            f"{one.final_segments:,}",
+        )
+    verdict = "saves" if found.saved_bytes > 0 else "costs" if found.saved_bytes < 0 else "changes nothing of the peak"
+    sentence = f"  It {verdict}" + (f" {format_bytes(abs(found.saved_bytes))} of the peak" if found.saved_bytes else "")
+    notes = [Text(sentence + ".")]
+    if found.before.peak_reserved_bytes != found.recorded_peak_reserved_bytes:
+        notes.append(
+            Text(
+                f"  Recorded were {format_bytes(found.recorded_peak_reserved_bytes)}: what was cached before the "
+                "recording began is not known, so both replays begin with the live blocks alone.",
+                style="dim",
+            )
+        )
+    if found.refused_requests:
+        notes.append(Text(f"  {found.refused_requests} refused requests are left out of both.", style="dim"))
+    return Group(Text("\nWhat if: the same requests", style="bold"), Padding(table, (0, 0, 0, 2)), *notes)
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= unit:
+            return unit, name
+    return 1, "bytes"
+
+
+def _short(source: str) -> str:
+    """`folder/file.py:line function` of a source; what is none stays as it is."""
+    head, _, function = source.rpartition(" ")
+    if not head or ":" not in head:
+        return source
+    return f"{short_source(source)} {function}"
+
+
+def _tail(module: str) -> str:
+    """The innermost calls of a chain."""
+    parts = module.split(" > ")
+    return " > ".join(parts if len(parts) <= 3 else ["…", *parts[-3:]])
