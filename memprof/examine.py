@@ -16,13 +16,13 @@ from pathlib import Path
 from memprof.allocator import AllocatorConfig, config_from_environment, parse_config
 from memprof.errors import UsageError
 from memprof.recording.from_trace import Converted, Slice, snapshot_of
-from memprof.recording.recording import Recording, recordings
-from memprof.recording.slices import event_times, slices_of
-from memprof.recording.steps import Steps, find_steps
+from memprof.recording.recording import Recording, Steps, recordings
+from memprof.recording.slices import annotated, event_times, name_stages, slices_of
+from memprof.recording.steps import LEAST_STEPS, find_steps
 from memprof.report.analysis import Analysis
 from memprof.report.analysis_build import Facts, Question, build_analysis
 from memprof.trace.events import Trace
-from memprof.trace.snapshot import Snapshot
+from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
 
 MEMORY_PER_BYTE = 12
@@ -39,7 +39,6 @@ class Opened:
 
     snapshot: Snapshot
     recordings: list[Recording]
-    steps: list[Steps | None]
     facts: Facts
     converted: Converted | None
     """For a capture."""
@@ -81,13 +80,15 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
             value=path,
             hint="take it while memory is allocated, after torch.cuda.memory._record_memory_history()",
         )
-    steps = [find_steps(one, snapshot.annotations) for one in found]
+    for one in found:
+        one.steps = find_steps(one, snapshot.annotations)
+        name_stages(one, annotated(one, snapshot.annotations))
     settings = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     notes = ["Modules and categories are guessed from the stacks."] if any(one.lives for one in found) else []
     if not snapshot.settings:
         notes.append("The file does not say the allocator's settings; the defaults are taken.")
     facts = Facts(path.name, "torch snapshot", "measured", str(settings), tuple(notes))
-    return Opened(snapshot, found, steps, facts, None)
+    return Opened(snapshot, found, facts, None)
 
 
 def _open_capture(path: Path) -> Opened:
@@ -101,15 +102,23 @@ def _open_capture(path: Path) -> Opened:
     if not converted.snapshot.traces[0]:
         raise UsageError("the capture holds no allocation on the GPU", value=path, hint="record it again")
     found = recordings(converted.snapshot, converted.origins)
-    steps = Steps(tuple(converted.steps), "the phases of the run") if len(converted.steps) >= 3 else None
+    for one in found:
+        if len(converted.steps) >= LEAST_STEPS:
+            one.steps = Steps(tuple(converted.steps), "the phases of the run")
+        name_stages(one, (stage for stage in converted.slices if stage.track == "stages"))
+    notes = [note, "Events are those that torch would record on the card."]
+    if any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
+        notes.append(
+            "From the out-of-memory error on, the run is followed on a card without limit, to show its whole need."
+        )
     facts = Facts(
         path.name,
         f"memprof capture, {trace.source} on {card.get('name', 'a card')}",
         trace.source,
         config.text,
-        (note, "Events are those that torch would record; a simulated run has no clock, one event is one microsecond."),
+        tuple(notes),
     )
-    return Opened(converted.snapshot, found, [steps], facts, converted)
+    return Opened(converted.snapshot, found, facts, converted)
 
 
 def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
@@ -170,17 +179,16 @@ def analyze_file(
     """
     opened = open_file(path, progress)
     progress("accounting")
-    chosen = list(zip(opened.recordings, opened.steps, strict=True))
+    chosen = opened.recordings
     if device is not None:
         known = ", ".join(str(one.device) for one in opened.recordings)
-        chosen = [pair for pair in chosen if pair[0].device == device]
+        chosen = [one for one in chosen if one.device == device]
         if not chosen:
             raise UsageError("the file has nothing of this device", value=f"--device {device}", hint=f"known: {known}")
     if question.at == "oom" and device is None:
         # Of several devices seldom all run out.
-        out = [pair for pair in chosen if any(event.action == "oom" for event in pair[0].events)]
-        chosen = out or chosen
-    return build_analysis([one for one, _ in chosen], [steps for _, steps in chosen], opened.facts, question)
+        chosen = [one for one in chosen if any(event.action is Action.OOM for event in one.events)] or chosen
+    return build_analysis(chosen, opened.facts, question)
 
 
 def export_file(path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None) -> str:

@@ -65,5 +65,5 @@ def analyze(
     else:
         from memprof.report.analysis_terminal import print_report
 
-        print_report(document, top=top, replay=replay)
+        print_report(document, replay=replay)
     raise typer.Exit(3 if document.ran_out else 0)

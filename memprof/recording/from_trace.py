@@ -28,6 +28,8 @@ from memprof.trace.snapshot import (
 )
 
 _SOURCE = re.compile(r"(.*):(\d+)(?: (.*))?$", re.DOTALL)
+_OWN_LINES = "/memprof/workload/"
+"""The step that memprof itself runs for `memprof profile`."""
 _PARTS = {
     PhaseKind.BACKWARD: Part.BACKWARD,
     PhaseKind.OPTIMIZER_STEP: Part.OPTIMIZER,
@@ -193,10 +195,12 @@ class _Origins:
         path = self.trace.module_path(storage)
         owner = self.trace.owners.get(ref)
         part = _PARTS.get(self.trace.phases[storage.phase].kind, Part.FORWARD)
-        # Parameters and gradients are made by no line of the user's: their own names say more.
-        source = self.trace.source_line(storage) or (f"{owner.role} {owner.name}" if owner else self.trace.op(storage))
+        source = self.trace.source_line(storage)
+        if owner is not None and (source is None or _OWN_LINES in source.replace("\\", "/")):
+            # No line of the user's made it: its own name says more.
+            source = f"{owner.role} {owner.name}"
         return Origin(
-            source=source,
+            source=source or self.trace.op(storage),
             op=self.trace.op(storage),
             module=OUTSIDE_MODULES if path is None else path or "(root)",
             part=part,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from memprof.allocator.blocks import PoolId
 from memprof.allocator.rebuild import Ranges
+from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.categories import Category
 from memprof.recording.recording import Life, Recording
 from memprof.units import KIB, MIB
@@ -17,6 +19,9 @@ NEARLY_EMPTY = 0.25
 
 BY = ("frame", "module", "category", "size")
 """What blocks can be grouped by."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""The number of a layer in a module's path: equal modules of all layers are one."""
 
 _SIZE_CLASSES = (
     (512, "512 bytes"), (64 * KIB, "to 64 KiB"), (MIB, "to 1 MiB"), (10 * MIB, "1 to 10 MiB"),
@@ -51,6 +56,9 @@ class SegmentUse:
     expandable: bool
     used: int
     largest_free: int
+    releasable: int
+    """Free bytes that torch.cuda.empty_cache() gives back: the whole segment if nothing lives in it, and of an
+    expandable one every free mapping unit."""
     live: tuple[Life, ...]
     """Its blocks in use, by address."""
 
@@ -58,6 +66,11 @@ class SegmentUse:
     def free(self) -> int:
         """Bytes of its free blocks."""
         return self.size - self.used
+
+    @property
+    def pinned(self) -> int:
+        """Free bytes that the live blocks keep from going back."""
+        return self.free - self.releasable
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +82,26 @@ class Fragmentation:
     """Blocks in use, those that wait for other streams among them."""
     rounding: int
     """Of it, what was not asked for: rounding to 512 bytes, and remainders that are not split off."""
-    empty_segments: int
-    """Bytes of wholly free segments: torch.cuda.empty_cache() gives them back, and torch itself before it fails."""
+    releasable: int
+    """Free bytes that torch.cuda.empty_cache() gives back, and torch itself before it fails."""
     pinned: int
-    """Free bytes in segments that a live block keeps."""
+    """Free bytes that live blocks in the same segments keep."""
     largest_free: int
     segments: tuple[SegmentUse, ...]
     """All of them, those with the most pinned bytes first."""
 
     @property
     def free(self) -> int:
-        """Bytes that are cached: `empty_segments` and `pinned`."""
+        """Bytes that are cached: `releasable` and `pinned`."""
         return self.reserved - self.used
 
     def nearly_empty(self) -> list[SegmentUse]:
         """Segments that a few live blocks keep."""
-        return [segment for segment in self.segments if 0 < segment.used < NEARLY_EMPTY * segment.size]
+        return [
+            segment
+            for segment in self.segments
+            if 0 < segment.used < NEARLY_EMPTY * (segment.size - segment.releasable)
+        ]
 
 
 def group(lives: list[Life], by: str) -> list[Group]:
@@ -96,7 +113,8 @@ def group(lives: list[Life], by: str) -> list[Group]:
     for key, own in members.items():
         weights: list[Counter[str]] = [Counter(), Counter(), Counter()]
         for life in own:
-            for counter, value in zip(weights, (life.category, life.origin.op, life.origin.module), strict=True):
+            values = (life.category, life.origin.op, _NUMBER.sub("*", life.origin.module))
+            for counter, value in zip(weights, values, strict=True):
                 counter[value] += life.size
         category, op, module = (counter.most_common(1)[0][0] for counter in weights)
         found.append(
@@ -115,9 +133,10 @@ def group(lives: list[Life], by: str) -> list[Group]:
 
 def _key(life: Life, by: str) -> str:
     if by == "frame":
-        return life.origin.source
+        source = life.origin.source
+        return source if ":" in source else _NUMBER.sub("*", source)
     if by == "module":
-        return life.origin.module
+        return _NUMBER.sub("*", life.origin.module)
     if by == "category":
         return life.category.value
     return next((name for limit, name in _SIZE_CLASSES if life.size <= limit), "1 GiB and more")
@@ -134,11 +153,17 @@ def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[Seg
     for run in ranges.sorted():
         end = run.address + run.size
         live = by_address[bisect_left(addresses, run.address) : bisect_left(addresses, end)]
-        at, used, largest = run.address, 0, 0
-        for life in live:
-            largest = max(largest, life.address - at)
-            at = max(at, min(life.address + life.size, end))
-            used += life.size
+        at, used, largest, releasable = run.address, 0, 0, 0
+        unit = SMALL_BUFFER if run.is_small else recording.replay.config.large_segment_size
+        for begin, stop in [*((life.address, min(life.address + life.size, end)) for life in live), (end, end)]:
+            largest = max(largest, begin - at)
+            if run.expandable:  # mapped runs begin at whole units
+                whole = (begin - run.address) // unit + (run.address - at) // unit
+                releasable += max(whole, 0) * unit
+            elif begin - at == run.size:
+                releasable = run.size
+            at = max(at, stop)
+        used = sum(life.size for life in live)
         found.append(
             SegmentUse(
                 address=run.address,
@@ -148,7 +173,8 @@ def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[Seg
                 pool_id=run.pool_id,
                 expandable=run.expandable,
                 used=min(used, run.size),
-                largest_free=max(largest, end - at),
+                largest_free=largest,
+                releasable=releasable,
                 live=tuple(live),
             )
         )
@@ -164,8 +190,8 @@ def fragmentation(recording: Recording, event: int, alive: list[Life] | None = N
         reserved=sum(segment.size for segment in segments),
         used=used,
         rounding=used - sum(life.requested for life in alive),
-        empty_segments=sum(segment.size for segment in segments if not segment.live),
-        pinned=sum(segment.free for segment in segments if segment.live),
+        releasable=sum(segment.releasable for segment in segments),
+        pinned=sum(segment.pinned for segment in segments),
         largest_free=max((segment.largest_free for segment in segments), default=0),
-        segments=tuple(sorted(segments, key=lambda one: (-one.free if one.live else 0, one.address))),
+        segments=tuple(sorted(segments, key=lambda one: (-one.pinned, one.address))),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,16 @@ class Life:
     """When its memory could be used again: later than `freed` if another stream still worked on it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Where steps begin."""
+
+    begins: tuple[int, ...]
+    """Events, rising; the last step may be cut short."""
+    found_by: str
+    """For people: how they were recognised."""
+
+
 @dataclass(slots=True)
 class Recording:
     """What one device did."""
@@ -57,6 +68,10 @@ class Recording:
     """Requested, allocated and reserved before the first event."""
     orphans: int = 0
     """Events that do not fit to what went before: parts of the recording are lost."""
+    steps: Steps | None = None
+    """Where steps begin, if that could be told."""
+    stages: list[tuple[str, int, int]] = field(default_factory=list)
+    """Names of stretches of events, from begin up to end, exclusive; an inner one after those around it."""
     exact_origins: bool = False
     """Modules and categories are known, not guessed: a capture of memprof."""
 
@@ -216,8 +231,12 @@ class _Walk:
                 life.category = life.origin.category or Category.UNATTRIBUTED
             return
         ends = _part_ends(found.lives, len(found.events))
+        refused = [index for index, event in enumerate(found.events) if event.action is Action.OOM]
         for life in found.lives:
-            outlives = life.born == BEFORE or life.freed > ends[life.born]
+            # What an out-of-memory error ended would have lived on.
+            following = bisect_left(refused, life.born)
+            cut = following < len(refused) and refused[following] < life.freed
+            outlives = life.born == BEFORE or life.freed > ends[life.born] or cut
             life.category = guess(life.origin, outlives=outlives)
 
 

@@ -60,13 +60,13 @@ def _explain(recording: Recording, index: int) -> Refusal:
         f"{format_bytes(state.free)} cached",
     ]
     if state.free:
-        pinned = sum(1 for segment in mine if segment.live and segment.free)
+        pinned = sum(1 for segment in mine if segment.pinned)
         reasons.append(
             f"of the cache, {format_bytes(usable)} are in the {'small' if is_small else 'large'} pool of stream "
             f"{event.stream}, and the largest free block there has {format_bytes(largest)}"
         )
-        if state.empty_segments:
-            reasons.append(f"{format_bytes(state.empty_segments)} in wholly free segments were not given back")
+        if state.releasable:
+            reasons.append(f"{format_bytes(state.releasable)} were wholly free, and were not given back")
         elif pinned:
             reasons.append(
                 f"none of it could go back to the card: every one of the {pinned} segments with free memory holds a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from memprof.recording.from_trace import Slice
@@ -19,6 +20,30 @@ def event_times(recording: Recording) -> list[int]:
     return times
 
 
+def name_stages(recording: Recording, stages: Iterable[Slice]) -> None:
+    """Put `stages`, in microseconds, on the events of `recording`."""
+    times = event_times(recording)
+    recording.stages = [
+        (one.name, bisect_left(times, one.begin), bisect_left(times, one.end))
+        for one in sorted(stages, key=lambda one: (one.begin, -one.end))
+    ]
+
+
+def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[Slice]:
+    """What torch.profiler.record_function and the optimizer annotated on this device."""
+    begun: dict[str, list[int]] = {}
+    found: list[Slice] = []
+    for note in annotations:
+        name, time = note.get("name"), note.get("time_us")
+        if note.get("device", 0) != recording.device or not isinstance(name, str) or not isinstance(time, int):
+            continue
+        if note.get("stage") == "START":
+            begun.setdefault(name, []).append(time)
+        elif note.get("stage") == "END" and begun.get(name):
+            found.append(Slice(name, begun[name].pop(), time, "stages"))
+    return sorted(found, key=lambda one: (one.begin, -one.end))
+
+
 def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[Slice]:
     """What annotations and stacks say of a snapshot's time.
 
@@ -28,7 +53,7 @@ def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = (
     times = event_times(recording)
     if not times:
         return []
-    found = _annotated(recording, annotations)
+    found = annotated(recording, annotations)
     born = [life for life in recording.lives if life.born != BEFORE and life.origin is not UNKNOWN]
     if not found:
         for life in born:
@@ -54,17 +79,3 @@ def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = (
     for one in running:
         one.end = times[-1]
     return found + sorted(done + running, key=lambda one: (one.begin, -one.end))
-
-
-def _annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[Slice]:
-    begun: dict[str, list[int]] = {}
-    found: list[Slice] = []
-    for note in annotations:
-        name, time = note.get("name"), note.get("time_us")
-        if note.get("device", 0) != recording.device or not isinstance(name, str) or not isinstance(time, int):
-            continue
-        if note.get("stage") == "START":
-            begun.setdefault(name, []).append(time)
-        elif note.get("stage") == "END" and begun.get(name):
-            found.append(Slice(name, begun[name].pop(), time, "stages"))
-    return sorted(found, key=lambda one: (one.begin, -one.end))

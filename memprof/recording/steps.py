@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from memprof.ledger.categories import Category
 from memprof.recording.origins import package_of
-from memprof.recording.recording import BEFORE, NEVER, Life, Recording
+from memprof.recording.recording import BEFORE, NEVER, Life, Recording, Steps
 from memprof.trace.snapshot import Frame, Stack
 
 LEAST_STEPS = 3
@@ -31,16 +31,6 @@ COVERED = 0.5
 _BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
 _ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
 _MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl"))
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Where steps begin."""
-
-    begins: tuple[int, ...]
-    """Events, rising; the last step may be cut short."""
-    found_by: str
-    """For people: how they were recognised."""
 
 
 @dataclass(frozen=True, slots=True)

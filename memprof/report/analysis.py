@@ -21,6 +21,8 @@ class Amounts:
     """Asked for, of blocks in use or waiting for other streams (torch's requested_bytes)."""
     allocated_bytes: int
     reserved_bytes: int
+    stage: str | None = None
+    """What was being done: a stage of a simulated run, an annotation of a recorded one; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,15 @@ class FragmentationRow:
     used_bytes: int
     free_bytes: int
     rounding_bytes: int
-    empty_segment_bytes: int
+    releasable_bytes: int
     """What torch.cuda.empty_cache() would give back."""
     pinned_bytes: int
-    """Free, but in segments that a live block keeps."""
+    """Free, but kept by live blocks in the same segments."""
     largest_free_bytes: int
     segments: int
+    nearly_empty_segments: int
     nearly_empty: tuple[PinnedSegment, ...]
+    """Of them, those with the most pinned bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from memprof.recording.moments import BY, Fragmentation, SegmentUse, fragmentati
 from memprof.recording.origins import NO_FRAMES
 from memprof.recording.recording import BEFORE, NEVER, Life, Recording
 from memprof.recording.refusals import refusals
-from memprof.recording.steps import Steps, find_leaks
+from memprof.recording.steps import find_leaks
 from memprof.recording.what_if import Outcome, what_if
 from memprof.report.analysis import (
     SCHEMA,
@@ -66,15 +66,13 @@ class Facts:
     assumptions: tuple[str, ...] = ()
 
 
-def build_analysis(
-    recordings: Sequence[Recording], steps: Sequence[Steps | None], facts: Facts, question: Question
-) -> Analysis:
-    """The document on `recordings`, whose steps are given.
+def build_analysis(recordings: Sequence[Recording], facts: Facts, question: Question) -> Analysis:
+    """The document on `recordings`.
 
     Raises:
         UsageError: the moment that was asked for is not in them.
     """
-    devices = tuple(_device(one, found, question) for one, found in zip(recordings, steps, strict=True))
+    devices = tuple(_device(one, question) for one in recordings)
     return Analysis(
         schema=SCHEMA,
         memprof_version=__version__,
@@ -94,7 +92,8 @@ def build_analysis(
     )
 
 
-def _device(recording: Recording, steps: Steps | None, question: Question) -> DeviceReport:
+def _device(recording: Recording, question: Question) -> DeviceReport:
+    steps = recording.steps
     peak = recording.peak()[1]
     peak_reserved, reserved_event = recording.peak("reserved")
     at_peak = fragmentation(recording, peak)
@@ -152,7 +151,8 @@ def _device(recording: Recording, steps: Steps | None, question: Question) -> De
 
 
 def _amounts(recording: Recording, event: int) -> Amounts:
-    return Amounts(event, *recording.at(event))
+    stage = next((name for name, begin, end in reversed(recording.stages) if begin <= event < end), None)
+    return Amounts(event, *recording.at(event), stage)
 
 
 def moment_of(recording: Recording, at: str) -> tuple[str, int]:
@@ -227,17 +227,19 @@ def _block(life: Life) -> BlockRow:
 
 
 def _fragmentation(found: Fragmentation, event: int, top: int) -> FragmentationRow:
+    nearly_empty = found.nearly_empty()
     return FragmentationRow(
         event=event,
         reserved_bytes=found.reserved,
         used_bytes=found.used,
         free_bytes=found.free,
         rounding_bytes=found.rounding,
-        empty_segment_bytes=found.empty_segments,
+        releasable_bytes=found.releasable,
         pinned_bytes=found.pinned,
         largest_free_bytes=found.largest_free,
         segments=len(found.segments),
-        nearly_empty=tuple(_pinned(segment) for segment in found.nearly_empty()[:top]),
+        nearly_empty_segments=len(nearly_empty),
+        nearly_empty=tuple(_pinned(segment) for segment in nearly_empty[:top]),
     )
 
 
@@ -260,7 +262,7 @@ def _timeline(recording: Recording) -> TimelineRow:
     count = len(recording.events)
     columns = min(TIMELINE_COLUMNS, count)
     begins = [count * column // columns for column in range(columns)]
-    ends = [*begins[1:], count]
+    ends = [*begins[1:], count][:columns]
     times = [event.time_us for event in recording.events if event.time_us]
     return TimelineRow(
         events=tuple(begins),
@@ -292,7 +294,7 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
             else "no event has a stack: record with context='all' (the default), not with None or 'state'"
         )
     earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
-    if earlier and recording.events:
+    if earlier and any(event.action is not Action.SNAPSHOT for event in recording.events):
         reasons.append(
             f"{len(earlier):,} blocks were recorded earlier than the first event ({len(recording.events):,} are kept): "
             "the ring buffer was full (raise max_entries), or the history was started again"

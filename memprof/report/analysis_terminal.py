@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -25,30 +26,32 @@ from memprof.trace.events import short_source
 from memprof.units import GIB, KIB, MIB, format_bytes
 
 _BARS = " ▁▂▃▄▅▆▇█"
+MAX_PINS = 5
+"""Kinds of nearly empty segments that are shown."""
 _LABEL = 11
 """Columns before a curve."""
-_SCALE = 12
+_SCALE = 14
 """Columns behind it."""
 
 
-def render_text(document: Analysis, *, width: int = 110, top: int = 10, replay: bool = False) -> str:
+def render_text(document: Analysis, *, width: int = 110, replay: bool = False) -> str:
     """The report without colour, `width` columns wide."""
     console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
-    console.print(renderable(document, width=width, top=top, replay=replay))
+    console.print(renderable(document, width=width, replay=replay))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def print_report(document: Analysis, *, top: int = 10, replay: bool = False) -> None:
+def print_report(document: Analysis, *, replay: bool = False) -> None:
     """Print the report to standard output, in colour if it is a terminal."""
     console = Console(highlight=False)
     if console.is_terminal:
-        console.print(renderable(document, width=console.width, top=top, replay=replay))
+        console.print(renderable(document, width=console.width, replay=replay))
     else:
-        console.file.write(render_text(document, width=console.width, top=top, replay=replay))
+        console.file.write(render_text(document, width=console.width, replay=replay))
 
 
-def renderable(document: Analysis, *, width: int, top: int, replay: bool) -> RenderableType:
+def renderable(document: Analysis, *, width: int, replay: bool) -> RenderableType:
     """The report, to be printed on a console."""
     title = Text("memprof analyze: ", style="bold")
     title.append(f"{document.file}, a {document.format}", style="default")
@@ -56,21 +59,25 @@ def renderable(document: Analysis, *, width: int, top: int, replay: bool) -> Ren
         title.append(f" ({document.settings})", style="dim")
     parts: list[RenderableType] = [title]
     many = len(document.devices) > 1
-    parts += [_device(device, width=width, top=top, replay=replay, many=many) for device in document.devices]
+    parts += [_device(device, width=width, replay=replay, many=many) for device in document.devices]
     parts += [Text(f"Note: {sentence}", style="dim") for sentence in document.assumptions]
     return Group(*parts)
 
 
-def _device(device: DeviceReport, *, width: int, top: int, replay: bool, many: bool) -> RenderableType:
+def _device(device: DeviceReport, *, width: int, replay: bool, many: bool) -> RenderableType:
     parts: list[RenderableType] = []
     if many:
         parts.append(Text(f"\nDevice {device.device}", style="bold underline"))
-    parts += [_summary(device), _timeline(device, width)]
+    parts.append(_summary(device))
+    if len(device.timeline.events) > 1:
+        parts.append(_timeline(device, width))
     parts += [_oom(one) for one in device.ooms]
     parts.append(_moment(device))
-    parts.append(_blocks(device))
-    parts.append(_fragmentation(device, top))
-    parts.append(_leaks(device))
+    if device.moment.blocks:
+        parts.append(_blocks(device))
+    parts.append(_fragmentation(device))
+    if not device.state_only:
+        parts.append(_leaks(device))
     if device.missing_frames.reasons:
         parts.append(_missing(device))
     if replay:
@@ -86,12 +93,17 @@ def _where(device: DeviceReport, event: int) -> str:
     return f"event {event:,}"
 
 
+def _when(device: DeviceReport, amounts: Amounts) -> str:
+    where = _where(device, amounts.event)
+    return f"{where}, in {amounts.stage}" if amounts.stage else where
+
+
 def _summary(device: DeviceReport) -> RenderableType:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("")
     for header in ("requested", "allocated", "reserved"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("when", no_wrap=True)
+    table.add_column("when", overflow="fold")
     if device.state_only:
         rows: list[tuple[str, Amounts]] = [("end", device.end)]
     else:
@@ -99,7 +111,7 @@ def _summary(device: DeviceReport) -> RenderableType:
     for name, amounts in rows:
         style = "bold" if name == "peak" else ""
         cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
-        table.add_row(name, *map(format_bytes, cells), _where(device, amounts.event), style=style)
+        table.add_row(name, *map(format_bytes, cells), _when(device, amounts), style=style)
     if device.peak_reserved_bytes > device.peak.reserved_bytes and not device.state_only:
         where = _where(device, device.peak_reserved_event)
         table.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
@@ -117,8 +129,6 @@ def _summary(device: DeviceReport) -> RenderableType:
 
 def _timeline(device: DeviceReport, width: int) -> RenderableType:
     line = device.timeline
-    if len(line.events) < 2:
-        return Text("")
     columns = max(min(width - _LABEL - _SCALE, len(line.events)), 1)
     highest = max((*line.reserved_bytes, 1))
     curves = [
@@ -126,11 +136,13 @@ def _timeline(device: DeviceReport, width: int) -> RenderableType:
         for name, values in (("allocated", line.allocated_bytes), ("reserved", line.reserved_bytes))
     ]
     marks = [" "] * columns
-    for event, mark in [(device.peak.event, "^"), *((oom.event, "!") for oom in device.ooms)]:
+    for event, mark in [*((oom.event, "!") for oom in device.ooms), (device.peak.event, "^")]:
         if event >= 0:
-            marks[min(event * columns // device.events, columns - 1)] = mark
-    legend = "^ peak" + ("  ! out of memory" if device.ooms else "")
-    curves.append(Text(f"{'':<{_LABEL}}{''.join(marks)}  {legend}", style="dim"))
+            at = min(event * columns // device.events, columns - 1)
+            marks[at] = mark if marks[at] == " " else "‼"
+    curves.append(Text(f"{'':<{_LABEL}}{''.join(marks)}".rstrip(), style="dim"))
+    legend = "^ the peak" + ("; ! out of memory; ‼ both" if device.ooms else "")
+    curves.append(Text(f"{'':<{_LABEL}}{legend}", style="dim"))
     return Group(Text(""), *curves)
 
 
@@ -158,7 +170,8 @@ def _moment(device: DeviceReport) -> RenderableType:
         "event": "After the event",
     }
     amounts = moment.amounts
-    heading = Text(f"\n{names[moment.what]} ({_where(device, amounts.event)}): ", style="bold")
+    name = "When the snapshot was taken" if device.state_only else names[moment.what]
+    heading = Text(f"\n{name} ({_when(device, amounts)}): ", style="bold")
     heading.append(
         f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}", style="default"
     )
@@ -167,8 +180,8 @@ def _moment(device: DeviceReport) -> RenderableType:
             f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams", style="default"
         )
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    unit, name = _unit(amounts.allocated_bytes)
-    for header in (name, "share", "blocks"):
+    unit, unit_name = _unit(amounts.allocated_bytes)
+    for header in (unit_name, "share", "blocks"):
         table.add_column(header, justify="right", no_wrap=True)
     if moment.by != "category":
         table.add_column("category", no_wrap=True)
@@ -186,7 +199,7 @@ def _moment(device: DeviceReport) -> RenderableType:
             key += f"  {row.op.removeprefix('aten.')}"
         cells.append(key)
         if shows_module:
-            cells.append(_tail(row.module))
+            cells.append("" if row.module == row.key else _tail(row.module))
         table.add_row(*cells)
     parts: list[RenderableType] = [heading, Padding(table, (0, 0, 0, 2))]
     if moment.num_groups > len(moment.groups):
@@ -198,8 +211,6 @@ def _moment(device: DeviceReport) -> RenderableType:
 
 def _blocks(device: DeviceReport) -> RenderableType:
     blocks = device.moment.blocks
-    if not blocks:
-        return Text("")
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     unit, name = _unit(blocks[0].allocated_bytes)
     for header in (name, "x"):
@@ -208,7 +219,7 @@ def _blocks(device: DeviceReport) -> RenderableType:
     table.add_column("what it is", overflow="fold")
     for same in _alike(blocks):
         block = same[0]
-        life = _life(block) if len(same) == 1 else f"{_life(block).split(' ')[0]} and others"
+        life = _life(block) if len(same) == 1 else f"{_life(block).split(' ')[0]}, …"
         table.add_row(f"{block.allocated_bytes / unit:,.2f}", str(len(same)), life, _what(block))
     return Group(Text("\nLargest blocks", style="bold"), Padding(table, (0, 0, 0, 2)))
 
@@ -233,17 +244,19 @@ def _what(block: BlockRow) -> Text:
     return text
 
 
-def _fragmentation(device: DeviceReport, top: int) -> RenderableType:
+def _fragmentation(device: DeviceReport) -> RenderableType:
     at_peak, at_end = device.fragmentation_at_peak, device.fragmentation_at_end
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    one_moment = at_peak.event == at_end.event or device.state_only
+    table.show_header = not one_moment
     table.add_column("")
-    moments = [("at the peak", at_peak), ("at the end", at_end)] if at_peak.event != at_end.event else [("", at_end)]
+    moments = [("", at_end)] if one_moment else [("at the peak", at_peak), ("at the end", at_end)]
     for name, _ in moments:
         table.add_column(name, justify="right", no_wrap=True)
     rows: list[tuple[str, str]] = [
         ("reserved, not in use", "free_bytes"),
-        ("  in wholly free segments (empty_cache() returns them)", "empty_segment_bytes"),
-        ("  in segments that a live block keeps", "pinned_bytes"),
+        ("  wholly free segments: empty_cache() returns them", "releasable_bytes"),
+        ("  pinned by live blocks in the same segments", "pinned_bytes"),
         ("largest free block", "largest_free_bytes"),
         ("in use, but not asked for (rounding)", "rounding_bytes"),
     ]
@@ -252,26 +265,31 @@ def _fragmentation(device: DeviceReport, top: int) -> RenderableType:
     parts: list[RenderableType] = [Text("\nFragmentation", style="bold"), Padding(table, (0, 0, 0, 2))]
     shown = at_peak if at_peak.nearly_empty else at_end
     if shown.nearly_empty:
-        parts.append(_pins(shown, top, "peak" if shown is at_peak and at_peak.event != at_end.event else "end"))
+        parts.append(_pins(shown, "peak" if shown is at_peak and not one_moment else "end"))
     return Group(*parts)
 
 
-def _pins(found: FragmentationRow, top: int, when: str) -> RenderableType:
+def _pins(found: FragmentationRow, when: str) -> RenderableType:
     lines = [Text(f"  Nearly empty segments at the {when}, and what keeps them:")]
-    lines += [_pin(segment) for segment in found.nearly_empty[: min(top, 5)]]
-    if len(found.nearly_empty) > len(lines) - 1:
-        lines.append(Text(f"    and {len(found.nearly_empty) - len(lines) + 1} more (--json lists them)", style="dim"))
+    alike = Counter(_pin(segment) for segment in found.nearly_empty)
+    shown = alike.most_common()[:MAX_PINS]
+    lines += [Text(f"    {f'{count} x ' if count > 1 else ''}{line}") for line, count in shown]
+    rest = found.nearly_empty_segments - sum(count for _, count in shown)
+    if rest:
+        lines.append(Text(f"    and {rest:,} more", style="dim"))
     return Group(*lines)
 
 
-def _pin(segment: PinnedSegment) -> Text:
-    text = Text(f"    {format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: ")
+def _pin(segment: PinnedSegment) -> str:
     pins = [
         f"{format_bytes(same[0].allocated_bytes)}{_times(same)} {_short(same[0].source)}"
         for same in _alike(segment.blocks)
     ]
-    text.append("; ".join(pins[:3]) + ("; …" if len(pins) > 3 else ""))
-    return text
+    return (
+        f"{format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: "
+        + "; ".join(pins[:3])
+        + ("; …" if len(pins) > 3 else "")
+    )
 
 
 def _times(same: list[BlockRow]) -> str:
@@ -280,9 +298,7 @@ def _times(same: list[BlockRow]) -> str:
 
 def _leaks(device: DeviceReport) -> RenderableType:
     if device.steps is None:
-        if device.state_only:
-            return Text("")
-        return Text("\nLeaks: not looked for, as no three steps can be told apart.", style="dim")
+        return Text("\nLeaks: not looked for, as fewer than three steps can be told apart.", style="dim")
     if not device.leaks:
         return Text(f"\nLeaks: none; nothing piles up over the {device.steps.count} steps.")
     lines = [Text("\nLeaks: what steps leave behind and nothing frees", style="bold yellow")]
@@ -323,9 +339,9 @@ def _what_if(found: WhatIfRow) -> RenderableType:
     table.add_column("settings")
     for header in ("peak reserved", "reserved at the end", "segments"):
         table.add_column(header, justify="right", no_wrap=True)
-    for one in (found.before, found.after):
+    for one, note in ((found.before, " (as recorded)"), (found.after, "")):
         table.add_row(
-            one.settings,
+            one.settings + note,
             format_bytes(one.peak_reserved_bytes),
             format_bytes(one.final_reserved_bytes),
             f"{one.final_segments:,}",
@@ -342,7 +358,9 @@ def _what_if(found: WhatIfRow) -> RenderableType:
             )
         )
     if found.refused_requests:
-        notes.append(Text(f"  {found.refused_requests} refused requests are left out of both.", style="dim"))
+        notes.append(
+            Text(f"  Requests that were refused ({found.refused_requests}) are left out of both.", style="dim")
+        )
     return Group(Text("\nWhat if: the same requests", style="bold"), Padding(table, (0, 0, 0, 2)), *notes)
 
 
