@@ -241,7 +241,11 @@ class _Walk:
 
 
 def _part_ends(lives: list[Life], count: int) -> array[int]:
-    """For every event, the one at which the part of the step that it lies in gives way to the next."""
+    """For every event, the one that a block must live beyond to outlive the part of the step that it lies in.
+
+    That is the first allocation of the next part; of a backward pass its own last, as an optimizer may allocate nothing
+    before the gradients are freed.
+    """
     ends = array("q", [count]) * count
     following = count
     part: Part | None = None
@@ -250,7 +254,8 @@ def _part_ends(lives: list[Life], count: int) -> array[int]:
         if life.born == BEFORE:
             break
         if life.origin is not UNKNOWN and life.origin.part is not part:
-            part, end = life.origin.part, following
+            part = life.origin.part
+            end = life.born if part is Part.BACKWARD else following
         following = life.born
         ends[life.born] = end
     return ends

@@ -69,8 +69,8 @@ def _explain(recording: Recording, index: int) -> Refusal:
             reasons.append(f"{format_bytes(state.releasable)} were wholly free, and were not given back")
         elif pinned:
             reasons.append(
-                f"none of it could go back to the card: every one of the {pinned} segments with free memory holds a "
-                "block in use"
+                "none of it could go back to the card: every segment with free memory there "
+                f"({pinned}) holds a block in use"
             )
     if fragmented:
         reasons.append(

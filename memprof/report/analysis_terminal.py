@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -158,7 +159,7 @@ def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
 def _oom(oom: OomRow) -> RenderableType:
     title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
     title.append(f" in {_short(oom.source)}", style="default")
-    return Group(title, *(Text(f"  - {reason}") for reason in oom.reasons))
+    return Group(title, _bullets(oom.reasons))
 
 
 def _moment(device: DeviceReport) -> RenderableType:
@@ -270,14 +271,20 @@ def _fragmentation(device: DeviceReport) -> RenderableType:
 
 
 def _pins(found: FragmentationRow, when: str) -> RenderableType:
-    lines = [Text(f"  Nearly empty segments at the {when}, and what keeps them:")]
+    title = Text(f"  Nearly empty segments at the {when}, and what keeps them:")
     alike = Counter(_pin(segment) for segment in found.nearly_empty)
     shown = alike.most_common()[:MAX_PINS]
-    lines += [Text(f"    {f'{count} x ' if count > 1 else ''}{line}") for line, count in shown]
+    lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in shown]
     rest = found.nearly_empty_segments - sum(count for _, count in shown)
-    if rest:
-        lines.append(Text(f"    and {rest:,} more", style="dim"))
-    return Group(*lines)
+    return Group(title, _bullets([*lines, f"and {rest:,} more"] if rest else lines, indent=4))
+
+
+def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
+    """Sentences whose further lines are indented as their first."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        table.add_row("-", sentence)
+    return Padding(table, (0, 0, 0, indent))
 
 
 def _pin(segment: PinnedSegment) -> str:
@@ -317,7 +324,7 @@ def _missing(device: DeviceReport) -> RenderableType:
     title = Text("\nFrames missing", style="bold")
     if missing.count:
         title.append(f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them", "default")
-    return Group(title, *(Text(f"  - {reason}") for reason in missing.reasons))
+    return Group(title, _bullets(missing.reasons))
 
 
 def _replay(replay: ReplayRow) -> RenderableType:
