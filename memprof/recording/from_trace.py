@@ -154,6 +154,9 @@ def snapshot_of(
                 for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
             ]
             allocator.free(block)
+        elif kind.name == "EMPTY_CACHE":  # not in the traces of earlier releases
+            driver.stack = ()
+            allocator.empty_cache()
     found.slices = slices(trace)
     found.snapshot = Snapshot(
         segments=_segments(allocator, stacks),

@@ -80,7 +80,7 @@ def _periodic(recording: Recording) -> Steps | None:
         # Lines that build a model run once per layer, as evenly as steps.
         if life.stack and life.origin.category not in _BUILDING:
             places[id(life.stack), life.requested].append(life.born)
-    frames = {id(life.stack): _python(life.stack) for life in born}
+    frames = {key: _python(stack) for key, stack in {id(life.stack): life.stack for life in born}.items()}
     anchors: dict[int, list[list[int]]] = defaultdict(list)
     for (stack, _), at in places.items():
         if len(at) >= LEAST_STEPS and _is_whole(frames[stack]) and _is_regular(at):

@@ -33,6 +33,8 @@ _LABEL = 11
 """Columns before a curve."""
 _SCALE = 14
 """Columns behind it."""
+_PATH = 28
+"""Columns of a module's path beside a source line."""
 
 
 def render_text(document: Analysis, *, width: int = 110, replay: bool = False) -> str:
@@ -387,6 +389,13 @@ def _short(source: str) -> str:
 
 
 def _tail(module: str) -> str:
-    """The innermost calls of a chain."""
+    """The innermost calls of a chain, or the end of a path."""
+    if len(module) > _PATH and " > " not in module and not module.startswith("("):
+        kept: list[str] = []
+        for part in reversed(module.split(".")):
+            if kept and len(".".join((part, *kept))) > _PATH:
+                break
+            kept.insert(0, part)
+        return "…" + ".".join(kept)
     parts = module.split(" > ")
     return " > ".join(parts if len(parts) <= 3 else ["…", *parts[-3:]])

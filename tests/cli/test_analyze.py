@@ -114,8 +114,8 @@ def test_state_only(memprof, tmp_path):
 def test_a_cut_recording_says_so(memprof, tmp_path):
     file = tmp_path / "cut.pickle"
     write_snapshot(training(steps=6).snapshot(last=20), file)
-    result = memprof("analyze", file)
-    assert "the ring buffer was full" in result.stdout
+    missing = memprof("analyze", file, "--json").json["devices"][0]["missing_frames"]
+    assert any("the ring buffer was full (raise max_entries)" in reason for reason in missing["reasons"])
 
 
 def test_a_capture(memprof, tmp_path):
