@@ -8,7 +8,10 @@ the same lines from there.
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +33,7 @@ MEMORY_PER_BYTE = 12
 measures it."""
 
 _GZIP = b"\x1f\x8b"
+_PICKLE = b"\x80"
 _KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
 
@@ -94,6 +98,9 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
 def _open_capture(path: Path) -> Opened:
     from memprof.trace.io import load_trace
 
+    with contextlib.suppress(OSError, EOFError, zlib.error), gzip.open(path, "rb") as file:
+        if file.read(1) == _PICKLE:
+            raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
     config, note = _settings(trace)
     device = trace.facts.get("device")
@@ -123,10 +130,10 @@ def _open_capture(path: Path) -> Opened:
 
 def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
     """The allocator's settings that a capture was made under; else those of the environment."""
-    target = trace.facts.get("target")
-    text = target.get("alloc_conf") if isinstance(target, dict) else None
-    if isinstance(text, str):
-        return parse_config(text), f"Allocator settings of the run: {text or 'the defaults'}."
+    known = trace.facts.get("allocator")
+    if isinstance(known, dict):
+        text = known.get("alloc_conf") or ""
+        return parse_config(str(text)), f"Allocator settings of the run: {text or 'the defaults'}."
     config, variable = config_from_environment()
     where = f"{variable} of the environment" if variable else "the defaults"
     return config, f"The capture does not name the allocator's settings; {where} are taken."

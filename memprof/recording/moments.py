@@ -153,17 +153,17 @@ def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[Seg
     for run in ranges.sorted():
         end = run.address + run.size
         live = by_address[bisect_left(addresses, run.address) : bisect_left(addresses, end)]
-        at, used, largest, releasable = run.address, 0, 0, 0
+        at, free, largest, releasable = run.address, 0, 0, 0
         unit = SMALL_BUFFER if run.is_small else recording.replay.config.large_segment_size
         for begin, stop in [*((life.address, min(life.address + life.size, end)) for life in live), (end, end)]:
-            largest = max(largest, begin - at)
+            gap = max(begin - at, 0)  # blocks of a trace that is not whole may overlap
+            free += gap
+            largest = max(largest, gap)
             if run.expandable:  # mapped runs begin at whole units
-                whole = (begin - run.address) // unit + (run.address - at) // unit
-                releasable += max(whole, 0) * unit
-            elif begin - at == run.size:
-                releasable = run.size
+                releasable += max((begin - run.address) // unit + (run.address - at) // unit, 0) * unit
+            elif gap == run.size:
+                releasable = gap
             at = max(at, stop)
-        used = sum(life.size for life in live)
         found.append(
             SegmentUse(
                 address=run.address,
@@ -172,7 +172,7 @@ def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[Seg
                 is_small=run.is_small,
                 pool_id=run.pool_id,
                 expandable=run.expandable,
-                used=min(used, run.size),
+                used=run.size - free,
                 largest_free=largest,
                 releasable=releasable,
                 live=tuple(live),

@@ -133,7 +133,7 @@ def _summary(device: DeviceReport) -> RenderableType:
 def _timeline(device: DeviceReport, width: int) -> RenderableType:
     line = device.timeline
     columns = max(min(width - _LABEL - _SCALE, len(line.events)), 1)
-    highest = max((*line.reserved_bytes, 1))
+    highest = max((*line.reserved_bytes, *line.allocated_bytes, 1))
     curves = [
         Text(f"{name:<{_LABEL}}{_curve(values, columns, highest)}  {format_bytes(max(values))}")
         for name, values in (("allocated", line.allocated_bytes), ("reserved", line.reserved_bytes))
@@ -155,7 +155,7 @@ def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
         max(values[count * i // columns : max(count * (i + 1) // columns, count * i // columns + 1)])
         for i in range(columns)
     ]
-    return "".join(_BARS[-(-level * (len(_BARS) - 1) // highest)] for level in levels)
+    return "".join(_BARS[-(-max(level, 0) * (len(_BARS) - 1) // highest)] for level in levels)
 
 
 def _oom(oom: OomRow) -> RenderableType:

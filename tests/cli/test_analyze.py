@@ -158,6 +158,7 @@ class _Evil:
         (gzip.compress(b"not a capture"), ("not a memprof capture",)),
         (gzip.compress(json.dumps({"format": "memprof capture", "schema": 99}).encode()), ("newer memprof",)),
         (b"PK\x03\x04rest", ("compressed (zip)",)),
+        (gzip.compress(pickle.dumps({"segments": []})), ("compressed (gzip)", "unpack it first")),
         (b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f.", ("not a memory snapshot",)),
     ],
 )  # fmt: skip

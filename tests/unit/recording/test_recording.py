@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memprof.allocator import parse_config
 from memprof.recording.moments import fragmentation, group
@@ -10,6 +12,7 @@ from memprof.recording.recording import BEFORE, NEVER, recordings
 from memprof.recording.refusals import refusals
 from memprof.recording.steps import find_leaks, find_steps
 from memprof.recording.what_if import what_if
+from memprof.report.analysis_build import Facts, Question, build_analysis
 from tests.unit.recording.builder import (
     ACTIVATION,
     GRADIENT,
@@ -112,9 +115,9 @@ def test_free_units_of_an_expandable_segment_are_not_pinned():
     assert state.releasable + state.pinned == state.free
 
 
-@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
-def test_an_out_of_memory_error_that_is_none_of_fragmentation(settings):
-    program = Program(settings, total_bytes=100 * MIB)
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+def test_an_out_of_memory_error_that_is_none_of_fragmentation(conf):
+    program = Program(conf, total_bytes=100 * MIB)
     program.malloc(60 * MIB, stack("a.py:1 keep"))
     assert program.malloc(90 * MIB, stack("a.py:2 more")) is None
     (refusal,) = refusals(only(program))
@@ -221,3 +224,38 @@ def test_what_if_keeps_empty_cache():
     result = what_if(found, found.replay.config)
     assert result.before.peak_reserved == 100 * MIB
     assert result.before.final_reserved == 60 * MIB
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_trace_that_is_not_whole_is_analysed_all_the_same(data):
+    """Events lost, in another order or with other figures: no exception, and amounts that add up."""
+    snapshot = training(steps=3, settings=data.draw(st.sampled_from(["", "expandable_segments:True"]))).snapshot()
+    (trace,) = snapshot.traces
+    indices = st.integers(0, len(trace) - 1)
+    for index in sorted(data.draw(st.sets(indices, max_size=6)), reverse=True):
+        del trace[index]
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(trace) - 1))
+        change = data.draw(st.sampled_from(["swap", "address", "size", "stream"]))
+        if change == "swap":
+            other = data.draw(st.integers(0, len(trace) - 1))
+            trace[at], trace[other] = trace[other], trace[at]
+        else:
+            trace[at] = trace[at]._replace(**{change: data.draw(st.sampled_from([0, 1, 512, 3 * MIB, 1 << 40]))})
+    found = recordings(snapshot)
+    for one in found:
+        one.steps = find_steps(one)
+    document = build_analysis(
+        found, Facts("file", "torch snapshot", "measured", ""), Question(what_if=parse_config(""))
+    )
+    assert str(document)
+    for device in document.devices:
+        for state in (device.fragmentation_at_peak, device.fragmentation_at_end):
+            assert state.free_bytes == state.releasable_bytes + state.pinned_bytes >= 0
+            assert 0 <= state.used_bytes <= state.reserved_bytes
+            assert state.pinned_bytes >= 0 <= state.releasable_bytes
+        first = device.replay.first_difference
+        assert (first is None) == (
+            device.replay.final_layout_identical and device.replay.identical_addresses == device.replay.allocations
+        )
