@@ -12,6 +12,7 @@ from typing import Any
 
 from memprof.allocator import AllocatorConfig, Block, CachingAllocator, OutOfMemory, SimulatedDriver
 from memprof.allocator.blocks import DEFAULT_POOL
+from memprof.allocator.caching import UNKNOWN_SPACE
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
 from memprof.recording.origins import OUTSIDE_MODULES, Origin, Part
@@ -112,11 +113,29 @@ def snapshot_of(
         device: the device of the trace.
     """
     config = AllocatorConfig() if config is None else config
+    found = _convert(trace, config, usable_bytes, total_bytes, device, endless=False)
+    if config.expandable_segments and any(event.action is Action.OOM for event in found.snapshot.traces[0]):
+        # Beyond the card, the address space that torch reserves for the card must not be a limit either.
+        found = _convert(trace, config, usable_bytes, total_bytes, device, endless=True)
+    return found
+
+
+def _convert(
+    trace: Trace,
+    config: AllocatorConfig,
+    usable_bytes: int | None,
+    total_bytes: int | None,
+    device: str,
+    *,
+    endless: bool,
+) -> Converted:
     total = usable_bytes if total_bytes is None else total_bytes
     other = 0 if total is None or usable_bytes is None else total - usable_bytes
     events: list[SnapshotEvent] = []
     driver = _WritingDriver(total, other, events)
     allocator = CachingAllocator(total, config, driver=driver)
+    if endless:
+        allocator.segment_store.address_space = UNKNOWN_SPACE
     writer = _Origins(trace)
     found = Converted(Snapshot(), [])
     live: dict[int, Block] = {}
