@@ -28,6 +28,9 @@ UNEVEN = 0.1
 COVERED = 0.5
 """Share of the recording that the steps must make up."""
 
+CANDIDATES = 10
+"""Numbers of steps that are tried, the likeliest first."""
+
 _BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
 _ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
 _MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl"))
@@ -86,7 +89,7 @@ def _periodic(recording: Recording) -> Steps | None:
         if len(at) >= LEAST_STEPS and _is_whole(frames[stack]) and _is_regular(at):
             anchors[len(at)].append(at)
     # The count that most lines agree on is that of the steps.
-    for _, lines in sorted(anchors.items(), key=lambda item: (-len(item[1]), item[0])):
+    for _, lines in sorted(anchors.items(), key=lambda item: (-len(item[1]), item[0]))[:CANDIDATES]:
         begins = min(lines)
         step = (begins[-1] - begins[0]) / (len(begins) - 1)
         if begins[-1] - begins[0] + step < COVERED * len(recording.events):
