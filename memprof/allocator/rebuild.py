@@ -72,7 +72,7 @@ def state_before(
     """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
     config = AllocatorConfig() if config is None else config
     state = State()
-    ranges = _Ranges(segments, config)
+    ranges = Ranges(segments, config)
     live: dict[int, LiveBlock] = {}
     for segment in segments:
         for block in segment.blocks:
@@ -115,7 +115,7 @@ def state_before(
     return state
 
 
-class _Ranges:
+class Ranges:
     """The mapped ranges while events are undone."""
 
     def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
@@ -130,6 +130,7 @@ class _Ranges:
             )
 
     def sorted(self) -> list[Range]:
+        """All of them by address."""
         return [self.by_address[address] for address in sorted(self.by_address)]
 
     def is_small(self, mapped: int) -> bool:

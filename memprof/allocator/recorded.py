@@ -8,11 +8,17 @@ mean that it decided as torch did, every time.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+<<<<<<< HEAD
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import config_from_settings
+=======
+from memprof.allocator.caching import UNKNOWN_SPACE, CachingAllocator
+from memprof.allocator.config import AllocatorConfig, config_from_settings
+>>>>>>> analyze
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
@@ -53,6 +59,14 @@ class Recorded:
     live_at_start: int
     ambiguous_at_start: int
     """Live blocks of the beginning whose end is not recorded."""
+    config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)
+    """The settings that were in force, as far as the file says."""
+    start: State = field(repr=False, default_factory=State)
+    """Segments and live blocks before the first event."""
+    block_sizes: array[int] = field(repr=False, default_factory=lambda: array("q"))
+    """Bytes of the block that each allocation was given, for the first `identical_addresses` of them."""
+    flushes: tuple[int, ...] = field(repr=False, default=())
+    """Events before which the program called empty_cache, or did what amounts to it."""
 
     @property
     def exact(self) -> bool:
@@ -131,6 +145,13 @@ class _Replay:
         self.live = restore(self.allocator, self.state)
         self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
         self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
+<<<<<<< HEAD
+=======
+        self.first: Difference | None = None
+        self.identical = 0
+        self.sizes = array("q")
+        self.flushes: list[int] = []
+>>>>>>> analyze
 
     def run(self) -> Recorded:
         index = 0
@@ -155,6 +176,10 @@ class _Replay:
             first_difference=self.first,
             live_at_start=len(self.state.live),
             ambiguous_at_start=self.state.ambiguous,
+            config=self.allocator.config,
+            start=self.state,
+            block_sizes=self.sizes,
+            flushes=tuple(self.flushes),
         )
 
     def between(self, start: int) -> int:
@@ -185,6 +210,7 @@ class _Replay:
             elif event.action in RETURNS and self.driver.at <= start:
                 # Nothing but empty_cache gives segments back outside a request.
                 self.allocator.empty_cache()
+                self.flushes.append(self.places[start])
         left = self.driver.next()
         if left is not None and self.driver.at < end:
             self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
@@ -253,6 +279,7 @@ class _Replay:
         elif self.first is None:
             self.live[event.address] = block
             self.identical += 1
+            self.sizes.append(block.size)
 
     def complete(self, address: int) -> None:
         block = self.pending.pop(address, None)

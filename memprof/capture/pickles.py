@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from typing import NoReturn
 
 _LIES = "a size in it is larger than the file"
@@ -76,11 +77,29 @@ _WIDTHS = _widths()
 _STOP = ord(".")
 
 
+def _fixed_run() -> re.Pattern[bytes]:
+    """Matches opcodes of fixed width, as many as follow each other: nearly all of a snapshot."""
+    kinds = []
+    for width in sorted({width for width in _WIDTHS if width >= 0}):
+        codes = b"".join(re.escape(bytes([c])) for c in range(256) if _WIDTHS[c] == width and c != _STOP)
+        kinds.append(b"[" + codes + b"]" + b".{%d}" % width)
+    return re.compile(b"(?:" + b"|".join(kinds) + b"){0,10000}+", re.DOTALL)
+
+
+_FIXED_RUN = _fixed_run()
+
+
 def _walk(data: bytes) -> None:
     """Check that every opcode and its argument lie within `data`, and that memo indices are not huge."""
     widths, size, at = _WIDTHS, len(data), 0
+    skip = _FIXED_RUN.match
     while at < size:
         code = data[at]
+        if widths[code] >= 0 and code != _STOP:
+            found = skip(data, at)
+            if found is not None and found.end() > at:
+                at = found.end()
+                continue
         width = widths[code]
         at += 1
         if width >= 0:

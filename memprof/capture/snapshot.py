@@ -26,7 +26,8 @@ from memprof.trace.snapshot import (
 HINT = 'a snapshot is written by torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 
 MAX_RECORDS = 20_000_000
-"""Blocks, events and frames that are read at most: a small file can name the same list over and over."""
+"""Blocks, events and frames of different stacks that are read at most: a small file can name the same list over and
+over."""
 
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -36,6 +37,7 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
 }
 
+_DEFAULT_POOL = (0, 0)
 _STATES = {state.value: state for state in BlockState} | {"active_awaiting_free": BlockState.PENDING_FREE}
 _ACTIONS = {action.value: action for action in Action}
 
@@ -91,6 +93,9 @@ class _Reader:
         self.records = 0
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
+        self.same_frames: dict[Frame, Frame] = {}
+        self.raw_stacks: dict[tuple[int, ...], Stack] = {}
+        self.same_stacks: dict[tuple[int, ...], Stack] = {}
         self.kept: list[object] = []  # what is known by its id must stay alive
 
     def snapshot(self, raw: object) -> Snapshot:
@@ -186,8 +191,14 @@ class _Reader:
         known = self.stacks.get(id(raw))
         if known is None:
             items = _list(raw, "frames")
-            self.count(len(items))
-            known = tuple([self.frame(item) for item in items])
+            # Files repeat a stack for every event, of frames that are there once: their identities find it cheaply.
+            key = tuple(map(id, items))
+            known = self.raw_stacks.get(key)
+            if known is None:
+                self.count(len(items))
+                frames = tuple([self.frame(item) for item in items])
+                known = self.same_stacks.setdefault(tuple(map(id, frames)), frames)
+                self.raw_stacks[key] = known
             self.stacks[id(raw)] = known
             self.kept.append(raw)
         return known
@@ -199,7 +210,8 @@ class _Reader:
             filename, name = item.get("filename", ""), item.get("name", "")
             if not isinstance(filename, str) or not isinstance(name, str):
                 raise _WrongStructure("a frame's filename or name is no text")
-            known = self.frames[id(raw)] = Frame(filename, _natural(item, "line", 0), name)
+            frame = Frame(filename, _natural(item, "line", 0), name)
+            known = self.frames[id(raw)] = self.same_frames.setdefault(frame, frame)
             self.kept.append(raw)
         return known
 
@@ -232,12 +244,16 @@ def _list(raw: object, what: str) -> list[object]:
 
 def _natural(item: Mapping[str, object], key: str, default: int | None = None) -> int:
     value = item.get(key, default)
+    if type(value) is int and 0 <= value < 1 << 64:  # the usual case, quickly
+        return value
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
         raise _WrongStructure(f"{key!r} is {_show(value)}" if key in item else f"{key!r} is missing")
     return value
 
 
 def _pool_id(raw: object) -> tuple[int, int]:
+    if raw == _DEFAULT_POOL and type(raw) is tuple:
+        return _DEFAULT_POOL
     match raw:
         case (int(first), int(second)):
             return first, second

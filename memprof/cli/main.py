@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import memprof
-from memprof.cli import gpus, models, profile, show
+from memprof.cli import analyze, export, gpus, models, profile, show
 from memprof.errors import MemprofError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 app.command("profile")(profile.profile)
 app.command("show")(show.show)
+app.command("analyze")(analyze.analyze)
+app.command("export")(export.export)
 app.command("models")(models.models)
 app.command("gpus")(gpus.gpus)
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from memprof.errors import MemprofError, UsageError
+from memprof.errors import UsageError
 from memprof.trace.events import (
     DeviceMismatch,
     Event,
@@ -31,6 +29,7 @@ from memprof.trace.events import (
     Storage,
     Trace,
 )
+from memprof.trace.files import write_whole
 
 SCHEMA = 1
 _FORMAT = "memprof capture"
@@ -58,20 +57,12 @@ def save_trace(trace: Trace, path: Path) -> None:
         "storages": trace.storages,
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = Path(file.name)
-            with gzip.GzipFile("", fileobj=file, mode="wb", compresslevel=5, mtime=0) as packed:
-                packed.write(json.dumps(document, separators=(",", ":")).encode())
-        temporary.chmod(0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise MemprofError(
-            "the capture could not be saved", value=path, hint=f"{error.strerror}: choose another place with --save"
-        ) from error
+
+    def write(file: IO[bytes]) -> None:
+        with gzip.GzipFile("", fileobj=file, mode="wb", compresslevel=5, mtime=0) as packed:
+            packed.write(json.dumps(document, separators=(",", ":")).encode())
+
+    write_whole(path, write, "capture", option="--save")
 
 
 def load_trace(path: Path) -> Trace:
@@ -164,9 +155,3 @@ def _check(trace: Trace) -> None:
             and storage.phase < len(trace.phases)
         ):
             raise ValueError("a storage points outside its tables")
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

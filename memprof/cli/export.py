@@ -1,0 +1,33 @@
+"""`memprof export FILE --to OTHER`: a recorded run for the viewers of others."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memprof.cli.progress import Progress
+
+
+def export(
+    file: Annotated[
+        Path, typer.Argument(help="A capture of memprof, or a snapshot of torch.cuda.memory._dump_snapshot.")
+    ],
+    to: Annotated[
+        Path,
+        typer.Option(help="name.pickle for pytorch.org/memory_viz, name.json for ui.perfetto.dev.", metavar="FILE"),
+    ],
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Write a run, simulated or recorded, as a snapshot for pytorch.org/memory_viz or as a trace for Perfetto.
+
+    The file is written whole or not at all.
+    """
+    gc.disable()
+    with Progress() as progress:
+        from memprof.examine import export_file
+
+        viewer = export_file(file, to, progress)
+    typer.echo(f"Wrote {to}: open it at {viewer}", err=True)

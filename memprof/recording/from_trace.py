@@ -1,0 +1,306 @@
+"""A trace as a snapshot: its requests through the allocator, written down as torch's recorder would.
+
+What the allocator did comes from its replay, so addresses, segments and out-of-memory errors are those of the run on
+the card that the trace names. A trace has no clock: event i of the trace happens at microsecond i.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from memprof.allocator import AllocatorConfig, Block, CachingAllocator, OutOfMemory, SimulatedDriver
+from memprof.allocator.blocks import DEFAULT_POOL
+from memprof.allocator.caching import UNKNOWN_SPACE
+from memprof.ledger.categories import categorize
+from memprof.ledger.stages import spans
+from memprof.recording.origins import OUTSIDE_MODULES, Origin, Part
+from memprof.trace.events import GPU, NONE, EventKind, PhaseKind, Storage, Trace
+from memprof.trace.snapshot import (
+    Action,
+    BlockState,
+    Frame,
+    Snapshot,
+    SnapshotBlock,
+    SnapshotEvent,
+    SnapshotSegment,
+    Stack,
+)
+
+_SOURCE = re.compile(r"(.*):(\d+)(?: (.*))?$", re.DOTALL)
+_OWN_LINES = "/memprof/workload/"
+"""The step that memprof itself runs for `memprof profile`."""
+_PARTS = {
+    PhaseKind.BACKWARD: Part.BACKWARD,
+    PhaseKind.OPTIMIZER_STEP: Part.OPTIMIZER,
+    PhaseKind.OPTIMIZER: Part.OPTIMIZER,
+}
+
+
+@dataclass(slots=True)
+class Slice:
+    """A stretch of time with a name, in microseconds; slices of one track nest."""
+
+    name: str
+    begin: int
+    end: int
+    track: str
+    """stages or modules."""
+
+
+@dataclass(slots=True)
+class Converted:
+    """A trace turned into a snapshot, and what a snapshot has no place for."""
+
+    snapshot: Snapshot
+    origins: list[Origin | None]
+    """Of each allocation, in order."""
+    slices: list[Slice] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """Events of the snapshot at which a training step begins."""
+
+
+class _WritingDriver(SimulatedDriver):
+    """Writes down what is taken from the card and given back."""
+
+    def __init__(self, total_bytes: int | None, other_bytes: int, events: list[SnapshotEvent]) -> None:
+        super().__init__(total_bytes, other_bytes)
+        self.events = events
+        self.time = 0
+        self.stack: Stack = ()
+
+    def malloc(self, size: int) -> int | None:
+        address = super().malloc(size)
+        if address is not None:
+            self._write(Action.SEGMENT_ALLOC, address, size)
+        return address
+
+    def free(self, address: int, size: int) -> None:
+        super().free(address, size)
+        self._write(Action.SEGMENT_FREE, address, size)
+
+    def map(self, address: int, size: int) -> bool:
+        mapped = super().map(address, size)
+        if mapped:
+            self._write(Action.SEGMENT_MAP, address, size)
+        return mapped
+
+    def unmap(self, address: int, size: int) -> None:
+        super().unmap(address, size)
+        self._write(Action.SEGMENT_UNMAP, address, size)
+
+    def _write(self, action: Action, address: int, size: int) -> None:
+        self.events.append(SnapshotEvent(action, address, size, 0, DEFAULT_POOL, self.time, self.stack))
+
+
+def snapshot_of(
+    trace: Trace,
+    config: AllocatorConfig | None = None,
+    *,
+    usable_bytes: int | None = None,
+    total_bytes: int | None = None,
+    device: str = GPU,
+) -> Converted:
+    """`trace` as torch would have recorded it on one card.
+
+    Args:
+        trace: a simulated or measured run.
+        config: the allocator's settings.
+        usable_bytes: what the allocator may take of the card; None: without limit. After its first out-of-memory
+            error, which is written down, the run goes on on a card without limit.
+        total_bytes: the card's capacity; `usable_bytes` unless given.
+        device: the device of the trace.
+    """
+    config = AllocatorConfig() if config is None else config
+    found = _convert(trace, config, usable_bytes, total_bytes, device, endless=False)
+    if config.expandable_segments and any(event.action is Action.OOM for event in found.snapshot.traces[0]):
+        # Beyond the card, the address space that torch reserves for the card must not be a limit either.
+        found = _convert(trace, config, usable_bytes, total_bytes, device, endless=True)
+    return found
+
+
+def _convert(
+    trace: Trace,
+    config: AllocatorConfig,
+    usable_bytes: int | None,
+    total_bytes: int | None,
+    device: str,
+    *,
+    endless: bool,
+) -> Converted:
+    total = usable_bytes if total_bytes is None else total_bytes
+    other = 0 if total is None or usable_bytes is None else total - usable_bytes
+    events: list[SnapshotEvent] = []
+    driver = _WritingDriver(total, other, events)
+    allocator = CachingAllocator(total, config, driver=driver)
+    if endless:
+        allocator.segment_store.address_space = UNKNOWN_SPACE
+    writer = _Origins(trace)
+    found = Converted(Snapshot(), [])
+    live: dict[int, Block] = {}
+    stacks: dict[int, Stack] = {}
+    begun: set[int] = set()
+    for time, (kind, ref) in enumerate(trace.events):
+        driver.time = time
+        if kind is EventKind.PHASE and trace.phases[ref].step and trace.phases[ref].step not in begun:
+            begun.add(trace.phases[ref].step)
+            found.steps.append(len(events))
+        if kind is EventKind.ALLOC:
+            storage = trace.storages[ref]
+            if storage.device != device or not storage.num_bytes:
+                continue
+            driver.stack = stack = writer.stack(ref, storage)
+            try:
+                block = allocator.malloc(storage.num_bytes)
+            except OutOfMemory as error:
+                free = error.report.free_bytes
+                events.append(SnapshotEvent(Action.OOM, free, storage.num_bytes, 0, DEFAULT_POOL, time, stack))
+                driver.lift_limit()
+                allocator.allowed_bytes = None
+                allocator.gc_enabled = False
+                block = allocator.malloc(storage.num_bytes)
+            live[ref] = block
+            stacks[block.address] = stack
+            event = SnapshotEvent(Action.ALLOC, block.address, storage.num_bytes, 0, DEFAULT_POOL, time, stack)
+            events.append(event)
+            found.origins.append(writer.origin(ref, storage))
+        elif kind is EventKind.FREE and ref in live:
+            driver.stack = ()
+            block = live.pop(ref)
+            events += [
+                SnapshotEvent(action, block.address, block.requested, 0, DEFAULT_POOL, time, ())
+                for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
+            ]
+            allocator.free(block)
+        elif kind.name == "EMPTY_CACHE":  # not in the traces of earlier releases
+            driver.stack = ()
+            allocator.empty_cache()
+    found.slices = slices(trace)
+    found.snapshot = Snapshot(
+        segments=_segments(allocator, stacks),
+        traces=[events],
+        settings=_settings(config),
+        annotations=_annotations(found.slices),
+    )
+    return found
+
+
+class _Origins:
+    """Stacks and origins of storages, each made once."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.categories = categorize(trace, spans(trace))
+        self.stacks: dict[tuple[int, int, int], Stack] = {}
+
+    def stack(self, ref: int, storage: Storage) -> Stack:
+        """Operator, line and module, as frames."""
+        key = (storage.op, storage.source, storage.module)
+        known = self.stacks.get(key)
+        if known is None:
+            frames = [Frame("", 0, self.trace.op(storage))]
+            source = self.trace.source_line(storage)
+            match = _SOURCE.match(source) if source is not None else None
+            if match is not None:
+                frames.append(Frame(match[1], int(match[2]), match[3] or ""))
+            elif source is not None:
+                frames.append(Frame(source, 0, ""))
+            if storage.module != NONE:
+                module = self.trace.modules[storage.module]
+                frames.append(Frame(module.path or "(root)", 0, module.class_name))
+            known = self.stacks[key] = tuple(frames)
+        return known
+
+    def origin(self, ref: int, storage: Storage) -> Origin:
+        """What the trace knows of a storage."""
+        path = self.trace.module_path(storage)
+        owner = self.trace.owners.get(ref)
+        part = _PARTS.get(self.trace.phases[storage.phase].kind, Part.FORWARD)
+        source = self.trace.source_line(storage)
+        if owner is not None and (source is None or _OWN_LINES in source.replace("\\", "/")):
+            # No line of the user's made it: its own name says more.
+            source = f"{owner.role} {owner.name}"
+        return Origin(
+            source=source or self.trace.op(storage),
+            op=self.trace.op(storage),
+            module=OUTSIDE_MODULES if path is None else path or "(root)",
+            part=part,
+            category=self.categories[ref],
+            in_module=path is not None,
+        )
+
+
+def slices(trace: Trace) -> list[Slice]:
+    """Stages, and calls of modules, of a trace."""
+    found = []
+    for span in spans(trace):
+        step = f" (step {span.step})" if span.step else ""
+        found.append(Slice(f"{span.name}{step}", span.begin, span.end, "stages"))
+    open_calls: list[tuple[int, int]] = []
+    calls: list[Slice] = []
+    for time, event in enumerate(trace.events):
+        if event.kind is EventKind.ENTER:
+            open_calls.append((event.ref, time))
+        elif event.kind is EventKind.EXIT and open_calls and any(ref == event.ref for ref, _ in open_calls):
+            while open_calls:  # a module that left by an exception takes those inside along
+                ref, begin = open_calls.pop()
+                calls.append(Slice(_module_name(trace, ref), begin, time, "modules"))
+                if ref == event.ref:
+                    break
+    for ref, begin in reversed(open_calls):
+        calls.append(Slice(_module_name(trace, ref), begin, len(trace.events), "modules"))
+    return found + sorted(calls, key=lambda call: (call.begin, -call.end))
+
+
+def _module_name(trace: Trace, ref: int) -> str:
+    module = trace.modules[ref]
+    return f"{module.path} ({module.class_name})" if module.path else module.class_name
+
+
+def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[SnapshotSegment]:
+    return [
+        SnapshotSegment(
+            device=0,
+            address=segment.address,
+            size=segment.size,
+            stream=segment.stream,
+            is_small=segment.is_small,
+            pool_id=segment.pool_id,
+            expandable=segment.expandable,
+            blocks=tuple(
+                SnapshotBlock(
+                    block.address,
+                    block.size,
+                    block.requested,
+                    BlockState(block.state),
+                    stacks[block.address] if block.state != BlockState.INACTIVE else (),
+                )
+                for block in segment.blocks
+            ),
+            frames=(),
+        )
+        for segment in allocator.segments()
+    ]
+
+
+def _settings(config: AllocatorConfig) -> dict[str, Any]:
+    """`allocator_settings` as torch writes them."""
+    divisions = config.roundup_power2_divisions or (0,) * 16
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": config.text,
+        "max_split_size": config.reported_max_split_size,
+        "garbage_collection_threshold": config.garbage_collection_threshold,
+        "expandable_segments": config.expandable_segments,
+        "roundup_power2_divisions": {str(1 << octave): parts for octave, parts in enumerate(divisions)},
+    }
+
+
+def _annotations(found: list[Slice]) -> list[dict[str, object]]:
+    """The stages as torch writes record_function: a START and an END each."""
+    notes: list[dict[str, object]] = []
+    for one in found:
+        if one.track == "stages":
+            notes.append({"stage": "START", "name": one.name, "device": 0, "time_us": one.begin})
+            notes.append({"stage": "END", "name": one.name, "device": 0, "time_us": one.end})
+    return notes

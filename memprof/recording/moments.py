@@ -1,0 +1,197 @@
+"""One moment of a recording: what is alive and who made it, and how segments are filled."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from memprof.allocator.blocks import PoolId
+from memprof.allocator.rebuild import Ranges
+from memprof.allocator.rounding import SMALL_BUFFER
+from memprof.ledger.categories import Category
+from memprof.recording.recording import Life, Recording
+from memprof.units import KIB, MIB
+
+NEARLY_EMPTY = 0.25
+"""A segment with less than this share in use is worth naming with what keeps it."""
+
+BY = ("frame", "module", "category", "size")
+"""What blocks can be grouped by."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""The number of a layer in a module's path: equal modules of all layers are one."""
+
+_SIZE_CLASSES = (
+    (512, "512 bytes"), (64 * KIB, "to 64 KiB"), (MIB, "to 1 MiB"), (10 * MIB, "1 to 10 MiB"),
+    (100 * MIB, "10 to 100 MiB"), (1024 * MIB, "100 MiB to 1 GiB"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Blocks alive at a moment that have the same line, module, category or size class."""
+
+    key: str
+    num_bytes: int
+    """Of their blocks."""
+    requested: int
+    count: int
+    category: Category
+    """That of most of their bytes; `op` and `module` likewise."""
+    op: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentUse:
+    """A segment at a moment; of an expandable one, a contiguous mapped run."""
+
+    address: int
+    size: int
+    stream: int
+    is_small: bool
+    pool_id: PoolId
+    expandable: bool
+    used: int
+    largest_free: int
+    releasable: int
+    """Free bytes that torch.cuda.empty_cache() gives back: the whole segment if nothing lives in it, and of an
+    expandable one every free mapping unit."""
+    live: tuple[Life, ...]
+    """Its blocks in use, by address."""
+
+    @property
+    def free(self) -> int:
+        """Bytes of its free blocks."""
+        return self.size - self.used
+
+    @property
+    def pinned(self) -> int:
+        """Free bytes that the live blocks keep from going back."""
+        return self.free - self.releasable
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """Reserved memory that is not in use, and why it is not."""
+
+    reserved: int
+    used: int
+    """Blocks in use, those that wait for other streams among them."""
+    rounding: int
+    """Of it, what was not asked for: rounding to 512 bytes, and remainders that are not split off."""
+    releasable: int
+    """Free bytes that torch.cuda.empty_cache() gives back, and torch itself before it fails."""
+    pinned: int
+    """Free bytes that live blocks in the same segments keep."""
+    largest_free: int
+    segments: tuple[SegmentUse, ...]
+    """All of them, those with the most pinned bytes first."""
+
+    @property
+    def free(self) -> int:
+        """Bytes that are cached: `releasable` and `pinned`."""
+        return self.reserved - self.used
+
+    def nearly_empty(self) -> list[SegmentUse]:
+        """Segments that a few live blocks keep."""
+        return [
+            segment
+            for segment in self.segments
+            if 0 < segment.used < NEARLY_EMPTY * (segment.size - segment.releasable)
+        ]
+
+
+def group(lives: list[Life], by: str) -> list[Group]:
+    """`lives` by one of BY, largest first."""
+    members: dict[str, list[Life]] = defaultdict(list)
+    for life in lives:
+        members[_key(life, by)].append(life)
+    found = []
+    for key, own in members.items():
+        weights: list[Counter[str]] = [Counter(), Counter(), Counter()]
+        for life in own:
+            values = (life.category, life.origin.op, _NUMBER.sub("*", life.origin.module))
+            for counter, value in zip(weights, values, strict=True):
+                counter[value] += life.size
+        category, op, module = (counter.most_common(1)[0][0] for counter in weights)
+        found.append(
+            Group(
+                key=key,
+                num_bytes=sum(life.size for life in own),
+                requested=sum(life.requested for life in own),
+                count=len(own),
+                category=Category(category),
+                op=op,
+                module=module,
+            )
+        )
+    return sorted(found, key=lambda one: (-one.num_bytes, one.key))
+
+
+def _key(life: Life, by: str) -> str:
+    if by == "frame":
+        source = life.origin.source
+        return source if ":" in source else _NUMBER.sub("*", source)
+    if by == "module":
+        return _NUMBER.sub("*", life.origin.module)
+    if by == "category":
+        return life.category.value
+    return next((name for limit, name in _SIZE_CLASSES if life.size <= limit), "1 GiB and more")
+
+
+def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[SegmentUse]:
+    """The segments after `event`, by address, filled with `alive`."""
+    ranges = Ranges(recording.final, recording.replay.config)
+    for later in recording.events[:event:-1] if event >= 0 else reversed(recording.events):
+        ranges.undo(later)
+    by_address = sorted(alive, key=lambda life: life.address)
+    addresses = [life.address for life in by_address]
+    found = []
+    for run in ranges.sorted():
+        end = run.address + run.size
+        live = by_address[bisect_left(addresses, run.address) : bisect_left(addresses, end)]
+        at, free, largest, releasable = run.address, 0, 0, 0
+        unit = SMALL_BUFFER if run.is_small else recording.replay.config.large_segment_size
+        for begin, stop in [*((life.address, min(life.address + life.size, end)) for life in live), (end, end)]:
+            gap = max(begin - at, 0)  # blocks of a trace that is not whole may overlap
+            free += gap
+            largest = max(largest, gap)
+            if run.expandable:  # mapped runs begin at whole units
+                releasable += max((begin - run.address) // unit + (run.address - at) // unit, 0) * unit
+            elif gap == run.size:
+                releasable = gap
+            at = max(at, stop)
+        found.append(
+            SegmentUse(
+                address=run.address,
+                size=run.size,
+                stream=run.stream,
+                is_small=run.is_small,
+                pool_id=run.pool_id,
+                expandable=run.expandable,
+                used=run.size - free,
+                largest_free=largest,
+                releasable=releasable,
+                live=tuple(live),
+            )
+        )
+    return found
+
+
+def fragmentation(recording: Recording, event: int, alive: list[Life] | None = None) -> Fragmentation:
+    """What is reserved and not in use after `event`."""
+    alive = recording.alive(event) if alive is None else alive
+    segments = segments_at(recording, event, alive)
+    used = sum(segment.used for segment in segments)
+    return Fragmentation(
+        reserved=sum(segment.size for segment in segments),
+        used=used,
+        rounding=used - sum(life.requested for life in alive),
+        releasable=sum(segment.releasable for segment in segments),
+        pinned=sum(segment.pinned for segment in segments),
+        largest_free=max((segment.largest_free for segment in segments), default=0),
+        segments=tuple(sorted(segments, key=lambda one: (-one.pinned, one.address))),
+    )

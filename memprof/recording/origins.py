@@ -1,0 +1,252 @@
+"""What a stack says of the block that was allocated under it: line, operator, module, phase, and a guess of its use.
+
+A snapshot has stacks and nothing else: no module names and no roles. What is read out of them is therefore a guess, and
+reports call it so. Frames are torch's own file and function names, of Python and, if they were recorded, of C++.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+from memprof.ledger.categories import Category
+from memprof.trace.snapshot import Frame, Stack
+
+NO_FRAMES = "(no frames)"
+OUTSIDE_MODULES = "(outside modules)"
+
+
+class Part(StrEnum):
+    """The part of a step in which a block was allocated."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer step"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a block comes from."""
+
+    source: str
+    """`file:line function`: the innermost line of the user; an autograd node or a C++ function if there is none."""
+    op: str
+    """The operator or autograd node; empty if the stack has no C++ frames."""
+    module: str
+    """The chain of module calls, outermost first, as far as the stack shows it."""
+    part: Part
+    category: Category | None
+    """If the stack alone tells it; else the block's life decides."""
+    in_module: bool = False
+
+
+_NO_MODULE = {
+    Part.FORWARD: OUTSIDE_MODULES,
+    Part.BACKWARD: "(backward)",
+    Part.OPTIMIZER: "(optimizer)",
+}
+
+UNKNOWN = Origin(NO_FRAMES, "", NO_FRAMES, Part.FORWARD, Category.UNATTRIBUTED)
+
+_LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
+_STANDARD = re.compile(r"[/\\]lib[/\\]python3[^/\\]*[/\\](?!(?:site|dist)-packages)|[/\\]runpy\.py$|^<frozen")
+_PLUMBING = frozenset(
+    (
+        "torch",
+        "functorch",
+        "triton",
+        "einops",
+        "opt_einsum",
+        "jaxtyping",
+        "beartype",
+        "typeguard",
+        "accelerate",
+        "nvtx",
+        "decorator",
+    )
+)
+"""Packages whose lines say nothing of what the program was doing."""
+_SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autograd/", "/torch/_", "/torch/functional.py")
+
+_OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
+_NODE = re.compile(r"torch::autograd::(?:generated::)?(?:\(anonymous namespace\)::)?(\w+)::apply\(")
+_WORKSPACE = re.compile(r"[Ww]orkspace|getCurrentCUDABlas|cublasLt|cudnn.*run_conv_plan")
+_COMMUNICATION = re.compile(r"\bc10d::|ProcessGroup|::Reducer::|nccl", re.IGNORECASE)
+_OPTIMIZER_FILE = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|lamb(?!da)", re.IGNORECASE)
+_OPTIMIZER_NAMES = frozenset(("step", "__init__", "_init_group", "init_group", "init_state", "add_param_group"))
+_OVERLOAD = re.compile(r"_(?:[A-Z]\w*|dim(?:_\w+)?|dtype(?:_\w+)?|memory_format|generator\w*|vec|start(?:_\w+)?)$")
+"""What the overload adds to an operator's C++ name: mul_Tensor, sum_dim_IntList, empty_memory_format."""
+_WRAPPERS = frozenset(
+    ("wrapper", "wrapped", "wrapped_func", "new_forward", "decorate_context", "inner", "decorator", "_fn")
+)
+"""Functions that stand between a module's call and its own forward."""
+_MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl", "_slow_forward"))
+_MODEL_BUILDING = frozenset(
+    (
+        "__init__",
+        "reset_parameters",
+        "_apply",
+        "convert",
+        "load_state_dict",
+        "from_pretrained",
+        "_load_from_state_dict",
+        "from_config",
+        "_load_state_dict_into_meta_model",
+        "init_weights",
+        "init_weight",
+        "create_weights",
+        "load_model",
+        "materialize",
+        "_init_weights",
+    )
+)
+_LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|\w*loss\w*|logsumexp", re.IGNORECASE)
+_LOSS_OPS = ("cross_entropy", "nll_loss", "mse_loss", "log_softmax")
+_LOSS_NODES = re.compile(r"NllLoss|LogSoftmax|CrossEntropy|MseLoss|SmoothL1|KlDiv|BinaryCrossEntropy")
+_INPUT_OPS = re.compile(r"^(?:to|_to_copy|copy_|randn?|randint|randperm|zeros|ones|full|empty\w*|tensor|arange)(?:_|$)")
+_KV_CACHE = re.compile(r"cache_utils|cache_engine|kv_?cache", re.IGNORECASE)
+
+
+def origin_of(stack: Stack) -> Origin:
+    """What `stack` (innermost first) says; UNKNOWN if it is empty."""
+    if not stack:
+        return UNKNOWN
+    native: list[str] = []  # C++ below the innermost Python line
+    python: list[Frame] = []
+    for frame in stack:
+        if _is_python(frame):
+            python.append(frame)
+        elif not python:
+            native.append(frame.name)
+    everything = [frame.name for frame in stack if not _is_python(frame)]
+    part = _part(python, everything)
+    node = next((found[1] for name in reversed(everything) if (found := _NODE.search(name))), "")
+    op = _OVERLOAD.sub("", next((found[1] for name in reversed(native) if (found := _OP.match(name))), ""))
+    if node.startswith(("Python", "Node")):
+        node = ""
+    chain, inner = _modules(python)
+    shown = node if part is Part.BACKWARD and node and not inner else op
+    source = _source(python) or (f"autograd {node}" if node else "") or _last_resort(python, op)
+    return Origin(
+        source=source,
+        op=shown or node,
+        module=" > ".join(chain) if chain else _NO_MODULE[part],
+        part=part,
+        category=_category(python, native, everything, part, node or op, inner),
+        in_module=bool(chain),
+    )
+
+
+def _is_python(frame: Frame) -> bool:
+    name = frame.filename
+    return name.endswith(".py") or (name.startswith("<") and name.endswith(">"))
+
+
+def package_of(filename: str) -> str:
+    """The installed package that a file belongs to; "" for the user's own, "python" for the standard library."""
+    found = _LIBRARIES.search(filename)
+    if found:
+        return found[1]
+    plain = filename.replace("\\", "/")
+    if any(tree in plain for tree in _SOURCE_TREES):
+        return "torch"
+    return "python" if _STANDARD.search(filename) else ""
+
+
+def _source(python: list[Frame]) -> str:
+    """The innermost line that is neither torch's nor plumbing."""
+    for frame in python:
+        package = package_of(frame.filename)
+        if package not in _PLUMBING and package != "python":
+            return f"{frame.filename}:{frame.line} {frame.name}"
+    return ""
+
+
+def _last_resort(python: list[Frame], op: str) -> str:
+    if python:
+        return f"{python[0].filename}:{python[0].line} {python[0].name}"
+    return f"operator {op}" if op else NO_FRAMES
+
+
+def _modules(python: list[Frame]) -> tuple[list[str], Frame | None]:
+    """The calls of modules, outermost first, and the frame of the innermost one's forward.
+
+    A module's `_call_impl` stands right outside its forward, whose file and line stand for the module.
+    """
+    chain: list[str] = []
+    innermost: Frame | None = None
+    for index, (inner, outer) in enumerate(pairwise(python)):
+        if outer.name not in _MODULE_CALLS or inner.name in _MODULE_CALLS:
+            continue
+        at = index
+        while at > 0 and python[at].name in _WRAPPERS and python[at - 1].name not in _MODULE_CALLS:
+            at -= 1
+        inner = python[at]
+        stem = inner.filename.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+        own = package_of(inner.filename) != "torch"
+        chain.append(f"{stem}:{inner.line}" if own else stem)
+        if innermost is None:
+            innermost = inner
+    return chain[::-1], innermost
+
+
+def _part(python: list[Frame], native: list[str]) -> Part:
+    if any(_is_optimizer(frame) for frame in python):
+        return Part.OPTIMIZER
+    if any("torch::autograd::Engine::" in name for name in native):
+        return Part.BACKWARD
+    if any(frame.name == "_engine_run_backward" for frame in python):
+        return Part.BACKWARD
+    return Part.FORWARD
+
+
+def _is_optimizer(frame: Frame) -> bool:
+    stem = frame.filename.replace("\\", "/")
+    if "/torch/optim/" in stem and "/lr_scheduler" not in stem:
+        return True
+    return frame.name in _OPTIMIZER_NAMES and bool(_OPTIMIZER_FILE.search(stem.rpartition("/")[2]))
+
+
+def _category(
+    python: list[Frame], native: list[str], everything: list[str], part: Part, op: str, inner: Frame | None
+) -> Category | None:
+    if any(_WORKSPACE.search(name) for name in native):
+        return Category.LIBRARY_WORKSPACE
+    if any(_COMMUNICATION.search(name) for name in native):
+        return Category.COMMUNICATION
+    if part is Part.OPTIMIZER:
+        # Made when the optimizer is, it is its state; made in a step, its life tells.
+        return Category.OPTIMIZER_STATE if any(f.name == "__init__" and _is_optimizer(f) for f in python) else None
+    if any("AccumulateGrad" in name for name in everything):
+        return Category.GRADIENTS
+    if part is Part.BACKWARD:
+        return Category.LOGITS_AND_LOSS if _LOSS_NODES.search(op) else None
+    for frame in python:
+        if frame.name in _MODULE_CALLS:
+            break
+        if _KV_CACHE.search(frame.filename) or _KV_CACHE.search(frame.name):
+            return Category.KV_CACHE
+        if frame.name in _MODEL_BUILDING:
+            return Category.PARAMETERS
+        if _LOSS.fullmatch(frame.name):
+            return Category.LOGITS_AND_LOSS
+    if op.startswith(_LOSS_OPS):
+        return Category.LOGITS_AND_LOSS
+    if inner is None and _INPUT_OPS.match(op):
+        return Category.INPUTS
+    return None
+
+
+def guess(origin: Origin, *, outlives: bool) -> Category:
+    """The use of a block, from its origin and whether it outlives the part of the step in which it was made."""
+    if origin.category is not None:
+        return origin.category
+    if not outlives:
+        return Category.TEMPORARIES
+    if origin.part is Part.OPTIMIZER:
+        return Category.OPTIMIZER_STATE
+    if origin.part is Part.BACKWARD:
+        return Category.ACTIVATIONS if origin.in_module else Category.GRADIENTS
+    return Category.ACTIVATIONS if origin.in_module else Category.UNATTRIBUTED

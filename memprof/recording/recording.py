@@ -1,0 +1,261 @@
+"""One device of a snapshot as a run: every block's life, and requested, allocated and reserved bytes over events."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memprof.allocator import Recorded, replay_snapshot
+from memprof.allocator.rounding import round_size
+from memprof.ledger.categories import Category
+from memprof.recording.origins import UNKNOWN, Origin, Part, guess, origin_of
+from memprof.trace.snapshot import Action, BlockState, Snapshot, SnapshotEvent, SnapshotSegment, Stack
+
+NEVER = 1 << 62
+"""As an event: after the end of the recording."""
+
+BEFORE = -1
+"""As an event: before the recording began."""
+
+
+@dataclass(slots=True)
+class Life:
+    """A block from its allocation to its end. Events are indices of the device's trace."""
+
+    address: int
+    requested: int
+    size: int
+    stream: int
+    born: int
+    stack: Stack
+    origin: Origin
+    category: Category = Category.UNATTRIBUTED
+    freed: int = NEVER
+    """When the program gave it back."""
+    gone: int = NEVER
+    """When its memory could be used again: later than `freed` if another stream still worked on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Where steps begin."""
+
+    begins: tuple[int, ...]
+    """Events, rising; the last step may be cut short."""
+    found_by: str
+    """For people: how they were recognised."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """What one device did."""
+
+    device: int
+    events: list[SnapshotEvent]
+    final: list[SnapshotSegment]
+    replay: Recorded
+    lives: list[Life] = field(default_factory=list)
+    """In order of birth; those of the beginning first, by address."""
+    requested: array[int] = field(default_factory=lambda: array("q"))
+    """After each event, of blocks that are in use or wait for other streams (torch's `requested_bytes`)."""
+    allocated: array[int] = field(default_factory=lambda: array("q"))
+    """After each event, of blocks handed out (`allocated_bytes`)."""
+    reserved: array[int] = field(default_factory=lambda: array("q"))
+    """After each event, of segments (`reserved_bytes`)."""
+    start: tuple[int, int, int] = (0, 0, 0)
+    """Requested, allocated and reserved before the first event."""
+    orphans: int = 0
+    """Events that do not fit to what went before: parts of the recording are lost."""
+    steps: Steps | None = None
+    """Where steps begin, if that could be told."""
+    stages: list[tuple[str, int, int]] = field(default_factory=list)
+    """Names of stretches of events, from begin up to end, exclusive; an inner one after those around it."""
+    exact_origins: bool = False
+    """Modules and categories are known, not guessed: a capture of memprof."""
+
+    @property
+    def end(self) -> int:
+        """The last event; BEFORE if there is none."""
+        return len(self.events) - 1
+
+    def at(self, event: int) -> tuple[int, int, int]:
+        """Requested, allocated and reserved bytes after `event`."""
+        if event < 0:
+            return self.start
+        return self.requested[event], self.allocated[event], self.reserved[event]
+
+    def peak(self, column: str = "allocated") -> tuple[int, int]:
+        """The largest value of a column, and the last event that reached it."""
+        values: array[int] = getattr(self, column)
+        before = self.start[("requested", "allocated", "reserved").index(column)]
+        highest = max(values, default=before)
+        if highest < before or not values:
+            return before, BEFORE
+        last = len(values) - 1
+        while values[last] != highest:
+            last -= 1
+        return highest, last
+
+    def alive(self, event: int) -> list[Life]:
+        """Blocks in use after `event`, in order of birth."""
+        return [life for life in self.lives if life.born <= event < life.gone]
+
+
+def recordings(snapshot: Snapshot, origins: Sequence[Origin | None] | None = None) -> list[Recording]:
+    """Each device of `snapshot`.
+
+    Args:
+        snapshot: the file.
+        origins: of each allocation of the first device's trace, where more is known than its stack.
+
+    Raises:
+        UsageError: its settings are ones that cannot be replayed.
+    """
+    return [_Walk(snapshot, replayed, origins).run() for replayed in replay_snapshot(snapshot)]
+
+
+class _Walk:
+    """Goes through the events of one device once."""
+
+    def __init__(self, snapshot: Snapshot, replay: Recorded, origins: Sequence[Origin | None] | None) -> None:
+        device = replay.device
+        self.origins = origins
+        self.known: dict[int, Origin] = {}
+        self.interned: dict[Origin, Origin] = {}
+        final = [segment for segment in snapshot.segments if segment.device == device]
+        events = snapshot.traces[device] if device < len(snapshot.traces) else []
+        self.found = Recording(device, events, final, replay, exact_origins=origins is not None)
+        self.last = {
+            block.address: block
+            for segment in final
+            for block in segment.blocks
+            if block.state is not BlockState.INACTIVE
+        }
+        self.live: dict[int, Life] = {}
+
+    def run(self) -> Recording:
+        found = self.found
+        requested = allocated = 0
+        for address, block in sorted(found.replay.start.live.items()):
+            size = round_size(block.requested) if block.size is None else block.size
+            life = Life(address, block.requested, size, 0, BEFORE, (), UNKNOWN)
+            if block.pending:
+                life.freed = BEFORE
+            else:
+                allocated += size
+            requested += block.requested
+            self.live[address] = life
+            found.lives.append(life)
+        reserved = sum(run.size for run in found.replay.start.ranges)
+        found.start = (requested, allocated, reserved)
+        sizes, rounding = found.replay.block_sizes, len(found.replay.block_sizes)
+        number = 0
+        for index, event in enumerate(found.events):
+            action, size = event.action, event.size
+            if action is Action.ALLOC:
+                old = self.live.pop(event.address, None)
+                if old is not None:  # its end was not recorded
+                    found.orphans += 1
+                    requested -= old.requested
+                    allocated -= old.size if old.freed == NEVER else 0
+                    old.freed = min(old.freed, index)
+                    old.gone = index
+                block_size = sizes[number] if number < rounding else round_size(size)
+                life = Life(
+                    event.address, size, block_size, event.stream, index, event.frames, self.origin(event, number)
+                )
+                number += 1
+                self.live[event.address] = life
+                found.lives.append(life)
+                requested += size
+                allocated += block_size
+            elif action is Action.FREE_REQUESTED:
+                held = self.live.get(event.address)
+                if held is None or held.freed != NEVER:
+                    found.orphans += 1
+                else:
+                    held.freed = index
+                    allocated -= held.size
+            elif action is Action.FREE_COMPLETED:
+                held = self.live.pop(event.address, None)
+                if held is None:
+                    found.orphans += 1
+                else:
+                    if held.freed == NEVER:
+                        held.freed = index
+                        allocated -= held.size
+                    held.gone = index
+                    requested -= held.requested
+            elif action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
+                reserved += size
+            elif action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
+                reserved -= size
+            found.requested.append(requested)
+            found.allocated.append(allocated)
+            found.reserved.append(reserved)
+        self.name_the_old()
+        self.categorize()
+        return found
+
+    def origin(self, event: SnapshotEvent, number: int) -> Origin:
+        if self.origins is not None and number < len(self.origins):
+            return self.origins[number] or UNKNOWN
+        return self.of_stack(event.frames)
+
+    def of_stack(self, stack: Stack) -> Origin:
+        # By identity: the reader makes equal stacks once, and hashing a hundred frames per event is dear.
+        known = self.known.get(id(stack))
+        if known is None:
+            made = origin_of(stack)
+            known = self.known[id(stack)] = self.interned.setdefault(made, made)
+        return known
+
+    def name_the_old(self) -> None:
+        """Blocks that are older than the trace and still there have their stack in the final segments."""
+        streams = {block.address: segment.stream for segment in self.found.final for block in segment.blocks}
+        for life in self.found.lives:
+            if life.born != BEFORE:
+                break
+            life.stream = streams.get(life.address, 0)
+            block = self.last.get(life.address)
+            if block is not None and self.live.get(life.address) is life and block.frames:
+                life.stack = block.frames
+                life.origin = self.of_stack(block.frames)
+
+    def categorize(self) -> None:
+        found = self.found
+        if found.exact_origins:
+            for life in found.lives:
+                life.category = life.origin.category or Category.UNATTRIBUTED
+            return
+        ends = _part_ends(found.lives, len(found.events))
+        refused = [index for index, event in enumerate(found.events) if event.action is Action.OOM]
+        for life in found.lives:
+            # What an out-of-memory error ended would have lived on.
+            following = bisect_left(refused, life.born)
+            cut = following < len(refused) and refused[following] < life.freed
+            outlives = life.born == BEFORE or life.freed > ends[life.born] or cut
+            life.category = guess(life.origin, outlives=outlives)
+
+
+def _part_ends(lives: list[Life], count: int) -> array[int]:
+    """For every event, the one that a block must live beyond to outlive the part of the step that it lies in.
+
+    That is the first allocation of the next part; of a backward pass its own last, as an optimizer may allocate nothing
+    before the gradients are freed.
+    """
+    ends = array("q", [count]) * count
+    following = count
+    part: Part | None = None
+    end = count
+    for life in reversed(lives):
+        if life.born == BEFORE:
+            break
+        if life.origin is not UNKNOWN and life.origin.part is not part:
+            part = life.origin.part
+            end = life.born if part is Part.BACKWARD else following
+        following = life.born
+        ends[life.born] = end
+    return ends

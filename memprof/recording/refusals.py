@@ -1,0 +1,99 @@
+"""Out-of-memory errors of a recording, explained: what was asked for, what was free, and why it did not serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.allocator.rounding import SMALL_SIZE, round_size, segment_size
+from memprof.recording.moments import fragmentation
+from memprof.recording.origins import Origin, origin_of
+from memprof.recording.recording import Recording
+from memprof.trace.snapshot import Action
+from memprof.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One out-of-memory error."""
+
+    event: int
+    requested: int
+    tried: int
+    """The segment that the driver refused: what torch's message says it tried to allocate."""
+    device_free: int
+    """Free on the card, outside torch's cache."""
+    allocated: int
+    reserved: int
+    cached: int
+    """Reserved and not in use."""
+    usable: int
+    """Of it, in the pool and on the stream of the request."""
+    largest_free: int
+    """Largest free block there."""
+    origin: Origin
+    fragmented: bool
+    """Cached memory and what is free on the card together would have been enough."""
+    reasons: tuple[str, ...]
+
+
+def refusals(recording: Recording) -> list[Refusal]:
+    """Every out-of-memory error of `recording`, in order."""
+    return [_explain(recording, index) for index, event in enumerate(recording.events) if event.action is Action.OOM]
+
+
+def _explain(recording: Recording, index: int) -> Refusal:
+    event = recording.events[index]
+    size = round_size(event.size)
+    state = fragmentation(recording, index)
+    is_small = size <= SMALL_SIZE
+    mine = [
+        s for s in state.segments if s.stream == event.stream and s.is_small == is_small and s.pool_id == event.pool_id
+    ]
+    usable = sum(segment.free for segment in mine)
+    largest = max((segment.largest_free for segment in mine), default=0)
+    expandable = any(segment.expandable for segment in state.segments)
+    tried = size if expandable else segment_size(size, recording.replay.config.large_segment_size)
+    fragmented = state.free + event.address >= size
+    reasons = [
+        f"{format_bytes(event.size)} were asked for; the card had {format_bytes(event.address)} free",
+        f"torch held {format_bytes(state.reserved)}, {format_bytes(state.used)} of it in use and "
+        f"{format_bytes(state.free)} cached",
+    ]
+    if state.free:
+        pinned = sum(1 for segment in mine if segment.pinned)
+        reasons.append(
+            f"of the cache, {format_bytes(usable)} are in the {'small' if is_small else 'large'} pool of stream "
+            f"{event.stream}, and the largest free block there has {format_bytes(largest)}"
+        )
+        if state.releasable:
+            reasons.append(f"{format_bytes(state.releasable)} were wholly free, and were not given back")
+        elif pinned:
+            reasons.append(
+                "none of it could go back to the card: every segment with free memory there "
+                f"({pinned}) holds a block in use"
+            )
+    if fragmented:
+        reasons.append(
+            "fragmentation: free memory was enough in sum, but in no single piece"
+            + ("" if expandable else "; expandable_segments:True can use it (see --what-if)")
+        )
+    else:
+        reasons.append(
+            f"not fragmentation: even with the whole cache {format_bytes(size - state.free - event.address)} would "
+            "have been missing"
+        )
+    _, allocated, reserved = recording.at(index)
+    return Refusal(
+        event=index,
+        requested=event.size,
+        tried=tried,
+        device_free=event.address,
+        allocated=allocated,
+        reserved=reserved,
+        cached=state.free,
+        usable=usable,
+        largest_free=largest,
+        origin=origin_of(event.frames),
+        fragmented=fragmented,
+        reasons=tuple(reasons),
+    )

@@ -1,0 +1,81 @@
+"""Stretches of a recorded run with names: annotations, parts of steps, and calls of modules, for a time line."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from memprof.recording.from_trace import Slice
+from memprof.recording.origins import UNKNOWN
+from memprof.recording.recording import BEFORE, Recording
+
+
+def event_times(recording: Recording) -> list[int]:
+    """Microseconds of each event, never falling; the event's number where the file has no clock."""
+    times: list[int] = []
+    latest = 0
+    for number, event in enumerate(recording.events):
+        latest = max(latest, number if event.time_us is None else event.time_us)
+        times.append(latest)
+    return times
+
+
+def name_stages(recording: Recording, stages: Iterable[Slice]) -> None:
+    """Put `stages`, in microseconds, on the events of `recording`."""
+    times = event_times(recording)
+    recording.stages = [
+        (one.name, bisect_left(times, one.begin), bisect_left(times, one.end))
+        for one in sorted(stages, key=lambda one: (one.begin, -one.end))
+    ]
+
+
+def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[Slice]:
+    """What torch.profiler.record_function and the optimizer annotated on this device."""
+    begun: dict[str, list[int]] = {}
+    found: list[Slice] = []
+    for note in annotations:
+        name, time = note.get("name"), note.get("time_us")
+        if note.get("device", 0) != recording.device or not isinstance(name, str) or not isinstance(time, int):
+            continue
+        if note.get("stage") == "START":
+            begun.setdefault(name, []).append(time)
+        elif note.get("stage") == "END" and begun.get(name):
+            found.append(Slice(name, begun[name].pop(), time, "stages"))
+    return sorted(found, key=lambda one: (one.begin, -one.end))
+
+
+def slices_of(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> list[Slice]:
+    """What annotations and stacks say of a snapshot's time.
+
+    Without a clock or annotations, stages are the parts of a step (forward, backward, optimizer step). A module's slice
+    reaches from the first to the last allocation that was made in it without another between.
+    """
+    times = event_times(recording)
+    if not times:
+        return []
+    found = annotated(recording, annotations)
+    born = [life for life in recording.lives if life.born != BEFORE and life.origin is not UNKNOWN]
+    if not found:
+        for life in born:
+            part, time = life.origin.part.value, times[life.born]
+            if found and found[-1].name == part:
+                found[-1].end = time
+            else:
+                if found:
+                    found[-1].end = time
+                found.append(Slice(part, time, time, "stages"))
+    running: list[Slice] = []
+    done: list[Slice] = []
+    for life in born:
+        chain = life.origin.module.split(" > ") if life.origin.in_module else []
+        time = times[life.born]
+        same = 0
+        while same < min(len(chain), len(running)) and running[same].name == chain[same]:
+            same += 1
+        while len(running) > same:
+            done.append(running.pop())
+            done[-1].end = time
+        running += [Slice(name, time, time, "modules") for name in chain[same:]]
+    for one in running:
+        one.end = times[-1]
+    return found + sorted(done + running, key=lambda one: (one.begin, -one.end))

@@ -1,0 +1,170 @@
+"""The steps of a recorded run, and the blocks that pile up from step to step.
+
+A snapshot does not say where a step begins. It is read from the trace's period:
+* torch annotates each `Optimizer.step`, if record_function was active (`external_annotations`): a step ends there;
+* else from lines of the program that allocate over and over at regular distances, outside every module call. A line in
+  a loop over layers is regular too, but stands inside the forward of a module, and so do all lines between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from memprof.ledger.categories import Category
+from memprof.recording.origins import package_of
+from memprof.recording.recording import BEFORE, NEVER, Life, Recording, Steps
+from memprof.trace.snapshot import Frame, Stack
+
+LEAST_STEPS = 3
+"""Fewer cannot show that something goes on."""
+
+UNEVEN = 0.1
+"""How much distances between steps may differ, as a share of the longest."""
+
+COVERED = 0.5
+"""Share of the recording that the steps must make up."""
+
+CANDIDATES = 10
+"""Numbers of steps that are tried, the likeliest first."""
+
+_BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
+_ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
+_MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl"))
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Blocks of one line that are never freed and grow by the step."""
+
+    source: str
+    module: str
+    op: str
+    num_bytes: int
+    """Of all that are alive at the end."""
+    count: int
+    per_step: int
+    """Bytes that a step leaves behind, in the middle of all steps."""
+    steps: int
+    """Steps that left something."""
+
+
+def find_steps(recording: Recording, annotations: Iterable[dict[str, object]] = ()) -> Steps | None:
+    """The steps of `recording`; None if fewer than LEAST_STEPS can be told apart."""
+    return _annotated(recording, annotations) or _periodic(recording)
+
+
+def _annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> Steps | None:
+    times = [event.time_us or 0 for event in recording.events]
+    if not times or times[0] == 0 or any(a > b for a, b in pairwise(times)):
+        return None
+    ends = [
+        note["time_us"]
+        for note in annotations
+        if note.get("device", 0) == recording.device
+        and note.get("stage") == "END"
+        and str(note.get("name", "")).startswith("Optimizer.step#")
+        and isinstance(note.get("time_us"), int)
+    ]
+    begins = sorted({bisect_right(times, end) for end in ends if isinstance(end, int)})
+    begins = [0, *(begin for begin in begins if 0 < begin < len(times))]
+    if len(begins) < LEAST_STEPS:
+        return None
+    return Steps(tuple(begins), f"{len(ends)} annotated optimizer steps")
+
+
+def _periodic(recording: Recording) -> Steps | None:
+    born = [life for life in recording.lives if life.born != BEFORE]
+    places: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for life in born:
+        # Lines that build a model run once per layer, as evenly as steps.
+        if life.stack and life.origin.category not in _BUILDING:
+            places[id(life.stack), life.requested].append(life.born)
+    frames = {key: _python(stack) for key, stack in {id(life.stack): life.stack for life in born}.items()}
+    anchors: dict[int, list[list[int]]] = defaultdict(list)
+    for (stack, _), at in places.items():
+        if len(at) >= LEAST_STEPS and _is_whole(frames[stack]) and _is_regular(at):
+            anchors[len(at)].append(at)
+    # The count that most lines agree on is that of the steps.
+    for _, lines in sorted(anchors.items(), key=lambda item: (-len(item[1]), item[0]))[:CANDIDATES]:
+        begins = min(lines)
+        step = (begins[-1] - begins[0]) / (len(begins) - 1)
+        if begins[-1] - begins[0] + step < COVERED * len(recording.events):
+            continue
+        between = {id(life.stack) for life in born if begins[0] <= life.born < begins[-1] and life.stack}
+        if not _share_a_module(frames[key] for key in between):
+            return Steps(tuple(begins), f"the {len(lines)} lines that allocate {len(begins)} times, evenly spaced")
+    return None
+
+
+def _python(stack: Stack) -> list[Frame]:
+    return [frame for frame in stack if frame.filename.endswith(".py")]
+
+
+def _is_whole(frames: list[Frame]) -> bool:
+    """Whether a stack reaches to where the program begins; deep ones are cut off by torch."""
+    return bool(frames) and frames[-1].name in _ROOTS and any(not package_of(frame.filename) for frame in frames)
+
+
+def _is_regular(at: list[int]) -> bool:
+    gaps = [after - before for before, after in pairwise(at)]
+    if len(gaps) > 2:
+        gaps = gaps[1:]  # the first step makes the optimizer's state, and takes memory from the driver
+    return max(gaps) - min(gaps) <= UNEVEN * max(gaps)
+
+
+def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
+    """Whether all stacks that are whole lie within one and the same call of a module."""
+    common: list[Frame] | None = None
+    for frames in stacks:
+        if not _is_whole(frames):
+            continue
+        outer = frames[::-1]
+        if common is None:
+            common = outer
+            continue
+        length = 0
+        for one, other in zip(common, outer, strict=False):
+            if one != other:
+                break
+            length += 1
+        common = common[:length]
+    return common is None or any(frame.name in _MODULE_CALLS for frame in common)
+
+
+def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:
+    """What steps leave behind for good, largest first.
+
+    Blocks of one line count if at least two steps, and more than half of all but the last, left some of them for a
+    whole further step and to the end. What replaces its predecessor each step (gradients, optimizer state) does not.
+    """
+    last = len(steps.begins) - 1
+    survivors: dict[tuple[str, str], list[tuple[int, Life]]] = defaultdict(list)
+    for life in recording.lives:
+        if life.born >= steps.begins[0] and life.freed == NEVER:
+            step = bisect_right(steps.begins, life.born) - 1
+            survivors[life.origin.source, life.origin.op].append((step, life))
+    found = []
+    for (source, op), own in survivors.items():
+        left = Counter[int]()
+        for step, life in own:
+            left[step] += life.size
+        lasting = [step for step in left if step < last]
+        if len(lasting) < 2 or 2 * len(lasting) <= last:
+            continue
+        amounts = sorted(left[step] for step in lasting)
+        found.append(
+            Leak(
+                source=source,
+                module=Counter(life.origin.module for _, life in own).most_common(1)[0][0],
+                op=op,
+                num_bytes=sum(left.values()),
+                count=len(own),
+                per_step=amounts[len(amounts) // 2],
+                steps=len(left),
+            )
+        )
+    return sorted(found, key=lambda leak: (-leak.num_bytes, leak.source))

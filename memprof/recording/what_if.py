@@ -1,0 +1,114 @@
+"""The same requests under other settings: what would have been reserved.
+
+The requests, frees and calls of empty_cache of a recording are fed to a fresh allocator, on a card without limit. What
+was alive when the recording began is asked for first, by address: its own history is not known. So that a difference
+is one of settings alone, the run under its own settings is replayed in the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Completion
+from memprof.allocator.blocks import DEFAULT_POOL, PoolId
+from memprof.allocator.rebuild import Range
+from memprof.recording.recording import BEFORE, Recording
+from memprof.trace.snapshot import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one configuration makes of the requests."""
+
+    settings: str
+    peak_reserved: int
+    peak_allocated: int
+    final_reserved: int
+    segments: int
+    """Taken from the driver in all; mappings, of expandable segments."""
+    final_segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """Two configurations, the same requests."""
+
+    before: Outcome
+    after: Outcome
+    recorded_peak_reserved: int
+    refused: int
+    """Requests that were refused in the recording, and are left out of both replays."""
+
+    @property
+    def saved(self) -> int:
+        """Bytes of peak reserved memory that the other settings save; below 0 if they cost."""
+        return self.before.peak_reserved - self.after.peak_reserved
+
+
+def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
+    """Replay the requests of `recording` under its own settings and under `other`."""
+    return WhatIf(
+        before=_replay(recording, recording.replay.config),
+        after=_replay(recording, other),
+        recorded_peak_reserved=recording.peak("reserved")[0],
+        refused=sum(event.action is Action.OOM for event in recording.events),
+    )
+
+
+def _replay(recording: Recording, config: AllocatorConfig) -> Outcome:
+    # A card without limit has no fraction and no collection, as the recording's own limit is not known either.
+    allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
+    private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]
+    private += [
+        Range(s.address, s.size, s.stream, s.is_small, s.pool_id, s.expandable)
+        for s in recording.final
+        if s.pool_id != DEFAULT_POOL
+    ]
+
+    def malloc(address: int, num_bytes: int, stream: int, pool: PoolId) -> Block:
+        if pool == DEFAULT_POOL:  # before 2.9 events do not name their pool
+            pool = next((run.pool_id for run in private if run.address <= address < run.address + run.size), pool)
+        if pool not in allocator.pools:
+            allocator.create_pool(pool)
+        return allocator.malloc(max(num_bytes, 1), stream, pool)
+
+    live: dict[int, Block] = {}
+    for life in recording.lives:
+        if life.born != BEFORE:
+            break
+        live[life.address] = malloc(life.address, life.requested, life.stream, DEFAULT_POOL)
+    flushes = set(recording.replay.flushes)
+    waiting: dict[int, Block] = {}
+    events = recording.events
+    for index, event in enumerate(events):
+        if index in flushes:
+            allocator.empty_cache()
+        action = event.action
+        if action is Action.ALLOC:
+            live[event.address] = malloc(event.address, event.size, event.stream, event.pool_id)
+        elif action is Action.FREE_REQUESTED:
+            block = live.pop(event.address, None)
+            if block is None:
+                continue
+            following = events[index + 1] if index + 1 < len(events) else None
+            if following is None or (following.action, following.address) != (Action.FREE_COMPLETED, event.address):
+                allocator.record_stream(block, _OTHER_STREAM)
+                waiting[event.address] = block
+            allocator.free(block)
+        elif action is Action.FREE_COMPLETED:
+            pending = waiting.pop(event.address, None)
+            if pending is not None and pending.events:
+                allocator.complete(pending)
+    stats = allocator.stats()
+    return Outcome(
+        settings=config.text or "the defaults",
+        peak_reserved=stats["reserved_bytes.all.peak"],
+        peak_allocated=stats["allocated_bytes.all.peak"],
+        final_reserved=stats["reserved_bytes.all.current"],
+        segments=stats["num_device_alloc"],
+        final_segments=len(allocator.segments()),
+    )
+
+
+_OTHER_STREAM = -1
+"""Which stream a late free waited for is not recorded."""

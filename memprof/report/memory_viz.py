@@ -1,0 +1,99 @@
+"""A snapshot as the pickle that pytorch.org/memory_viz and torch.cuda._memory_viz read.
+
+Protocol 4, dicts, lists, tuples, strings, integers, floats, booleans and None alone: the viewer's unpickler knows no
+more. Field names as `THCPModule_memorySnapshot` (torch/csrc/cuda/Module.cpp) writes them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from memprof.trace.files import write_whole
+from memprof.trace.snapshot import Action, BlockState, Frame, Snapshot, SnapshotEvent, SnapshotSegment, Stack
+
+PROTOCOL = 4
+
+
+def write_snapshot(snapshot: Snapshot, path: Path) -> None:
+    """Write `snapshot` to `path`, whole or not at all.
+
+    Raises:
+        MemprofError: it cannot be written.
+    """
+    data = as_plain(snapshot)
+    write_whole(path, lambda file: pickle.dump(data, file, protocol=PROTOCOL), "snapshot")
+
+
+def as_plain(snapshot: Snapshot) -> dict[str, Any]:
+    """`snapshot` as torch's dictionary; equal stacks and frames are one object, which keeps the file small."""
+    stacks = _Stacks()
+    return {
+        "segments": [_segment(segment, stacks) for segment in snapshot.segments],
+        "device_traces": [[_event(event, stacks) for event in trace] for trace in snapshot.traces],
+        "allocator_settings": dict(snapshot.settings),
+        "external_annotations": [dict(note) for note in snapshot.annotations],
+    }
+
+
+class _Stacks:
+    def __init__(self) -> None:
+        self.stacks: dict[int, list[dict[str, Any]]] = {}
+        self.frames: dict[Frame, dict[str, Any]] = {}
+
+    def plain(self, stack: Stack) -> list[dict[str, Any]]:
+        known = self.stacks.get(id(stack))
+        if known is None:
+            known = self.stacks[id(stack)] = [self._frame(frame) for frame in stack]
+        return known
+
+    def _frame(self, frame: Frame) -> dict[str, Any]:
+        known = self.frames.get(frame)
+        if known is None:
+            known = self.frames[frame] = {"filename": frame.filename, "line": frame.line, "name": frame.name}
+        return known
+
+
+def _segment(segment: SnapshotSegment, stacks: _Stacks) -> dict[str, Any]:
+    blocks = segment.blocks
+    used = [block for block in blocks if block.state is not BlockState.INACTIVE]
+    return {
+        "device": segment.device,
+        "address": segment.address,
+        "total_size": segment.size,
+        "allocated_size": sum(block.size for block in used if block.state is BlockState.ALLOCATED),
+        "active_size": sum(block.size for block in used),
+        "requested_size": sum(block.size if block.requested is None else block.requested for block in used),
+        "stream": segment.stream,
+        "segment_type": "small" if segment.is_small else "large",
+        "segment_pool_id": tuple(segment.pool_id),
+        "is_expandable": segment.expandable,
+        "frames": stacks.plain(segment.frames),
+        "blocks": [
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": block.size if block.requested is None else block.requested,
+                "state": block.state.value,
+                "frames": stacks.plain(block.frames),
+            }
+            for block in blocks
+        ],
+    }
+
+
+def _event(event: SnapshotEvent, stacks: _Stacks) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "action": event.action.value,
+        "device_free" if event.action is Action.OOM else "addr": event.address,
+        "size": event.size,
+        "stream": event.stream,
+    }
+    if event.time_us is not None:
+        found["time_us"] = event.time_us
+    found["compile_context"] = "N/A"
+    found["user_metadata"] = ""
+    found["pool_id"] = tuple(event.pool_id)
+    found["frames"] = stacks.plain(event.frames)
+    return found

@@ -1,0 +1,69 @@
+"""A recording as a trace for ui.perfetto.dev: Chrome's JSON trace event format.
+
+Counters `allocated` and `reserved` in bytes; slices of stages and modules. Timestamps are microseconds: of the
+recording, or, where it has no clock, one per event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from memprof.recording.from_trace import Slice
+from memprof.recording.recording import Recording
+from memprof.trace.files import write_whole
+
+TRACKS = ("stages", "modules")
+
+
+def write_perfetto(recordings: Iterable[tuple[Recording, list[int], list[Slice]]], path: Path) -> None:
+    """Write recordings, each with the times of its events and its slices, to `path`, whole or not at all.
+
+    Raises:
+        MemprofError: it cannot be written.
+    """
+    text = json.dumps(as_trace_events(recordings), separators=(",", ":"))
+
+    def write(file: IO[bytes]) -> None:
+        file.write(text.encode())
+
+    write_whole(path, write, "trace")
+
+
+def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]]]) -> dict[str, Any]:
+    """The JSON value; one process per device."""
+    events: list[dict[str, Any]] = []
+    for recording, times, slices in recordings:
+        device = recording.device
+        events.append(_name("process_name", device, 0, f"GPU {device}"))
+        for number, track in enumerate(TRACKS, 1):
+            if any(one.track == track for one in slices):
+                events.append(_name("thread_name", device, number, track))
+        last: tuple[int, int] | None = None
+        for time, allocated, reserved in zip(times, recording.allocated, recording.reserved, strict=True):
+            for name, value, before in (
+                ("allocated", allocated, last and last[0]),
+                ("reserved", reserved, last and last[1]),
+            ):
+                if value != before:
+                    events.append({"ph": "C", "pid": device, "ts": time, "name": name, "args": {"bytes": value}})
+            last = (allocated, reserved)
+        events += [
+            {
+                "ph": "X",
+                "pid": device,
+                "tid": TRACKS.index(one.track) + 1,
+                "ts": one.begin,
+                "dur": one.end - one.begin,
+                "name": one.name,
+                "cat": one.track,
+            }
+            for one in slices
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": what, "args": {"name": name}}

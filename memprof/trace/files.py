@@ -1,0 +1,46 @@
+"""Files are written whole or not at all: beside their place first, then moved there in one step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from memprof.errors import MemprofError
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], None], what: str = "file", *, option: str = "--to") -> None:
+    """Let `write` fill a file that appears at `path` once it is complete, replacing what is there.
+
+    Args:
+        path: where it shall be.
+        write: is given the open file.
+        what: what errors call it.
+        option: where another place can be named.
+
+    Raises:
+        MemprofError: it cannot be written (no such folder, no permission, disk full); `path` is as it was.
+    """
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            temporary = Path(file.name)
+            write(file)
+        temporary.chmod(0o666 & ~_umask())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise MemprofError(
+            f"the {what} could not be saved", value=path, hint=f"{error.strerror}: choose another place with {option}"
+        ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

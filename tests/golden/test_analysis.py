@@ -1,0 +1,55 @@
+"""Golden render of `memprof analyze`: a small training run that leaks, as text and as JSON.
+
+`MEMPROF_BLESS=1 pytest tests/golden` writes them anew; read the difference before you commit it.
+"""
+
+import json
+
+import pytest
+
+from memprof.allocator import parse_config
+from memprof.recording.recording import recordings
+from memprof.recording.steps import find_steps
+from memprof.report.analysis import Analysis
+from memprof.report.analysis_build import Facts, Question, build_analysis
+from memprof.report.analysis_terminal import render_text
+from tests.golden.test_report import check
+from tests.unit.recording.builder import training
+
+
+def document(**question) -> Analysis:
+    program = training(steps=6, leak=True)
+    program.malloc(8 << 30)
+    found = recordings(program.snapshot())
+    for one in found:
+        one.steps = find_steps(one)
+    facts = Facts("training.pickle", "torch snapshot", "measured", "", ("A hand-written run.",))
+    return build_analysis(found, facts, Question(**question))
+
+
+def test_text():
+    text = render_text(document(what_if=parse_config("expandable_segments:True")), width=100, replay=True)
+    check("analysis.txt", text)
+
+
+def test_json():
+    check("analysis.json", json.dumps(document(top=3).to_json(), indent=1) + "\n")
+
+
+@pytest.mark.parametrize("by", ["frame", "module", "category", "size"])
+@pytest.mark.parametrize("at", ["peak", "end", "oom", "12", "-1"])
+def test_no_line_is_wider_than_the_terminal(by, at):
+    found = document(by=by, at=at)
+    for width in (80, 110, 160):
+        assert max(map(len, render_text(found, width=width, replay=True).splitlines())) <= width
+
+
+def test_json_names():
+    found = document().to_json()
+    assert set(found) >= {"schema", "memprof_version", "command", "source", "devices", "replay", "assumptions"}
+    assert set(found["replay"]) == {
+        "allocations", "identical_addresses", "final_layout_identical", "first_difference",
+    }  # fmt: skip
+    device = found["devices"][0]
+    assert set(device) >= {"peak", "end", "timeline", "moment", "ooms", "leaks", "what_if", "missing_frames", "replay"}
+    json.dumps(found)

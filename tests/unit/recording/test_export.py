@@ -1,0 +1,190 @@
+"""Runs exported: the snapshot replays into itself and torch's viewer reads it; Perfetto's format holds."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import pickletools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memprof.allocator import parse_config, replay_snapshot
+from memprof.capture.snapshot import parse_snapshot, read_snapshot
+from memprof.errors import MemprofError
+from memprof.examine import export_file, open_file
+from memprof.recording.from_trace import snapshot_of
+from memprof.recording.recording import recordings
+from memprof.recording.slices import event_times, slices_of
+from memprof.report.memory_viz import as_plain, write_snapshot
+from memprof.report.perfetto import as_trace_events
+from memprof.trace.events import NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
+from memprof.trace.io import save_trace
+from memprof.trace.snapshot import Action
+from tests.golden.test_report import training_run
+from tests.unit.recording.builder import MIB, training
+
+SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:40", "roundup_power2_divisions:4")
+
+
+def plain_trace(requests: list[tuple[int, int]]) -> Trace:
+    """A trace of (name, bytes) requests; 0 bytes frees the name."""
+    trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.OTHER, 0, 0)], events=[Event(EventKind.PHASE, 0)])
+    live: dict[int, int] = {}
+    for name, num_bytes in requests:
+        if num_bytes and name not in live:
+            live[name] = len(trace.storages)
+            trace.storages.append(Storage(num_bytes, (num_bytes,), "uint8", "cuda:0", 0, NONE, NONE, 0, NONE, False))
+            trace.events.append(Event(EventKind.ALLOC, live[name]))
+        elif not num_bytes and name in live:
+            trace.events.append(Event(EventKind.FREE, live.pop(name)))
+    return trace
+
+
+@pytest.mark.parametrize("conf", SETTINGS)
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 12),
+            st.sampled_from([0, 0, 0, 1, 700, 300_000, MIB, 3 * MIB, 11 * MIB, 21 * MIB + 5, 45 * MIB + 7, 90 * MIB]),
+        ),
+        max_size=60,
+    ),
+    usable=st.sampled_from([None, 120 * MIB, 260 * MIB]),
+)
+def test_a_replayed_export_reproduces_itself(conf, requests, usable):
+    made = snapshot_of(plain_trace(requests), parse_config(conf), usable_bytes=usable).snapshot
+    again = parse_snapshot(pickle.dumps(as_plain(made), protocol=4))
+    assert again.traces == made.traces
+    assert again.segments == made.segments
+    refused = any(event.action is Action.OOM for event in made.traces[0])
+    for device in replay_snapshot(again, total_bytes=None if refused else usable):
+        assert device.exact, device.first_difference
+    # ... and once more, from what was read.
+    assert as_plain(again) == as_plain(made)
+
+
+def test_out_of_memory_is_written_down():
+    made = snapshot_of(plain_trace([(1, 60 * MIB), (2, 90 * MIB), (1, 0)]), usable_bytes=100 * MIB).snapshot
+    actions = [event.action.value for event in made.traces[0]]
+    assert actions == ["segment_alloc", "alloc", "oom", "segment_alloc", "alloc", "free_requested", "free_completed"]
+    (found,) = recordings(made)
+    assert found.at(2) == (60 * MIB, 60 * MIB, 60 * MIB)
+
+
+def test_only_types_that_the_viewer_knows():
+    data = pickle.dumps(as_plain(training().snapshot()), protocol=4)
+    opcodes = {opcode.name for opcode, _, _ in pickletools.genops(data)}
+    assert not opcodes & {"GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NEWOBJ", "INST", "OBJ", "BYTEARRAY8"}
+    addresses = [segment["address"] for segment in pickle.loads(data)["segments"]]
+    assert addresses and all(address < 1 << 53 for address in addresses)
+
+
+def test_frames_categories_and_stages_of_a_trace():
+    trace = training_run()
+    made = snapshot_of(trace)
+    (found,) = recordings(made.snapshot, made.origins)
+    assert {life.category for life in found.lives} >= {"parameters", "gradients", "optimizer state", "activations"}
+    names = [note["name"] for note in made.snapshot.annotations if note["stage"] == "START"]
+    assert "loss (step 1)" in names and "layer 2 (step 2)" in names
+    stacks = {life.stack for life in found.lives}
+    frames = {(frame.filename, frame.line, frame.name) for stack in stacks for frame in stack}
+    assert ("/src/tiny/model.py", 20, "forward") in frames
+    assert ("layers.1", 0, "Layer") in frames
+
+
+def test_torch_reads_what_is_written(tmp_path):
+    """The step of a published 4B model, as `memprof profile` runs it."""
+    viz = pytest.importorskip("torch.cuda._memory_viz")
+    import memprof
+    from memprof.cli.main import run
+
+    file = tmp_path / "run.memprof"
+    with pytest.raises(SystemExit):
+        run(["profile", "--model-size", "4B", "--context-length", "4096", "--json", "--save", str(file)])
+    to = tmp_path / "run.pickle"
+    assert "memory_viz" in export_file(file, to)
+    data = pickle.loads(to.read_bytes())
+    held = sum(segment["total_size"] for segment in data["segments"])
+    (found,) = open_file(file).recordings
+    assert held == found.at(found.end)[2]
+    assert f"segments: {len(data['segments'])}" in viz.segsum(data)
+    text = viz.trace(data)
+    assert text.count("cudaMalloc") == sum(event["action"] == "segment_alloc" for event in data["device_traces"][0])
+    assert "base64" in viz.trace_plot(data) and "base64" in viz.segment_plot(data)
+    for device in replay_snapshot(read_snapshot(to)):
+        assert device.exact
+        assert device.allocations > 10_000
+    assert memprof.__version__
+
+
+def check_perfetto(data) -> None:
+    """Chrome's trace event format, as far as we use it: what Perfetto's importer asks for."""
+    assert set(data) == {"traceEvents", "displayTimeUnit"}
+    open_until: dict[tuple[int, int], list[int]] = {}
+    last: dict[tuple[int, str], int] = {}
+    for event in data["traceEvents"]:
+        assert isinstance(event["pid"], int) and isinstance(event["ts"], int) and isinstance(event["name"], str)
+        match event["ph"]:
+            case "M":
+                assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+            case "C":
+                assert set(event["args"]) == {"bytes"} and event["args"]["bytes"] >= 0
+                key = (event["pid"], event["name"])
+                assert last.get(key, 0) <= event["ts"]
+                last[key] = event["ts"]
+            case "X":
+                assert event["dur"] >= 0 and event["name"]
+                # Slices of a track nest, or the viewer drops them.
+                ends = open_until.setdefault((event["pid"], event["tid"]), [])
+                while ends and ends[-1] <= event["ts"]:
+                    ends.pop()
+                assert not ends or event["ts"] + event["dur"] <= ends[-1]
+                ends.append(event["ts"] + event["dur"])
+            case other:
+                raise AssertionError(other)
+
+
+def test_perfetto_of_a_trace(tmp_path):
+    file, to = tmp_path / "run.memprof", tmp_path / "run.json"
+    trace = training_run()
+    trace.facts = {"device": {"name": "Card", "total_bytes": 8192 * MIB, "usable_bytes": 7766 * MIB}}
+    save_trace(trace, file)
+    assert "perfetto" in export_file(file, to)
+    data = json.loads(to.read_text())
+    check_perfetto(data)
+    events = data["traceEvents"]
+    assert {event["name"] for event in events if event.get("cat") == "stages"} >= {
+        "loss (step 2)",
+        "optimizer step (step 1)",
+    }
+    assert "layers.2 (Layer)" in {event["name"] for event in events if event.get("cat") == "modules"}
+    (found,) = open_file(file).recordings
+    for name, values in (("allocated", found.allocated), ("reserved", found.reserved)):
+        counter = [event["args"]["bytes"] for event in events if event["ph"] == "C" and event["name"] == name]
+        assert max(counter) == max(values) and counter[-1] == values[-1]
+
+
+def test_perfetto_of_a_snapshot():
+    (found,) = recordings(training().snapshot())
+    data = as_trace_events([(found, event_times(found), slices_of(found))])
+    check_perfetto(json.loads(json.dumps(data)))
+    stages = [event["name"] for event in data["traceEvents"] if event.get("cat") == "stages"]
+    assert stages[:3] == ["forward", "backward", "optimizer step"]
+
+
+def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    to = tmp_path / "run.pickle"
+    to.write_bytes(b"old")
+
+    def full(data, file, protocol):
+        file.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("memprof.report.memory_viz.pickle.dump", full)
+    with pytest.raises(MemprofError, match="could not be saved"):
+        write_snapshot(training().snapshot(), to)
+    assert to.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pickle"]

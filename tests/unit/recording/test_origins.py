@@ -1,0 +1,104 @@
+"""What stacks say: line, operator, module, part of the step and category."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.recording.origins import UNKNOWN, guess, origin_of
+from memprof.trace.snapshot import Frame
+from tests.unit.recording.builder import stack
+
+SITE = "/venv/lib/python3.12/site-packages"
+WORKSPACE = Frame("", 0, "at::cuda::getCUDABlasLtWorkspace()")
+ENGINE = Frame("", 0, "torch::autograd::Engine::evaluate_function()")
+
+
+def test_no_frames():
+    assert origin_of(()) is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("lines", "source"),
+    [
+        (("model.py:12 forward", "call", "train.py:3 step"), "/home/me/model.py:12 forward"),
+        # Lines of torch and of plumbing are passed over, lines of a library are not.
+        ((f"{SITE}/torch/nn/functional.py:20 linear", "model.py:12 forward"), "/home/me/model.py:12 forward"),
+        ((f"{SITE}/einops/einops.py:9 einsum", "model.py:12 forward"), "/home/me/model.py:12 forward"),
+        (
+            (f"{SITE}/transformers/models/llama/modeling_llama.py:216 forward", "train.py:3 step"),
+            f"{SITE}/transformers/models/llama/modeling_llama.py:216 forward",
+        ),
+        (("/usr/lib/python3.12/contextlib.py:81 inner", "train.py:3 step"), "/home/me/train.py:3 step"),
+    ],
+)
+def test_source_is_the_innermost_line_of_the_program(lines, source):
+    assert origin_of(stack(*lines)).source == source
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("mul_Tensor", "mul"), ("sum_dim_IntList", "sum"), ("empty_memory_format", "empty"), ("bmm", "bmm"),
+     ("to_dtype_layout", "to"), ("cross_entropy_loss", "cross_entropy_loss")],
+)  # fmt: skip
+def test_operator_without_its_overload(name, op):
+    assert origin_of(stack("model.py:12 forward", op=name)).op == op
+
+
+def test_module_chain():
+    lines = (
+        f"{SITE}/torch/nn/modules/linear.py:125 forward",
+        "call",
+        "block.py:20 forward",
+        "call",
+        "net.py:7 forward",
+        "call",
+    )
+    assert origin_of(stack(*lines)).module == "net:7 > block:20 > linear"
+
+
+def test_wrappers_between_a_call_and_its_forward():
+    lines = ("block.py:20 forward", f"{SITE}/accelerate/hooks.py:166 new_forward", "call", "net.py:7 forward", "call")
+    assert origin_of(stack(*lines)).module == "net:7 > block:20"
+
+
+def test_backward_is_named_by_its_node():
+    node = Frame("", 0, "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)")
+    origin = origin_of((Frame("", 0, "at::_ops::mm::call(at::Tensor const&)"), node, ENGINE))
+    assert (origin.source, origin.op, origin.part) == ("autograd MmBackward0", "MmBackward0", "backward")
+    assert guess(origin, outlives=True) == "gradients"
+    assert guess(origin, outlives=False) == "temporaries"
+
+
+@pytest.mark.parametrize(
+    ("frames", "category"),
+    [
+        (stack("model.py:5 __init__", "train.py:3 main"), "parameters"),
+        (stack(f"{SITE}/torch/nn/modules/module.py:900 _apply", "train.py:3 main"), "parameters"),
+        # Built inside a call is an activation, for all that is known.
+        (stack("model.py:12 forward", "call", "train.py:9 __init__"), None),
+        (stack(f"{SITE}/transformers/cache_utils.py:70 update", "model.py:12 forward", "call"), "KV cache"),
+        (stack(f"{SITE}/torch/nn/functional.py:3000 cross_entropy", "train.py:5 step"), "logits and loss"),
+        (stack("train.py:40 train", op="_to_copy"), "inputs"),
+        (stack("my_adamw.py:10 __init__", "train.py:3 main"), "optimizer state"),
+        (stack("my_adamw.py:30 step", "train.py:3 main"), None),
+        ((WORKSPACE, *stack("model.py:12 forward", "call")), "library workspace"),
+        ((Frame("", 0, "c10d::Reducer::initialize_buckets()"), *stack("train.py:12 main")), "communication"),
+        ((Frame("", 0, "torch::autograd::AccumulateGrad::apply(std::vector<at::Tensor>&&)"), ENGINE), "gradients"),
+        (
+            (Frame("", 0, "torch::autograd::generated::NllLossBackward0::apply(std::vector<at::Tensor>&&)"), ENGINE),
+            "logits and loss",
+        ),
+    ],
+)  # fmt: skip
+def test_category_of_a_stack(frames, category):
+    assert origin_of(frames).category == category
+
+
+def test_recomputation_in_a_backward_is_an_activation():
+    frames = (*stack("model.py:12 forward", "call", main=False), ENGINE)
+    assert guess(origin_of(frames), outlives=True) == "activations"
+
+
+def test_windows_paths():
+    lines = (r"C:\env\lib\site-packages\torch\nn\functional.py:20 linear", r"C:\me\model.py:12 forward")
+    assert origin_of(stack(*lines)).source == r"C:\me\model.py:12 forward"

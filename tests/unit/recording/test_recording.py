@@ -1,0 +1,261 @@
+"""Recordings known by hand: amounts, what is alive, categories, fragmentation, refusals, leaks and what-if."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memprof.allocator import parse_config
+from memprof.recording.moments import fragmentation, group
+from memprof.recording.recording import BEFORE, NEVER, recordings
+from memprof.recording.refusals import refusals
+from memprof.recording.steps import find_leaks, find_steps
+from memprof.recording.what_if import what_if
+from memprof.report.analysis_build import Facts, Question, build_analysis
+from tests.unit.recording.builder import (
+    ACTIVATION,
+    GRADIENT,
+    INPUT,
+    MIB,
+    OPTIMIZER,
+    WEIGHT,
+    Program,
+    stack,
+    training,
+)
+
+
+def only(program: Program, last: int | None = None):
+    (found,) = recordings(program.snapshot(last))
+    assert found.replay.exact
+    return found
+
+
+def test_amounts_and_peak():
+    found = only(training())
+    assert found.start == (0, 0, 0)
+    # From the second step on: weight, state, input, activations and gradient.
+    assert found.peak() == (162 * MIB, found.peak()[1])
+    assert found.at(found.end)[1] == 90 * MIB
+    assert found.peak("requested")[0] == 162 * MIB
+    alive = found.alive(found.peak()[1])
+    assert sum(life.size for life in alive) == 162 * MIB
+    # The last time that it is reached: the gradient of the last step.
+    assert found.events[found.peak()[1]].frames == GRADIENT
+
+
+def test_categories_are_guessed_from_stacks_and_lives():
+    found = only(training(leak=True))
+    of = {life.stack: life.category for life in found.lives}
+    assert of[WEIGHT] == "parameters"
+    assert of[INPUT] == "inputs"
+    assert of[ACTIVATION] == "activations"
+    assert of[OPTIMIZER] == "optimizer state"
+    assert of[GRADIENT] == "gradients"
+
+
+def test_groups():
+    found = only(training())
+    alive = found.alive(found.peak()[1])
+    frames = {one.key: (one.num_bytes, one.count) for one in group(alive, "frame")}
+    assert frames == {
+        "/home/me/train.py:50 train": (60 * MIB, 2),
+        "/home/me/model.py:12 forward": (40 * MIB, 2),
+        "/home/me/model.py:5 __init__": (30 * MIB, 1),
+        "autograd MmBackward0": (30 * MIB, 1),
+        "/home/me/train.py:40 train": (2 * MIB, 1),
+    }
+    assert next(one.key for one in group(alive, "module")) == "(optimizer)"
+    assert {one.key for one in group(alive, "size")} == {"10 to 100 MiB", "1 to 10 MiB"}
+    for by in ("frame", "module", "category", "size"):
+        assert sum(one.num_bytes for one in group(alive, by)) == 162 * MIB
+
+
+def test_recorded_from_the_middle():
+    """The beginning is rebuilt from the end; blocks older than the trace have their stack in the final segments."""
+    program = training()
+    whole = only(program)
+    found = only(program, last=12)
+    assert found.start == whole.at(len(whole.events) - 13)
+    assert found.at(found.end) == whole.at(whole.end)
+    old = [life for life in found.lives if life.born == BEFORE and life.freed == NEVER]
+    assert {life.stack for life in old} == {WEIGHT, OPTIMIZER}
+
+
+def test_fragmentation_names_what_pins_a_segment():
+    program = Program()
+    big = [program.malloc(8 * MIB, stack("a.py:1 big")) for _ in range(2)]
+    small = program.malloc(2 * MIB, stack("a.py:2 small"))
+    empty = program.malloc(50 * MIB, stack("a.py:3 empty"))
+    program.free(*big, empty)
+    assert small is not None
+    found = only(program)
+    state = fragmentation(found, found.end)
+    assert (state.reserved, state.used, state.free) == (70 * MIB, 2 * MIB, 68 * MIB)
+    assert (state.releasable, state.pinned, state.largest_free) == (50 * MIB, 18 * MIB, 50 * MIB)
+    (segment,) = state.nearly_empty()
+    assert [life.origin.source for life in segment.live] == ["/home/me/a.py:2 small"]
+    assert segment.largest_free == 16 * MIB
+
+
+def test_free_units_of_an_expandable_segment_are_not_pinned():
+    program = Program("expandable_segments:True")
+    first = program.malloc(30 * MIB, stack("a.py:1 first"))
+    program.malloc(2 * MIB, stack("a.py:2 second"))
+    program.malloc(60 * MIB, stack("a.py:3 third"))
+    program.free(first)
+    found = only(program)
+    state = fragmentation(found, found.end)
+    # The first block leaves one whole unit of 20 MiB, and 10 MiB of the next; 28 MiB lie behind the third one.
+    assert state.reserved == 100 * MIB
+    before = program.recorder.allocator.counters.reserved_bytes
+    program.recorder.allocator.empty_cache()
+    assert state.releasable == before - program.recorder.allocator.counters.reserved_bytes > 0
+    assert state.releasable + state.pinned == state.free
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+def test_an_out_of_memory_error_that_is_none_of_fragmentation(conf):
+    program = Program(conf, total_bytes=100 * MIB)
+    program.malloc(60 * MIB, stack("a.py:1 keep"))
+    assert program.malloc(90 * MIB, stack("a.py:2 more")) is None
+    (refusal,) = refusals(only(program))
+    assert (refusal.requested, refusal.device_free) == (90 * MIB, 40 * MIB)
+    assert refusal.origin.source == "/home/me/a.py:2 more"
+    assert not refusal.fragmented
+    assert any("50.00 MiB would have been missing" in reason for reason in refusal.reasons)
+
+
+def test_an_out_of_memory_error_of_fragmentation():
+    program = Program(total_bytes=80 * MIB)
+    blocks = [program.malloc(10 * MIB - 512 * 1024, stack("a.py:1 piece")) for _ in range(8)]
+    program.free(*blocks[::2])  # of every segment of 20 MiB, half is free
+    assert program.malloc(30 * MIB, stack("a.py:2 whole")) is None
+    (refusal,) = refusals(only(program))
+    assert refusal.fragmented
+    assert (refusal.reserved, refusal.device_free) == (80 * MIB, 0)
+    assert refusal.largest_free < 30 * MIB <= refusal.usable
+    assert any("with free memory there (4) holds a block in use" in reason for reason in refusal.reasons)
+    assert any("expandable_segments:True" in reason for reason in refusal.reasons)
+
+
+def test_blocks_that_an_error_freed_are_no_temporaries():
+    program = Program(total_bytes=100 * MIB)
+    block = program.malloc(60 * MIB, ACTIVATION)
+    assert program.malloc(90 * MIB, ACTIVATION) is None
+    program.free(block)
+    program.malloc(1 * MIB, ACTIVATION)
+    assert next(life.category for life in only(program).lives) == "activations"
+
+
+def test_leaks_are_found_by_the_period():
+    found = only(training(steps=6, leak=True))
+    steps = find_steps(found)
+    assert steps is not None and len(steps.begins) == 6
+    (leak,) = find_leaks(found, steps)
+    assert leak.source == "/home/me/train.py:44 train"
+    assert (leak.per_step, leak.num_bytes, leak.count, leak.steps) == (3 * MIB, 18 * MIB, 6, 6)
+
+
+def test_no_leak_where_nothing_piles_up():
+    found = only(training(steps=6))
+    steps = find_steps(found)
+    assert steps is not None and len(steps.begins) == 6
+    assert find_leaks(found, steps) == []
+
+
+def test_layers_are_no_steps():
+    """One forward of many layers, whose activations pile up as they should, and a loop that builds the layers."""
+    program = Program()
+    for _ in range(8):
+        program.malloc(4 * MIB, stack("block.py:3 __init__", "model.py:4 __init__", op="empty_memory_format"))
+    for _ in range(8):
+        for line in (12, 13):
+            program.malloc(
+                5 * MIB, stack(f"block.py:{line} forward", "call", "model.py:9 forward", "call", op="mul_Tensor")
+            )
+    assert find_steps(only(program)) is None
+
+
+def test_two_steps_are_too_few():
+    assert find_steps(only(training(steps=2, leak=True))) is None
+
+
+def test_annotated_optimizer_steps():
+    program = training(steps=4)
+    snapshot = program.snapshot()
+    (found,) = recordings(snapshot)
+    times = [event.time_us for event in found.events]
+    notes = [
+        {"name": "Optimizer.step#AdamW.step", "stage": stage, "device": 0, "time_us": times[at] + offset}
+        for at in (10, 20, 30)
+        for stage, offset in (("START", 0), ("END", 1))
+    ]
+    steps = find_steps(found, notes)
+    assert steps is not None and len(steps.begins) == 4
+    assert steps.found_by == "3 annotated optimizer steps"
+    assert find_steps(found, [{**note, "device": 1} for note in notes]) != steps
+
+
+def test_what_if():
+    """Odd sizes leave holes that only expandable segments fill."""
+    program = Program()
+    for size in (21, 33, 47, 61):
+        blocks = [program.malloc(size * MIB, stack("a.py:1 grow")) for _ in range(3)]
+        program.free(*blocks)
+    found = only(program)
+    result = what_if(found, parse_config("expandable_segments:True"))
+    assert result.before.peak_reserved == result.recorded_peak_reserved == found.peak("reserved")[0]
+    assert result.after.peak_reserved < result.before.peak_reserved
+    assert result.saved == result.before.peak_reserved - result.after.peak_reserved
+    # Blocks of segments of their own keep what their segment has too much; those of expandable ones do not.
+    assert (result.before.peak_allocated, result.after.peak_allocated) == (3 * 62 * MIB, 3 * 61 * MIB)
+    same = what_if(found, found.replay.config)
+    assert same.before == same.after
+
+
+def test_what_if_keeps_empty_cache():
+    program = Program()
+    program.free(program.malloc(100 * MIB, stack("a.py:1 first")))
+    program.recorder.allocator.empty_cache()
+    program.malloc(60 * MIB, stack("a.py:2 second"))
+    found = only(program)
+    result = what_if(found, found.replay.config)
+    assert result.before.peak_reserved == 100 * MIB
+    assert result.before.final_reserved == 60 * MIB
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_trace_that_is_not_whole_is_analysed_all_the_same(data):
+    """Events lost, in another order or with other figures: no exception, and amounts that add up."""
+    snapshot = training(steps=3, settings=data.draw(st.sampled_from(["", "expandable_segments:True"]))).snapshot()
+    (trace,) = snapshot.traces
+    indices = st.integers(0, len(trace) - 1)
+    for index in sorted(data.draw(st.sets(indices, max_size=6)), reverse=True):
+        del trace[index]
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(trace) - 1))
+        change = data.draw(st.sampled_from(["swap", "address", "size", "stream"]))
+        if change == "swap":
+            other = data.draw(st.integers(0, len(trace) - 1))
+            trace[at], trace[other] = trace[other], trace[at]
+        else:
+            trace[at] = trace[at]._replace(**{change: data.draw(st.sampled_from([0, 1, 512, 3 * MIB, 1 << 40]))})
+    found = recordings(snapshot)
+    for one in found:
+        one.steps = find_steps(one)
+    document = build_analysis(
+        found, Facts("file", "torch snapshot", "measured", ""), Question(what_if=parse_config(""))
+    )
+    assert str(document)
+    for device in document.devices:
+        for state in (device.fragmentation_at_peak, device.fragmentation_at_end):
+            assert state.free_bytes == state.releasable_bytes + state.pinned_bytes >= 0
+            assert 0 <= state.used_bytes <= state.reserved_bytes
+            assert state.pinned_bytes >= 0 <= state.releasable_bytes
+        first = device.replay.first_difference
+        assert (first is None) == (
+            device.replay.final_layout_identical and device.replay.identical_addresses == device.replay.allocations
+        )
