@@ -1,0 +1,96 @@
+"""A run on one card: what it holds there, whether it fits, and the error that ends it if not."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from memprof.allocator.config import AllocatorConfig
+from memprof.allocator.messages import OomReport
+from memprof.allocator.pools import SegmentLayout
+from memprof.allocator.releases import LATEST, Release
+from memprof.allocator.replay import FirstOom, Timeline, TraceReplay
+from memprof.trace.events import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the allocator may take of a card."""
+
+    total_bytes: int
+    """As CUDA reports it."""
+    context_bytes: int
+    """Taken outside the allocator: the CUDA context."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left to reserve."""
+        return max(self.total_bytes - self.context_bytes, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class OnCard:
+    """One run through the allocator of one card."""
+
+    trace: Trace
+    card: Card | None
+    config: AllocatorConfig
+    release: Release
+    timeline: Timeline
+    """If it fits (or without a card), what the run holds on this card; else, on a card without limit."""
+    first_oom: FirstOom | None
+    """The request that this card refuses; None: it fits."""
+    retries: int
+    """Times that the allocator gave its whole cache back, because the card was full, and went on."""
+    required_reserved_bytes: int
+    """The most that is reserved on a card without limit: so much, and nothing is ever given back to make room."""
+
+    def layout_at(self, event: int) -> tuple[list[SegmentLayout], dict[int, int]]:
+        """Segments and blocks after `event` of the timeline's run, and the storage in each block by its address."""
+        limited = self.card is not None and self.first_oom is None
+        replay = _replay(self.trace, self.card if limited else None, self.config, self.release)
+        replay.advance(event + 1)
+        return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
+
+    def under(self, config: AllocatorConfig) -> OnCard:
+        """The same run with other settings."""
+        return replay_on_card(self.trace, self.card, config, self.release)
+
+
+def replay_on_card(
+    trace: Trace, card: Card | None, config: AllocatorConfig | None = None, release: Release = LATEST
+) -> OnCard:
+    """Replay `trace` on `card`, and on one without limit where the two differ.
+
+    Args:
+        trace: the run.
+        card: None: there is no card to judge by.
+        config: the allocator's settings.
+        release: whose rules and messages.
+
+    Raises:
+        UsageError: settings that ask for another allocator.
+    """
+    config = AllocatorConfig() if config is None else config
+    first = _replay(trace, card, config, release)
+    first.advance(stop_at_oom=True)
+    timeline = first.finish()
+    oom, retries = timeline.first_oom, timeline.retries
+    if card is None or not first.was_limited:  # a card without limit would have done the same
+        return OnCard(trace, card, config, release, timeline, None, 0, timeline.peak_reserved.num_bytes)
+    free = _replay(trace, None, config, release)
+    free.advance()
+    unlimited = free.finish()
+    required = unlimited.peak_reserved.num_bytes
+    if oom is None:
+        return OnCard(trace, card, config, release, timeline, None, retries, required)
+    # torch asks NVML what the process holds: the CUDA context, and what is reserved.
+    report: OomReport = dataclasses.replace(oom.report, process_bytes=oom.report.reserved_bytes + card.context_bytes)
+    oom = FirstOom(oom.event, report, report.message(release))
+    return OnCard(trace, card, config, release, unlimited, oom, max(retries - 1, 0), required)
+
+
+def _replay(trace: Trace, card: Card | None, config: AllocatorConfig, release: Release) -> TraceReplay:
+    if card is None:
+        return TraceReplay(trace, None, config, release)
+    return TraceReplay(trace, card.usable_bytes, config, release, total_bytes=card.total_bytes)
