@@ -64,7 +64,7 @@ class TestDoesNotFit:
         assert "smaller-micro-batch" not in finding.remedies  # the batch is 1 already
 
     def test_names_the_layer(self) -> None:
-        (finding,) = of(training(4096, 1000, layers=4).context(70 * MIB), "does-not-fit")
+        (finding,) = of(training(4096, 1000, layers=4).context(60 * MIB), "does-not-fit")
         assert "layer 2 of step 1" in finding.title
         assert finding.remedies[0] == "activation-checkpointing"
 
