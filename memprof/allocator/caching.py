@@ -20,7 +20,7 @@ from memprof.allocator.stats import Counters, Statistics
 from memprof.allocator.streams import Completion, PendingFrees
 from memprof.errors import UsageError
 
-UNKNOWN_SPACE = 1 << 46
+UNKNOWN_SPACE = 1 << 50
 """Address space of an expandable segment when the card's memory is not known: more than any card has."""
 
 
@@ -84,6 +84,20 @@ class CachingAllocator:
         self.divisions = config.roundup_power2_divisions
         self.gc_enabled = self.allowed_bytes is not None and config.garbage_collection_threshold > 0
         self._plain_search = not self.expandable and not self.gc_enabled
+
+    def lift_limit(self) -> None:
+        """From now on, behave as on a card without limit.
+
+        Raises:
+            TypeError: the driver is a real one, or recorded.
+        """
+        if not isinstance(self.driver, SimulatedDriver):
+            raise TypeError("only a simulated card can do without its limit")
+        self.driver.lift_limit()
+        self.allowed_bytes = None
+        self.gc_enabled = False
+        # Address space is reserved by the size of the card.
+        self.segment_store.address_space = UNKNOWN_SPACE
 
     # -- malloc and free -------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.streams import Completion
+from memprof.errors import MemprofError
 from memprof.trace.events import GPU, EventKind, Trace
 
 
@@ -92,10 +93,15 @@ class Replayer:
                 self.timeline.first_oom = FirstOom(self.event, error.report, str(error))
             if not isinstance(self.allocator.driver, SimulatedDriver):
                 raise
-            self.allocator.driver.lift_limit()
-            self.allocator.allowed_bytes = None
-            self.allocator.gc_enabled = False
+            self.allocator.lift_limit()
+        try:
             return self.allocator.malloc(num_bytes, stream)
+        except OutOfMemory as error:
+            raise MemprofError(
+                "the run asks for more memory than can be addressed",
+                value=f"{num_bytes:,} bytes at once",
+                hint="a shape is probably not what was meant",
+            ) from error
 
     @property
     def was_limited(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.allocator import Card, parse_config, release_for, replay_on_card, replay_trace
+from memprof.errors import MemprofError
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
 CONTEXT = 20 * MIB
@@ -74,6 +75,26 @@ def test_expandable_segments_use_what_was_freed():
     other = run.under(parse_config("expandable_segments:True"))
     assert other.card == run.card and other.release == run.release
     assert other.required_reserved_bytes == 120 * MIB
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.9"])
+def test_a_request_many_times_the_card_is_gone_on_with(settings):
+    """Address space for expandable segments is reserved by the size of the card: it must not end the replay."""
+    script = Script()
+    script.new(30 * MIB)
+    script.new(500_000 * MIB)
+    script.new(700_000 * MIB)
+    run = replay_on_card(script.trace, Card(1000 * MIB, CONTEXT), parse_config(settings))
+    assert run.first_oom is not None and run.first_oom.event == 2
+    assert 0 <= run.required_reserved_bytes - 1_200_030 * MIB < 20 * MIB
+    assert replay_trace(script.trace, 980 * MIB, parse_config(settings)).allocated[-1] == 1_200_030 * MIB
+
+
+def test_more_than_can_be_addressed_is_an_error_and_no_traceback():
+    script = Script()
+    script.new(1 << 61)
+    with pytest.raises(MemprofError, match="more memory than can be addressed"):
+        replay_on_card(script.trace, Card(1000 * MIB, CONTEXT))
 
 
 def test_an_emptied_cache_is_gone_and_asked_for_again():
