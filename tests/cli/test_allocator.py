@@ -8,6 +8,25 @@ MIB, GIB = 1 << 20, 1 << 30
 SMALL = ("--model", "pythia-70m", "--context-length", 512)
 EXPANDABLE = "expandable_segments:True"
 
+OUTGROWN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 8)
+        self.head = nn.Linear(8, 100)
+
+    def forward(self, ids):
+        for num_bytes in (400 << 20, 410 << 20):
+            torch.empty(num_bytes, dtype=torch.uint8, device=ids.device)
+        return self.head(self.embed(ids))
+
+def build():
+    return Model()
+"""
+
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +107,23 @@ def test_fragmentation_decides_the_verdict(memprof, tmp_path):
     assert result.json["verdict"]["required_bytes"] > result.json["device"]["total_bytes"]
     helped = memprof("show", capture, "--json", "--alloc-conf", EXPANDABLE)
     assert helped.exit_code == 0 and helped.json["verdict"]["fits"] and helped.json["verdict"]["retries"] == 0
-    if result.exit_code == 3:
-        findings = {finding["id"]: finding for finding in result.json["findings"]}
-        assert "expandable-segments" in findings["fragmentation"]["remedies"]
-    else:  # by giving the cache back
-        assert result.json["verdict"]["retries"] > 0
+    assert result.exit_code == 3
+    finding = next(finding for finding in result.json["findings"] if finding["id"] == "fragmentation")
+    assert finding["remedies"] == ["expandable-segments"] and "would fit" in finding["title"]
+    assert any("and fits where it does not fit now" in line["text"] for line in finding["evidence"])
+
+
+def test_fits_by_giving_the_cache_back(memprof, tmp_path):
+    """Tensors of 400 and of 410 MiB, one after the other: on 674 MiB, the first segment has to go for the second."""
+    file = tmp_path / "model.py"
+    file.write_text(OUTGROWN, encoding="utf-8")
+    options = ("--model", f"{file}:build", "--mode", "inference", "--steps", 1, "--gpu-vram", "1100MiB")
+    report = memprof("profile", *options, "--json").json
+    verdict = report["verdict"]
+    assert verdict["fits"] and verdict["retries"] == 1
+    assert verdict["required_bytes"] > report["device"]["total_bytes"] >= report["peak"]["device_used_bytes"]
+    result = memprof("profile", *options)
+    assert result.exit_code == 0 and "Fits only just: the card is full once" in result.stdout
 
 
 def test_text_shows_the_message_of_torch(memprof):
