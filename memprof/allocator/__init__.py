@@ -29,7 +29,7 @@ from memprof.allocator.config import AllocatorConfig, config_from_environment, p
 from memprof.allocator.driver import Driver, SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
-from memprof.allocator.on_card import Card, OnCard, replay_on_card
+from memprof.allocator.on_card import Card, Needs, OnCard, replay_on_card
 from memprof.allocator.pools import BlockLayout, SegmentLayout
 from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
 from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
@@ -50,6 +50,7 @@ __all__ = [
     "Driver",
     "FirstOom",
     "LiveAllocator",
+    "Needs",
     "OnCard",
     "OomReport",
     "OutOfMemory",

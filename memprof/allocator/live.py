@@ -37,7 +37,7 @@ class LiveAllocator:
 
     def reset_peak(self) -> None:
         """torch.cuda.reset_peak_memory_stats()."""
-        self._replay.advance()
+        self._replay.skip()
         self._replay.allocator.statistics.reset_peak()
 
     def reset_accumulated(self) -> None:
@@ -46,5 +46,5 @@ class LiveAllocator:
         self._before = {name: now[name] for name in now if name.endswith((".allocated", ".freed")) or name in _COUNTS}
 
     def _now(self) -> dict[str, int]:
-        self._replay.advance()
+        self._replay.skip()
         return self._replay.allocator.stats()

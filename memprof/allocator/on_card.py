@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OomReport
@@ -28,6 +29,15 @@ class Card:
         return max(self.total_bytes - self.context_bytes, 0)
 
 
+class Needs(NamedTuple):
+    """What a run comes to, in short."""
+
+    required_reserved_bytes: int
+    """As in OnCard."""
+    fits: bool
+    """True without a card."""
+
+
 @dataclass(frozen=True, slots=True)
 class OnCard:
     """One run through the allocator of one card."""
@@ -49,12 +59,29 @@ class OnCard:
         """Segments and blocks after `event` of the timeline's run, and the storage in each block by its address."""
         limited = self.card is not None and self.first_oom is None
         replay = _replay(self.trace, self.card if limited else None, self.config, self.release)
-        replay.advance(event + 1)
+        replay.skip(event + 1)
         return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
 
-    def under(self, config: AllocatorConfig) -> OnCard:
-        """The same run with other settings."""
-        return replay_on_card(self.trace, self.card, config, self.release)
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is refused; True without a card."""
+        return self.first_oom is None
+
+    def under(self, config: AllocatorConfig) -> Needs:
+        """What the same run would need with other settings."""
+        replay = _replay(self.trace, None, config, self.release)
+        replay.skip()
+        counters = replay.allocator.counters
+        required = counters.reserved_bytes_peak
+        fits = True
+        if self.card is not None:
+            limit = min(self.card.usable_bytes, int(config.per_process_memory_fraction * self.card.total_bytes))
+            fits = required <= limit
+            if not fits and counters.allocated_bytes_peak <= limit:  # perhaps by giving the cache back
+                limited = _replay(self.trace, self.card, config, self.release)
+                limited.skip()
+                fits = limited.timeline.first_oom is None
+        return Needs(required, fits)
 
 
 def replay_on_card(

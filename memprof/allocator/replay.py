@@ -219,6 +219,26 @@ class TraceReplay(Replayer):
         self.live: dict[int, Block] = {}
         """Blocks of the storages that are alive, by storage."""
 
+    def skip(self, end: int | None = None) -> None:
+        """Replay as `advance`, but write no timeline: a third faster, for who wants the allocator's state alone."""
+        storages, device, live = self.trace.storages, self.device, self.live
+        malloc, free = self.malloc, self.allocator.free
+        alloc, dead, emptied = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE
+        begin = self.event
+        events = self.trace.events[begin:end]
+        for time, (kind, ref) in enumerate(events, begin):
+            if kind is alloc:
+                storage = storages[ref]
+                if storage.num_bytes and storage.device == device:
+                    self.event = time
+                    live[ref] = malloc(storage.num_bytes)
+            elif kind is dead:
+                if ref in live:
+                    free(live.pop(ref))
+            elif kind is emptied:
+                self.allocator.empty_cache()
+        self.event = begin + len(events)
+
     def advance(self, end: int | None = None, *, stop_at_oom: bool = False) -> None:
         """Replay the events that have not been, up to `end` (exclusive; None: all that there are).
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from memprof.allocator import OnCard, SegmentLayout
+from memprof.allocator import Needs, OnCard, SegmentLayout
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity
@@ -53,7 +53,7 @@ def find(context: Context) -> list[Finding]:
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
         saved = run.required_reserved_bytes - other.required_reserved_bytes
-        if saved >= MIN_GAIN * gap or _fits(other) > _fits(run):
+        if saved >= MIN_GAIN * gap or other.fits > run.fits:
             remedies = ("expandable-segments",)
         evidence.append(_evaluated(run, other))
     evidence += _pinned(ledger.trace, segments, owners)
@@ -64,10 +64,6 @@ def find(context: Context) -> list[Finding]:
     if decides:
         title += f"; allocated memory alone, at most {format_bytes(ledger.peak_bytes)}, would fit"
     return [Finding("fragmentation", Severity.WARNING, title, gap, tuple(evidence), remedies)]
-
-
-def _fits(run: OnCard) -> bool:
-    return run.first_oom is None
 
 
 def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
@@ -138,12 +134,12 @@ def _what(trace: Trace, index: int) -> str:
     return f"{format_shape(storage.shape)} {storage.dtype} of {trace.op(storage)}{inside} at {line}"
 
 
-def _evaluated(run: OnCard, other: OnCard) -> Evidence:
+def _evaluated(run: OnCard, other: Needs) -> Evidence:
     """What the replay with expandable segments came to."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with expandable_segments:True the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
     if run.card is not None:
         words = {False: "does not fit", True: "fits"}
-        was, now = words[_fits(run)], words[_fits(other)]
+        was, now = words[run.fits], words[other.fits]
         text += f", and {'still ' if was == now else ''}{now}" + ("" if was == now else f" where it {was} now")
     return Evidence(text, before - after)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import Card, parse_config, release_for, replay_on_card, replay_trace
+from memprof.allocator import Card, TraceReplay, parse_config, release_for, replay_on_card, replay_trace
 from memprof.errors import MemprofError
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
@@ -72,9 +72,25 @@ def test_layout_at_an_event_names_the_storages():
 
 def test_expandable_segments_use_what_was_freed():
     run = replay_on_card(outgrown_blocks(), Card(200 * MIB, CONTEXT))
-    other = run.under(parse_config("expandable_segments:True"))
-    assert other.card == run.card and other.release == run.release
-    assert other.required_reserved_bytes == 120 * MIB
+    assert run.under(parse_config("expandable_segments:True")) == (120 * MIB, True)
+
+
+@pytest.mark.parametrize("total", [100, 139, 140, 141, 160, 200, 260, 1000, None])
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.5"])
+def test_other_settings_are_judged_as_a_replay_with_them_is(total, settings):
+    trace, config = outgrown_blocks(), parse_config(settings)
+    card = None if total is None else Card(total * MIB, CONTEXT)
+    whole = replay_on_card(trace, card, config)
+    assert replay_on_card(trace, card).under(config) == (whole.required_reserved_bytes, whole.fits)
+
+
+def test_a_skipped_stretch_leaves_the_same_state():
+    trace = outgrown_blocks()
+    steps, skipped = TraceReplay(trace), TraceReplay(trace)
+    for end in (0, 3, 3, None):
+        steps.advance(end)
+        skipped.skip(end)
+        assert skipped.event == steps.event and skipped.allocator.stats() == steps.allocator.stats()
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.9"])
