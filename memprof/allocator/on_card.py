@@ -62,6 +62,19 @@ class OnCard:
         replay.skip(event + 1)
         return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
 
+    def layout_at_oom(self) -> tuple[list[SegmentLayout], dict[int, int]]:
+        """As `layout_at`, when the card refuses the request, and what could be given back has been.
+
+        Raises:
+            ValueError: nothing is refused.
+        """
+        if self.first_oom is None:
+            raise ValueError("the run fits")
+        replay = _replay(self.trace, self.card, self.config, self.release)
+        replay.skip(self.first_oom.event)
+        replay.allocator.empty_cache()
+        return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
+
     @property
     def fits(self) -> bool:
         """Whether nothing is refused; True without a card."""

@@ -16,7 +16,7 @@ from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
 MIN_SHARE = 0.05
-"""Found when what is free of the most that is reserved is at least both, or when the run would fit without it."""
+"""Found when what is free of the most that is reserved is at least both, and always when the run would fit without."""
 
 MIN_GAIN = 0.1
 """Expandable segments are no remedy if they save less than this share of it, unless the run then fits."""
@@ -36,18 +36,21 @@ class _Pinned(NamedTuple):
 
 
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is what is free of the reserved memory when most is reserved.
-
-    The layout is that of the replay after the event at which the reserved memory first reaches its peak.
+    """`num_bytes` is what is free of the reserved memory: if the run would fit without it, when the card refuses a
+    request; else when most is reserved (after the event that first reaches it).
     """
     ledger = context.ledger
-    run = ledger.run
-    event, reserved = ledger.peak_reserved_event, ledger.peak_reserved_bytes
-    gap = reserved - run.timeline.allocated[event]
-    decides = ledger.out_of_memory is not None and ledger.peak_bytes <= ledger.out_of_memory.limit_bytes
-    if not decides and (gap < MIN_BYTES or gap < MIN_SHARE * reserved):
-        return []
-    segments, owners = run.layout_at(event)
+    run, out = ledger.run, ledger.out_of_memory
+    decides = out is not None and ledger.peak_bytes <= out.limit_bytes and out.reserved_bytes > out.in_use_bytes
+    if decides and out is not None:
+        stage, reserved, gap = out.stage, out.reserved_bytes, out.reserved_bytes - out.in_use_bytes
+        segments, owners = run.layout_at_oom()
+    else:
+        event, stage, reserved = ledger.peak_reserved_event, ledger.peak_reserved_stage, ledger.peak_reserved_bytes
+        gap = reserved - run.timeline.allocated[event]
+        if gap < MIN_BYTES or gap < MIN_SHARE * reserved:
+            return []
+        segments, owners = run.layout_at(event)
     evidence = _kept(segments)
     remedies: tuple[str, ...] = ()
     if not run.config.expandable_segments and run.release.has_expandable_segments:
@@ -59,10 +62,10 @@ def find(context: Context) -> list[Finding]:
     evidence += _pinned(ledger.trace, segments, owners)
     title = (
         f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in "
-        f"{stage_text(ledger.peak_reserved_stage)} are free ({percent(gap, reserved)})"
+        f"{stage_text(stage)} are free ({percent(gap, reserved)})"
     )
     if decides:
-        title += f"; allocated memory alone, at most {format_bytes(ledger.peak_bytes)}, would fit"
+        title += f" when the card is full; allocated memory alone, at most {format_bytes(ledger.peak_bytes)}, would fit"
     return [Finding("fragmentation", Severity.WARNING, title, gap, tuple(evidence), remedies)]
 
 

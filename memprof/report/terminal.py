@@ -166,12 +166,12 @@ def _verdict(document: Document) -> RenderableType:
         text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
         over = "." if verdict.fits is None else ", which does not fit."
         return text.append(over + " What is above and below is the run up to there.", style="default")
-    if verdict.fits and not verdict.retries:
-        spare = device["total_bytes"] - verdict.required_bytes
+    spare = device["total_bytes"] - verdict.required_bytes
+    if verdict.fits and not verdict.retries and spare >= 0:
         text = Text("\nFits: ", style="bold green")
         return text.append(f"needs {need}, {format_bytes(spare)} to spare.", style="default")
     if verdict.fits:
-        times = "once" if verdict.retries == 1 else f"{verdict.retries} times"
+        times = "once" if verdict.retries == 1 else f"{verdict.retries} times" if verdict.retries else "now and then"
         text = Text("\nFits only just: ", style="bold yellow")
         return text.append(
             f"the card is full {times}, and the run goes on because the allocator gives back what it holds and does "

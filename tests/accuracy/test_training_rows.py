@@ -1,8 +1,8 @@
 """Peaks of whole training runs that others published, against the same runs on the virtual GPU.
 
 Within 3% where the run is simulated as it was; where it was not (compiled layers), or where what was run is not known,
-the difference is a stated figure, so that it does not change unseen. Rows of *reserved* memory are not compared: that
-needs the allocator's segments. Rows with weights in 4 bits (QLoRA) or torchao's 8-bit AdamW are not simulated.
+the difference is a stated figure, so that it does not change unseen. Of the rows of *reserved* memory, two are of runs
+that are known. Rows with weights in 4 bits (QLoRA) or torchao's 8-bit AdamW are not simulated.
 """
 
 from __future__ import annotations
@@ -173,6 +173,24 @@ def test_readings_of_the_adapter_benchmark(shared_dir: Path) -> None:
         assert found[name] / GIB == pytest.approx(gib, abs=1e-3), name
     gib, _ = published(shared_dir, ROWS[0])
     assert ledger.peak_bytes / GIB == pytest.approx(gib, abs=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("bench", "model", "difference"),
+    [(TINY, "sshleifer/tiny-gpt2", 0.0), (QWEN, "Qwen/Qwen2.5-0.5B-Instruct", -0.1133)],
+    ids=["tiny-gpt2", "Qwen2.5-0.5B"],
+)
+def test_peak_reserved(bench: Bench, model: str, difference: float, shared_dir: Path) -> None:
+    """To the last digit for the small one; the other is 3% below. Allocated memory is met in both, so that it is where
+    blocks lie that differs: the order of requests under transformers and torch of then (2.6)."""
+    with (shared_dir / "published_memory.csv").open(newline="", encoding="utf-8") as file:
+        (row,) = (
+            row
+            for row in csv.DictReader(file)
+            if (row["model"], row["method"], row["metric"]) == (model, "lora", "peak_reserved_gb")
+        )
+    reserved = simulate(bench, "rtx-4080").peak_reserved_bytes / GIB
+    assert reserved - float(row["value"]) == pytest.approx(difference, abs=5e-5 if bench is TINY else 5e-3)
 
 
 def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:

@@ -126,6 +126,20 @@ def test_fits_by_giving_the_cache_back(memprof, tmp_path):
     assert result.exit_code == 0 and "Fits only just: the card is full once" in result.stdout
 
 
+def test_a_workspace_that_pins_a_segment(memprof, tmp_path):
+    """In the second step cuBLAS' 8 MiB lie in the segment of 410 MiB, which can then not be given back: the stage is
+    marked although what is allocated in it would fit."""
+    file = tmp_path / "model.py"
+    file.write_text(OUTGROWN, encoding="utf-8")
+    options = ("--model", f"{file}:build", "--mode", "inference", "--gpu-vram", "1100MiB")
+    result = memprof("profile", *options)
+    assert result.exit_code == 3
+    assert [line for line in result.stdout.splitlines() if "own code" in line and "out of memory" in line]
+    report = memprof("profile", *options, "--json").json
+    finding = next(finding for finding in report["findings"] if finding["id"] == "fragmentation")
+    assert any("pinned by" in line["text"] and "cublas workspace" in line["text"] for line in finding["evidence"])
+
+
 def test_text_shows_the_message_of_torch(memprof):
     text = memprof("profile", "--model", "gpt2", "--gpu-vram", "2").stdout
     shown = " ".join(text.split())

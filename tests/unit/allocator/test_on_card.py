@@ -70,6 +70,21 @@ def test_layout_at_an_event_names_the_storages():
     assert [segment.allocated for segment in segments] == [0, 2 * MIB] and list(owners.values()) == [second]
 
 
+def test_layout_when_the_card_refuses():
+    """All of the cache that can be given back has been: what is left is pinned."""
+    script = Script()
+    whole, wide = script.new(100 * MIB), script.new(60 * MIB)
+    script.free(whole, wide)
+    small = script.new(40 * MIB)  # in the segment of 60
+    script.new(150 * MIB)
+    run = replay_on_card(script.trace, Card(200 * MIB, 0))
+    segments, owners = run.layout_at_oom()
+    assert [(segment.size, segment.largest_free) for segment in segments] == [(60 * MIB, 20 * MIB)]
+    assert list(owners.values()) == [small]
+    with pytest.raises(ValueError, match="fits"):
+        replay_on_card(script.trace, None).layout_at_oom()
+
+
 def test_expandable_segments_use_what_was_freed():
     run = replay_on_card(outgrown_blocks(), Card(200 * MIB, CONTEXT))
     assert run.under(parse_config("expandable_segments:True")) == (120 * MIB, True)
