@@ -2,7 +2,7 @@
 # make test     everything that CI checks: ruff, mypy, import-linter, pytest
 # make lint     the same without pytest;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md and the outputs shown in README.md and docs/accuracy.md
-# make bench    how fast the simulation is
+# make bench    how fast the simulation and the allocator's replay are
 # make clean    removes .venv and caches
 #
 # PYTHON=python3.12 make demo  uses another interpreter than python3.
@@ -37,6 +37,7 @@ docs: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.simulate
+	$(BIN)/python -m tests.benchmarks.replay
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -20,6 +20,9 @@ from memprof.allocator.stats import Counters, Statistics
 from memprof.allocator.streams import Completion, PendingFrees
 from memprof.errors import UsageError
 
+SPLIT_SLACK = SMALL_SIZE
+"""A block of the large pool is split when more than this would be left over."""
+
 UNKNOWN_SPACE = 1 << 50
 """Address space of an expandable segment when the card's memory is not known: more than any card has."""
 
@@ -82,22 +85,9 @@ class CachingAllocator:
         """captures_underway: while one is, no events are polled and no cached segments are given back."""
         self.max_split_size = config.max_split_size
         self.divisions = config.roundup_power2_divisions
+        self._rounded: dict[int, int] = {}
         self.gc_enabled = self.allowed_bytes is not None and config.garbage_collection_threshold > 0
         self._plain_search = not self.expandable and not self.gc_enabled
-
-    def lift_limit(self) -> None:
-        """From now on, behave as on a card without limit.
-
-        Raises:
-            TypeError: the driver is a real one, or recorded.
-        """
-        if not isinstance(self.driver, SimulatedDriver):
-            raise TypeError("only a simulated card can do without its limit")
-        self.driver.lift_limit()
-        self.allowed_bytes = None
-        self.gc_enabled = False
-        # Address space is reserved by the size of the card.
-        self.segment_store.address_space = UNKNOWN_SPACE
 
     # -- malloc and free -------------------------------------------------------------------------------------------
 
@@ -110,7 +100,7 @@ class CachingAllocator:
         if self.pending.waiting and not self.capturing:
             self.pending.poll()
         if self.divisions:
-            size = max(round_size(num_bytes, self.divisions), MIN_BLOCK)
+            size = self._rounded.get(num_bytes, 0) or self._round(num_bytes)
         else:
             size = (num_bytes + 511) & -512 or MIN_BLOCK
         home = self.default_pool if pool is DEFAULT_POOL else self.pools[pool]
@@ -192,6 +182,11 @@ class CachingAllocator:
                 count.requested_bytes_peak = count.requested_bytes
         return block
 
+    def _round(self, num_bytes: int) -> int:
+        """`round_size` with divisions, remembered: a run asks for few different sizes."""
+        size = self._rounded[num_bytes] = max(round_size(num_bytes, self.divisions), MIN_BLOCK)
+        return size
+
     def free(self, block: Block) -> None:
         """Give `block` back (`free`): at once, or when the streams that used it are done."""
         size = block.size
@@ -247,8 +242,18 @@ class CachingAllocator:
                 split_count += 1
                 split_bytes += block.size
             if split_count or split_bytes:
-                counters.change_inactive_split(split_count, split_bytes)
-                total.change_inactive_split(split_count, split_bytes)
+                # Counters.change_inactive_split, in line.
+                for count in (counters, total):
+                    count.inactive_split += split_count
+                    count.inactive_split_bytes += split_bytes
+                    if split_count > 0:
+                        count.inactive_split_added += split_count
+                        if count.inactive_split > count.inactive_split_peak:
+                            count.inactive_split_peak = count.inactive_split
+                    if split_bytes > 0:
+                        count.inactive_split_bytes_added += split_bytes
+                        if count.inactive_split_bytes > count.inactive_split_bytes_peak:
+                            count.inactive_split_bytes_peak = count.inactive_split_bytes
 
     # -- finding and obtaining a block -----------------------------------------------------------------------------
 
@@ -283,14 +288,16 @@ class CachingAllocator:
         owner.remove(block)
         return block
 
-    def has_free_block(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
-        """Whether a request of `size` bytes (rounded) would be served without asking the driver."""
+    def needs_driver(self, size: int, stream: int, pool: PoolId = DEFAULT_POOL) -> bool:
+        """Whether a request of `size` bytes (rounded) could not be served without asking the driver."""
         sized = self.pools[pool].small if size <= SMALL_SIZE else self.pools[pool].large
         owner = sized.of_stream(stream)
         block = self._search(owner, size)
         if block is not None:
             owner.insert(block)
-        return block is not None
+            return False
+        room = self.segment_store.find_room(owner, size) if self.expandable else None
+        return room is None or not room.mapped or room.size < size
 
     def _splits(self, home: PrivatePool, owner: StreamPool, size: int, remaining: int) -> bool:
         """`should_split`."""
@@ -298,7 +305,7 @@ class CachingAllocator:
             return False
         if owner.is_small or self.expandable:
             return remaining >= MIN_BLOCK
-        return size < self.max_split_size and remaining > SMALL_SIZE
+        return size < self.max_split_size and remaining > SPLIT_SLACK
 
     def _obtain(self, owner: StreamPool, num_bytes: int, size: int) -> Block:
         """What `malloc` does when no free block serves: collect, ask the driver, overflow pools, release, give up."""
@@ -403,6 +410,12 @@ class CachingAllocator:
     def end_capture(self, pool: PoolId) -> None:
         """The capture is over; its pool stays until `release_pool`."""
         self.capturing.remove(pool)
+
+    def lift_limit(self) -> None:
+        """Forget the card's size: no fraction of it is a limit any more, nor is address space taken after it."""
+        self.allowed_bytes = None
+        self.gc_enabled = False
+        self.segment_store.address_space = UNKNOWN_SPACE
 
     @property
     def counters(self) -> Counters:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.allocator.releases import LATEST, Release
+from memprof.errors import MemprofError
 
 ONE_EXABYTE = 1 << 60
 """Requests of at least this size are refused outright (`allocate` in CUDACachingAllocator.cpp)."""
@@ -72,8 +73,10 @@ class OomReport:
         )
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(MemprofError):
     """The allocator could not serve a request, as torch.cuda.OutOfMemoryError."""
+
+    exit_code = 3
 
     def __init__(self, report: OomReport, release: Release = LATEST) -> None:
         super().__init__(report.message(release))

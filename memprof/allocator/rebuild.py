@@ -24,6 +24,9 @@ from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
 from memprof.allocator.segments import Segments
 from memprof.trace.snapshot import Action, BlockState, SnapshotEvent, SnapshotSegment
 
+OTHER_STREAM = -1
+"""Which stream a late free waited for is not recorded."""
+
 
 @dataclass(slots=True)
 class LiveBlock:
@@ -118,7 +121,7 @@ class _Ranges:
     def __init__(self, segments: list[SnapshotSegment], config: AllocatorConfig) -> None:
         self.large_segment = config.large_segment_size
         self.by_address: dict[int, Range] = {}
-        self.expandable: list[int] = []
+        self.order: list[int] = []
         for segment in segments:
             self._add(
                 Range(
@@ -140,41 +143,52 @@ class _Ranges:
             found = self.by_address.get(address)
             if found is None or found.size != size or found.expandable:
                 return f"takes a segment at {address:#x} that is not there afterwards"
-            del self.by_address[address]
-        elif event.action is Action.SEGMENT_FREE:
-            if address in self.by_address:
-                return f"gives a segment at {address:#x} back that is still there afterwards"
-            # Every segment of the small pool has this size, and none of the large pool.
-            self._add(Range(address, size, event.stream, size == SMALL_BUFFER, event.pool_id, expandable=False))
+            self._remove(found)
         elif event.action is Action.SEGMENT_MAP:
-            at = bisect_right(self.expandable, address) - 1
-            found = self.by_address.get(self.expandable[at]) if at >= 0 else None
-            if found is None or found.address + found.size < address + size:
+            found = self._at(address)
+            if found is None or not found.expandable or _end(found) < address + size:
                 return f"maps memory at {address:#x} that is not there afterwards"
-            del self.by_address[found.address]
-            del self.expandable[at]
+            self._remove(found)
             if address > found.address:
                 self._add(_part(found, found.address, address))
-            if address + size < found.address + found.size:
-                self._add(_part(found, address + size, found.address + found.size))
-        elif event.action is Action.SEGMENT_UNMAP:
-            run = Range(address, size, event.stream, False, event.pool_id, expandable=True)
-            near = bisect_left(self.expandable, address)
-            known = [self.by_address[self.expandable[i]] for i in (near - 1, near) if 0 <= i < len(self.expandable)]
-            for other in known:
-                if other.address + other.size == address or address + size == other.address:
-                    run = _part(other, min(run.address, other.address), max(_end(run), _end(other)))
-                    del self.by_address[other.address]
-                    self.expandable.remove(other.address)
-            if run.address == address and run.size == size:
-                run.is_small = self.is_small(size)
+            if address + size < _end(found):
+                self._add(_part(found, address + size, _end(found)))
+        elif event.action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
+            at = bisect_left(self.order, address)
+            if self._at(address) is not None or (at < len(self.order) and self.order[at] < address + size) or not size:
+                return f"gives memory at {address:#x} back that is still there afterwards"
+            expandable = event.action is Action.SEGMENT_UNMAP
+            # Every segment of the small pool has this size, and none of the large pool.
+            small = self.is_small(size) if expandable else size == SMALL_BUFFER
+            run = Range(address, size, event.stream, small, event.pool_id, expandable)
+            if expandable:
+                run = self._joined(run)
             self._add(run)
         return None
 
+    def _joined(self, run: Range) -> Range:
+        """The expandable `run` with the mapped runs that touch it, which are taken out."""
+        at = bisect_left(self.order, run.address)
+        touching = [self.by_address[address] for address in self.order[max(at - 1, 0) : at + 1]]
+        for other in touching:
+            if other.expandable and (_end(other) == run.address or _end(run) == other.address):
+                run = _part(other, min(run.address, other.address), max(_end(run), _end(other)))
+                self._remove(other)
+        return run
+
+    def _at(self, address: int) -> Range | None:
+        """The range that `address` lies in."""
+        at = bisect_right(self.order, address) - 1
+        found = self.by_address[self.order[at]] if at >= 0 else None
+        return found if found is not None and address < _end(found) else None
+
     def _add(self, run: Range) -> None:
         self.by_address[run.address] = run
-        if run.expandable:
-            insort(self.expandable, run.address)
+        insort(self.order, run.address)
+
+    def _remove(self, run: Range) -> None:
+        del self.by_address[run.address]
+        del self.order[bisect_left(self.order, run.address)]
 
 
 def _end(run: Range) -> int:
@@ -271,6 +285,9 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
                 block = following
             rest = split_right(block, known.size) if known.size < block.size else None
             _take(block, known, found)
+            if known.pending:
+                block.uses = {OTHER_STREAM}
+                allocator.pending.add(block, capturing=False)
             if rest is None:
                 break
             block = rest
@@ -342,5 +359,3 @@ def _take(block: Block, known: LiveBlock, found: dict[int, Block]) -> None:
         counters.allocated_bytes += block.size
         counters.allocation_peak = counters.allocation
         counters.allocated_bytes_peak = counters.allocated_bytes
-    if known.pending:
-        block.events = 1

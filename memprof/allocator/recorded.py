@@ -11,24 +11,20 @@ import contextlib
 from dataclasses import dataclass
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
-from memprof.allocator.caching import UNKNOWN_SPACE, CachingAllocator
+from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import config_from_settings
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
-from memprof.allocator.rebuild import State, restore, state_before
+from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
+from memprof.allocator.recorded_driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
 
-_OTHER_STREAM = -1
-"""Which stream a late free waited for is not recorded."""
+MAX_READINGS = 64
+"""Replays of one trace at most."""
 
-_FOREIGN = 1 << 56
-"""Addresses for segments that the recording did not take."""
-
-_DRIVER = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
-_RETURNS = (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP)
 _ENDS = (Action.ALLOC, Action.OOM)
 
 
@@ -75,110 +71,40 @@ def replay_snapshot(snapshot: Snapshot, total_bytes: int | None = None) -> list[
     Raises:
         UsageError: the snapshot's settings are ones that torch would refuse, or of another allocator.
     """
-    return [_Replay(snapshot, device, total_bytes).run() for device in snapshot.devices]
+    return [_replay_device(snapshot, device, total_bytes) for device in snapshot.devices]
 
 
-class RecordedDriver:
-    """Answers as the recorded driver did. `at` moves through the segment events."""
+def _replay_device(snapshot: Snapshot, device: int, total_bytes: int | None) -> Recorded:
+    """The longest replay of one device. Where a recording can be read in two ways, the other is tried on a difference.
 
-    def __init__(self, events: list[SnapshotEvent], large_segment: int) -> None:
-        self.events = events
-        self.large_segment = large_segment
-        self.stream = 0
-        self.small = False
-        """What the request is for: set before each."""
-        self.spaces: dict[int, int] = {}
-        """Reservations by address, with their sizes."""
-        self.at = 0
-        self.problem: str | None = None
-        self._foreign = _FOREIGN
-
-    def malloc(self, size: int) -> int | None:
-        """The address of the next recorded segment; None if the recorded driver refused."""
-        event = self.next()
-        if event is not None and event.action is Action.SEGMENT_ALLOC and event.size == size:
-            self.at += 1
-            return event.address
-        if event is not None and (event.action in _RETURNS or event.action is Action.OOM):
-            return None
-        self.differs(f"a segment of {size} bytes was not taken")
-        return self._new(size)
-
-    def free(self, address: int, size: int) -> None:
-        """Must be the next recorded one."""
-        self._given_back(Action.SEGMENT_FREE, address, size)
-
-    def reserve(self, size: int) -> int:
-        """Where the next recorded mapping for this stream and pool is; it may be far off, if this one is refused."""
-        for event in self.events[self.at :]:
-            if (
-                not self._taken(event.address)
-                and event.action is Action.SEGMENT_MAP
-                and event.stream == self.stream
-                and (event.size % self.large_segment != 0) == self.small
-            ):
-                self.spaces[event.address] = size
-                return event.address
-        address = self._new(size)
-        self.spaces[address] = size
-        return address
-
-    def unreserve(self, address: int, size: int) -> None:
-        """Not recorded."""
-        del self.spaces[address]
-
-    def map(self, address: int, size: int) -> bool:
-        """Whether the recorded driver had the memory."""
-        event = self.next()
-        if event is not None and event.action is Action.SEGMENT_MAP and (event.address, event.size) == (address, size):
-            self.at += 1
-            return True
-        if event is not None and (event.action in _RETURNS or event.action is Action.OOM):
-            return False
-        self.differs(f"{size} bytes at {address:#x} were not mapped")
-        return True
-
-    def unmap(self, address: int, size: int) -> None:
-        """Must be the next recorded one."""
-        self._given_back(Action.SEGMENT_UNMAP, address, size)
-
-    def memory_info(self) -> tuple[int, int]:
-        """The card's memory is not recorded."""
-        return 0, 0
-
-    def _given_back(self, action: Action, address: int, size: int) -> None:
-        event = self.next()
-        if event is not None and (event.action, event.address, event.size) == (action, address, size):
-            self.at += 1
-        else:
-            self.differs(f"{size} bytes at {address:#x} were not given back here")
-
-    def next(self) -> SnapshotEvent | None:
-        """The next event of the driver's, or of what ends a request."""
-        while self.at < len(self.events) and self.events[self.at].action is Action.FREE_COMPLETED:
-            self.at += 1
-        return self.events[self.at] if self.at < len(self.events) else None
-
-    def differs(self, problem: str) -> None:
-        """Remember the first difference."""
-        self.problem = self.problem or problem
-
-    def _taken(self, address: int) -> bool:
-        """Whether a reservation is there; of one whose size is not known, only its beginning says so."""
-        return any(
-            address == base or (size < UNKNOWN_SPACE and base <= address < base + size)
-            for base, size in self.spaces.items()
-        )
-
-    def _new(self, size: int) -> int:
-        self._foreign += size
-        return self._foreign - size
+    Memory that goes back just before a request may be a call of empty_cache, or the request's own doing; frees that
+    other streams held up may have been found done, or been waited for.
+    """
+    choices: dict[int, bool] = {}
+    best: Recorded | None = None
+    for _ in range(MAX_READINGS):
+        replay = _Replay(snapshot, device, total_bytes, choices)
+        found = replay.run()
+        if best is None or found.exact or found.identical_addresses > best.identical_addresses:
+            best = found
+        untried = [place for place in replay.choices if place not in choices]
+        if found.exact or not untried:
+            break
+        # Back to the last choice that can still be made otherwise; what was forced before it stays.
+        last = untried[-1]
+        choices = {place: own for place, own in choices.items() if place < last}
+        choices[last] = not replay.choices[last]
+    assert best is not None
+    return best
 
 
 class _Replay:
     """One device's trace."""
 
-    def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None) -> None:
+    def __init__(self, snapshot: Snapshot, device: int, total_bytes: int | None, forced: dict[int, bool]) -> None:
+        self.forced = forced
+        self.choices: dict[int, bool] = {}
+        """By event: whether what is recorded there was taken to be the next request's own doing."""
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
         trace = snapshot.traces[device] if device < len(snapshot.traces) else []
@@ -195,18 +121,23 @@ class _Replay:
             maps = any(event.action is Action.SEGMENT_MAP for event in self.events)
             self.allocator.expandable |= maps or any(segment.expandable for segment in self.final)
         self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
+        self.first: Difference | None = None
+        self.identical = 0
+        self.live: dict[int, Block] = {}
+        self.pending: dict[int, Block] = {}
+        if self.state.contradictions:
+            self.differs(0, "the beginning cannot be rebuilt")
+            return
         self.live = restore(self.allocator, self.state)
         self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
         self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
-        self.first: Difference | None = None
-        self.identical = 0
 
     def run(self) -> Recorded:
         index = 0
         while index < len(self.events) and self.first is None:
             event = self.events[index]
             if event.action is Action.FREE_REQUESTED:
-                self.free(index, event)
+                index += self.free(index, event)
             elif event.action in _ENDS:
                 self.request(index, index)
             else:
@@ -238,18 +169,20 @@ class _Replay:
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
         own = last is not None and last.action in _ENDS and self.is_own(window, last)
+        if last is not None and last.action in _ENDS and any(event.action not in TAKES for event in window):
+            own = self.choices[start] = self.forced.get(start, own)
         if own:
             self.request(start, end)
             return end + 1
         # Done before the request; what is taken from the driver after it may still be the request's own.
-        taken = next((at for at in range(start, end) if self.events[at].action in _DRIVER), end)
+        taken = next((at for at in range(start, end) if self.events[at].action in TAKES), end)
         if taken > start:
             end = taken
         self.driver.at = start
         for event in self.events[start:end]:
             if event.action is Action.FREE_COMPLETED:
                 self.complete(event.address)
-            elif event.action in _RETURNS and self.driver.at <= start:
+            elif event.action in RETURNS and self.driver.at <= start:
                 # Nothing but empty_cache gives segments back outside a request.
                 self.allocator.empty_cache()
         left = self.driver.next()
@@ -261,17 +194,38 @@ class _Replay:
     def is_own(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
         """Whether the request `last` did what is in `window`: then it found no free block, and went to the driver."""
         actions = {event.action for event in window}
-        if last.action is Action.ALLOC and not actions & {*_DRIVER}:
+        if last.action is Action.ALLOC and not actions & {*TAKES} and not self.kept_edge(window, last):
             return False
         size = max(round_size(last.size, self.allocator.divisions), MIN_BLOCK)
-        if self.allocator.has_free_block(size, last.stream, self.pool_of(last)):
+        if not self.allocator.needs_driver(size, last.stream, self.pool_of(last)):
             return False
-        if Action.FREE_COMPLETED in actions or not actions & {*_RETURNS}:
-            return True
-        # The same segments in the same order as empty_cache gives them back: then it was that, or as good as that.
-        returned = [event.address for event in window if event.action in _RETURNS]
-        first = window[0].action in _RETURNS
-        return not (first and returned == _releasable(self.allocator))
+        returned = [event.address for event in window if event.action in RETURNS]
+        if not returned:
+            # Frees of other streams are found done when the request begins, unless it had to wait for them.
+            return Action.FREE_COMPLETED not in actions or last.action is Action.OOM
+        # A request that is refused gives back as empty_cache does, but oversize segments before all others.
+        oversize = self.oversize(size, last)
+        return oversize is None or returned[0] == oversize
+
+    def kept_edge(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
+        """Whether `last` got what was left in front of memory that `window` unmaps: a refused request looks there."""
+        unmapped = {event.address for event in window if event.action is Action.SEGMENT_UNMAP}
+        home = self.allocator.pools[self.pool_of(last)]
+        owners = [sized.streams[last.stream] for sized in (home.small, home.large) if last.stream in sized.streams]
+        free = (block for owner in owners for block in owner.blocks.values() if block.segment.expandable)
+        return any(block.address == last.address and whole_units(block)[0] in unmapped for block in free)
+
+    def oversize(self, size: int, last: SnapshotEvent) -> int | None:
+        """Address of the segment that a refused request would give back first because of max_split_size, if any."""
+        limit = self.allocator.max_split_size
+        home = self.allocator.pools[self.pool_of(last)]
+        owner = (home.small if size <= SMALL_SIZE else home.large).of_stream(last.stream)
+        whole = [owner.blocks[key] for key in owner.keys]
+        large = [block for block in whole if block.size >= limit and not block.segment.expandable]
+        enough = [block for block in large if block.size >= size]
+        if enough:
+            return enough[0].address
+        return large[-1].address if large else None
 
     def request(self, start: int, index: int) -> None:
         """The allocation or refusal at `index`, which did what is recorded from `start` on."""
@@ -305,20 +259,22 @@ class _Replay:
         if block is not None and block.events:  # else a wait within the allocator has found it done
             self.allocator.complete(block)
 
-    def free(self, index: int, event: SnapshotEvent) -> None:
+    def free(self, index: int, event: SnapshotEvent) -> int:
+        """The free at `index`; how many of the events after it belong to it."""
         block = self.live.pop(event.address, None)
         if block is None:
             self.differs(index, f"{event.address:#x} is freed, but nothing is there")
-            return
+            return 0
         following = self.events[index + 1] if index + 1 < len(self.events) else None
         at_once = following is not None and (following.action, following.address) == (
             Action.FREE_COMPLETED,
             event.address,
         )
         if not at_once:
-            self.allocator.record_stream(block, _OTHER_STREAM)
+            self.allocator.record_stream(block, OTHER_STREAM)
             self.pending[event.address] = block
         self.allocator.free(block)
+        return int(at_once)
 
     def check_driver(self, index: int) -> None:
         if self.driver.problem is not None:
@@ -346,23 +302,9 @@ class _Replay:
             return f"where {self.state.ambiguous} blocks of the beginning end is not recorded"
         if any(run.expandable for run in self.state.ranges):
             return "the address space of the expandable segments that were there at the beginning is not recorded"
+        if self.choices:
+            return f"what gave memory back at event {self.places[max(self.choices)]} is not recorded"
         return ""
-
-
-def _releasable(allocator: CachingAllocator) -> list[int]:
-    """Addresses of what empty_cache would give back now, in its order."""
-    found: list[int] = []
-    for sized in (allocator.default_pool.large, allocator.default_pool.small):
-        unmapped: list[int] = []
-        for block in sized.free_blocks():
-            if block.segment.expandable:
-                begin, end = whole_units(block)
-                if begin < end:
-                    unmapped.append(begin)
-            elif block.prev is None and block.next is None:
-                found.append(block.address)
-        found += unmapped
-    return found
 
 
 _Blocks = tuple[tuple[int, int, str], ...]

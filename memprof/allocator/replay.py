@@ -93,6 +93,7 @@ class Replayer:
                 self.timeline.first_oom = FirstOom(self.event, error.report, str(error))
             if not isinstance(self.allocator.driver, SimulatedDriver):
                 raise
+            self.allocator.driver.lift_limit()
             self.allocator.lift_limit()
         try:
             return self.allocator.malloc(num_bytes, stream)

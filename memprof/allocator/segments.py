@@ -81,7 +81,7 @@ class Segments:
 
         What was mapped before the refusal stays, as free memory.
         """
-        block = self._room(owner, size)
+        block = self.find_room(owner, size) or self._reserve(owner)
         if not block.mapped:
             mapped = self._map(block, min(block.size, size))
             if mapped is None:
@@ -130,18 +130,23 @@ class Segments:
             del self.live[segment.address]
             self.driver.unreserve(segment.address, segment.size)
 
-    def _room(self, owner: StreamPool, size: int) -> Block:
-        """The first stretch of free and unmapped blocks that holds `size`, in address order; else a new segment."""
+    def find_room(self, owner: StreamPool, size: int) -> Block | None:
+        """The first stretch of free and unmapped blocks that holds `size`, in address order."""
         for address in owner.unmapped:
             block = owner.unmapped_blocks[address]
             if block.prev is not None and block.prev.free:
                 block = block.prev
-            found, at = 0, block
+            found = 0
+            at: Block | None = block
             while found < size and at is not None and at.free:
                 found += at.size
-                at = at.next  # type: ignore[assignment]
+                at = at.next
             if found >= size:
                 return block
+        return None
+
+    def _reserve(self, owner: StreamPool) -> Block:
+        """A new expandable segment: one block of address space without memory."""
         unit = self.unit(owner)
         space = -(-self.address_space // unit) * unit
         block = self.adopt(owner, self.driver.reserve(space), space, expandable=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memprof.capture.virtual.calls import Call, Operator
-from memprof.capture.virtual.convolution import suggested_format
+from memprof.capture.virtual.copies import suggested_format
 from memprof.trace.events import GPU
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ _dropout = torch.dropout
 _linear = torch._C._nn.linear
 _cross_entropy: Callable[..., torch.Tensor] = torch._C._nn.cross_entropy_loss
 _nll_loss: Callable[..., torch.Tensor] = torch._C._nn.nll_loss_nd
+_one_hot: Callable[..., torch.Tensor] = torch._C._nn.one_hot
 _NoTorchFunction = torch._C.DisableTorchFunction
 
 
@@ -43,6 +44,7 @@ class Composites:
             _dropout: self._dropout,
             _linear: self._linear,
             _cross_entropy: self._cross_entropy,
+            _one_hot: self._one_hot,
             **BatchNorm(self._on_gpu).handlers(),
             **Recurrent(self._recording, self._on_gpu).handlers(),
             **{
@@ -126,6 +128,15 @@ class Composites:
         """Whether a reduction of `input` inside a C++ function would be made in float32 by autocast."""
         half = input.dtype in (torch.float16, torch.bfloat16)
         return half and torch.is_autocast_enabled("cuda") and self._on_gpu(input)
+
+    def _one_hot(self, input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        """Ones scattered into zeros; on meta tensors C++ would compare with a range (native/Onehot.cpp)."""
+        if not self._on_gpu(input) or not input.numel() or input.dtype is not torch.int64:
+            return _one_hot(input, num_classes)
+        if num_classes == -1:
+            num_classes = int(input.max().item()) + 1
+        result = torch.zeros((*input.shape, num_classes), dtype=torch.int64, device=input.device)
+        return result.scatter_(-1, input.unsqueeze(-1), 1)
 
     def _rms_norm(
         self, input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memprof.capture.virtual.calls import Call, Operator
+from memprof.capture.virtual.copies import suggested_format
 from memprof.capture.virtual.reductions import opmath, reduction_buffers
 from memprof.trace.events import GPU
 
@@ -28,27 +29,6 @@ WORKSPACE = (
     "mostly small and gone when the call returns, but with torch.backends.cudnn.benchmark as large as the card allows "
     "while algorithms are tried."
 )
-
-
-def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
-    """`Tensor::suggest_memory_format`: channels-last where the strides say so."""
-    rank = tensor.dim()
-    if rank not in (4, 5) or not _channels_last(tensor.size(), tensor.stride()):
-        return _CONTIGUOUS
-    return torch.channels_last if rank == 4 else torch.channels_last_3d
-
-
-@functools.lru_cache(maxsize=4096)
-def _channels_last(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """c10/core/MemoryFormat.h, is_channels_last_strides: in doubt (one channel, one position) not."""
-    if not stride[1]:
-        return False
-    least = 0
-    for dim in (1, *range(len(size) - 1, 1, -1), 0):
-        if not size[dim] or stride[dim] < least or (dim == 0 and least == stride[1]):
-            return False
-        least = stride[dim] * size[dim]
-    return True
 
 
 def cudnn_format(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:

@@ -50,8 +50,8 @@ class DeviceMode(TorchFunctionMode):
         self._handlers: dict[Any, Callable[..., Any]] = {
             **{func: self._choosing(choose) for func, choose in composites.items()},
             **{
-                getattr(torch, name): functools.partial(self._recurrent, f"aten.{name}", getattr(torch, name))
-                for name in _RECURRENT
+                func: functools.partial(self._recurrent, f"aten.{name}", composites.get(func, func))
+                for name, func in _RECURRENT.items()
             },
             _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
             _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
@@ -64,6 +64,7 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.cpu: self._to_cpu,
             **self.interchange.handlers(),
             _Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
+            _Tensor.__getitem__: self._choosing(self._getitem),
             _Tensor.__setitem__: self._setitem,
             torch._C._nn._parse_to: _parse_to,
             torch.device: self._make_device,
@@ -131,12 +132,17 @@ class DeviceMode(TorchFunctionMode):
         return args if len(mismatches) == before else (target, *self._moved(args[1:]))
 
     def _recurrent(self, op: str, func: Any, *args: Any) -> Any:
-        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's."""
-        tensors = tensors_of(list(args))
+        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's.
+
+        The lengths of packed sequences are integers, and always on the host.
+        """
+        tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
         if {self._believed(tensor) for tensor in tensors if tensor.dim()} >= {GPU, HOST}:
             with _NoTorchFunction():
                 self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
-            args = self._moved(args)
+            args = tuple(
+                arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg) for arg in args
+            )
         return func(*args)
 
     def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +235,23 @@ class DeviceMode(TorchFunctionMode):
             device = torch.utils._device.CURRENT_DEVICE
         return tensor if device is None else self._to(tensor, device)
 
+    def _getitem(self, tensor: torch.Tensor, index: Any) -> Any:
+        if _has_list(index):
+            index = self._indices(tensor, index)
+        return _Tensor.__getitem__(tensor, index)
+
+    def _indices(self, tensor: torch.Tensor, index: Any) -> Any:
+        """Lists of numbers in an index become tensors beside `tensor` (python_variable_indexing.cpp,
+        sequenceToVariable), which C++ would make where no mode sees them."""
+        if isinstance(index, tuple):
+            return tuple(self._indices(tensor, part) if type(part) is list else part for part in index)
+        if not index or not all(type(part) in (int, bool) for part in index):
+            return index
+        return self._to(torch.tensor(index, device=_CPU), self._device(tensor))
+
     def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if _has_list(index):
+            index = self._indices(tensor, index)
         if isinstance(value, (bool, int, float)) and self._believed(tensor) == GPU:
             # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
@@ -352,17 +374,32 @@ class DeviceMode(TorchFunctionMode):
         return _str
 
     def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for torch's grouping of tensors by device, which optimizers and gradient clipping ask whether
-        there are kernels for whole lists."""
+        """The replacement for `torch._C._group_tensors_by_device_and_dtype`, whose groups name their device.
 
-        def group(lists: Any, with_indices: bool = False) -> Any:
-            groups = {}
-            for (device, dtype), members in original(lists, with_indices).items():
-                first = next((tensor for tensor in members[0][0] if tensor is not None), None)
-                groups[device if first is None else self._device(first), dtype] = members
+        Optimizers and gradient clipping choose by it the operators on whole lists. What is all "meta" may be of two
+        devices, and tensors of the host may be real or virtual.
+        """
+
+        def group(tensor_lists: Any, with_indices: bool = False) -> Any:
+            groups: dict[Any, Any] = {}
+            for (_, dtype), (lists, indices) in original(tensor_lists, with_indices).items():
+                for column, tensor in enumerate(lists[0]):
+                    key = (self._device(tensor), dtype)
+                    if key not in groups:
+                        groups[key] = ([[] for _ in lists], [])
+                    parts, numbers = groups[key]
+                    for part, members in zip(parts, lists, strict=True):
+                        if members:
+                            part.append(members[column])
+                    if indices:
+                        numbers.append(indices[column])
             return groups
 
         return group
+
+
+def _has_list(index: Any) -> bool:
+    return type(index) is list or (type(index) is tuple and any(type(part) is list for part in index))
 
 
 def _in_place(func: Any) -> bool:
@@ -410,7 +447,9 @@ def _overridden(tensors: Any) -> bool:
     return False
 
 
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_RECURRENT: dict[str, Callable[..., Any]] = {
+    name: getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}
 _NONFINITE: dict[Any, bool] = {
     torch.isfinite: True,
     _Tensor.isfinite: True,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memprof.capture.virtual.calls import Call, Operator
+from memprof.capture.virtual.copies import contiguous
 from memprof.capture.virtual.sorting import radix_sort_scratch, scan_scratch
 from memprof.trace.events import GPU
 
@@ -44,9 +45,8 @@ def embedding_dense_backward(mode: RecordingMode, operator: Operator, call: Call
             taken.remove(index)
             mode.recorder.free_hidden(index)
 
-    for tensor in (grad, indices):
-        if not tensor.is_contiguous():
-            take(tensor.numel() * tensor.element_size())
+    for copied in contiguous(indices, grad):
+        take(copied)
     count, item, width = indices.numel(), indices.element_size(), grad.shape[-1]
     many = count > FEW_INDICES or by_frequency
     if many:

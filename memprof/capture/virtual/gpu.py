@@ -282,6 +282,19 @@ class VirtualGpu:
             mode.autocast.clear_cache()
 
         self._patches.set(torch, "clear_autocast_cache", clear)
+        run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        recording = self.recording
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # A dispatch mode runs with autocast off; what the engine calls inside a region is cast all the same.
+            outer = recording.cast
+            recording.cast = mode.autocast.cast if torch.is_autocast_enabled("cuda") else None
+            try:
+                return run_backward(*args, **kwargs)
+            finally:
+                recording.cast = outer
+
+        self._patches.set(torch.autograd, "_engine_run_backward", run)
 
     def _watch_optimizers(self) -> None:
         """Optimizer steps are seen through torch's own global hooks, which every optimizer class honours."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memprof.capture.virtual import norms, sorting
+from memprof.capture.virtual import copies, norms, sorting
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.reductions import REDUCTIONS, opmath
 
@@ -83,16 +83,9 @@ def efficient_attention_backward(args: Any, card: Card) -> list[int]:
     return [4 * batch * heads * length]
 
 
-def cumsum_copy(args: Any) -> list[int]:
-    """Integers and booleans are summed as int64, from a copy (native/ReduceOps.cpp, impl_func_cum_ops)."""
-    data = args[0]
-    return [8 * data.numel()] if not data.is_floating_point() and data.dtype is not torch.int64 else []
-
-
 def embedding_copy(args: Any) -> list[int]:
     """Indices that cannot be viewed flat are copied (native/Embedding.cpp, embedding)."""
-    indices = args[1]
-    return [] if indices.is_contiguous() else [indices.numel() * indices.element_size()]
+    return copies.contiguous(args[1])
 
 
 _CHUNK = 65_536
@@ -104,10 +97,13 @@ def foreach_norm(args: Any) -> list[int]:
     """A float32 norm for each chunk of each tensor, as many as the largest tensor has (native/cuda/ForeachReduceOp.cu).
 
     It is made before the results and dropped with the call: gradient clipping takes it. Releases that have a global
-    norm make a buffer of 320 and a scalar for that as well.
+    norm make a buffer of 320 and a scalar for that as well. Other orders than 1, 2 and infinity are taken one by one.
     """
     tensors = args[0]
+    order = args[1] if len(args) > 1 else 2
     if not tensors or len({tensor.dtype for tensor in tensors}) > 1 or not tensors[0].is_floating_point():
+        return []
+    if order not in (1, 2, math.inf):
         return []
     item = opmath(tensors[0])
     chunks = max(-(-tensor.numel() // _CHUNK) for tensor in tensors)
@@ -137,16 +133,16 @@ def _matrix_copies(first: int) -> Callable[[Any], list[int]]:
 
 
 INPUT_COPIES: dict[Any, Callable[[Any], list[int]]] = {
-    _aten.cumsum: cumsum_copy,
     _aten.embedding: embedding_copy,
     _aten._foreach_norm: foreach_norm,
     _aten.mm: _matrix_copies(0),
     _aten.bmm: _matrix_copies(0),
     _aten.addmm: _matrix_copies(1),
     _aten.baddbmm: _matrix_copies(1),
+    **copies.INPUT_COPIES,
     **norms.INPUT_COPIES,
 }
-"""Copies of inputs that an operator makes before its outputs and drops when it returns."""
+"""What an operator takes before its outputs and drops when it returns: copies of its inputs, mostly."""
 
 
 def safe_softmax(args: Any, card: Card) -> list[int]:
@@ -155,19 +151,14 @@ def safe_softmax(args: Any, card: Card) -> list[int]:
     return [scores.numel(), scores.numel() // scores.shape[-1]]
 
 
-def _copied(*tensors: torch.Tensor) -> list[int]:
-    """Contiguous copies of those that are not contiguous."""
-    return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous()]
-
-
 def softmax(args: Any, card: Card) -> list[int]:
     """A contiguous copy of the input, where it is none (native/cuda/SoftMax.cu, host_softmax)."""
-    return _copied(args[0])
+    return copies.contiguous(args[0])
 
 
 def log_softmax_backward(args: Any, card: Card) -> list[int]:
     """Contiguous copies of gradient and output, such as of an expanded gradient (SoftMax.cu, host_softmax_backward)."""
-    return _copied(args[0], args[1])
+    return copies.contiguous(args[0], args[1])
 
 
 def softmax_backward(args: Any, card: Card) -> list[int]:
@@ -176,7 +167,7 @@ def softmax_backward(args: Any, card: Card) -> list[int]:
     It is laid out as its factors are; then it and the output are made contiguous.
     """
     product = args[0] * args[1]
-    return [product.numel() * product.element_size(), *_copied(product, args[1])]
+    return [product.numel() * product.element_size(), *copies.contiguous(product, args[1])]
 
 
 def index_put_accumulate(args: Any, card: Card) -> list[int]:
@@ -200,6 +191,7 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
 
 TEMPORARIES: dict[Any, Callable[[Any, Card], list[int]]] = {
     **REDUCTIONS,
+    **copies.TEMPORARIES,
     **sorting.TEMPORARIES,
     **norms.TEMPORARIES,
     _aten.index_put: index_put_accumulate,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memprof.capture.virtual.card import Card
+from memprof.capture.virtual.copies import contiguous
 from memprof.capture.virtual.reductions import opmath, reduction_buffers
+
+if TYPE_CHECKING:
+    from memprof.capture.recorder import Place
+    from memprof.capture.virtual.calls import Call, Operator
+    from memprof.capture.virtual.recording import RecordingMode
 
 _aten = torch.ops.aten
 
@@ -18,18 +24,24 @@ _MAX_BLOCKS = 32 * 1024
 _MANY_ROWS = 64 * 1024
 
 
-def _copy(tensor: torch.Tensor) -> list[int]:
-    return [] if tensor.is_contiguous() else [tensor.numel() * tensor.element_size()]
-
-
 def layer_norm_copy(args: Any) -> list[int]:
-    """The input is made contiguous."""
-    return _copy(args[0])
+    """What is normalised, weight and bias are made contiguous (layer_norm_cuda)."""
+    return contiguous(args[0], *args[2:4])
 
 
 def layer_norm_backward_copy(args: Any) -> list[int]:
-    """So are the input and the gradient."""
-    return _copy(args[1]) + _copy(args[0])
+    """The same in the backward, before the gradients are made (layer_norm_backward_cuda)."""
+    return contiguous(args[1], *args[5:7])
+
+
+def rms_norm_copy(args: Any) -> list[int]:
+    """What is normalised and the weight are made contiguous (_fused_rms_norm_cuda)."""
+    return contiguous(args[0], args[2])
+
+
+def rms_norm_backward_copy(args: Any) -> list[int]:
+    """The same in the backward."""
+    return contiguous(args[1], args[4])
 
 
 def _partial_sums(data: torch.Tensor, width: int, parameters: int, card: Card) -> list[int]:
@@ -46,14 +58,31 @@ def _partial_sums(data: torch.Tensor, width: int, parameters: int, card: Card) -
 
 
 def layer_norm_backward(args: Any, card: Card) -> list[int]:
-    """Partial sums of the gradients of weight and bias (LaunchGammaBetaBackwardCUDAKernel)."""
+    """A contiguous gradient, then partial sums of the gradients of weight and bias.
+
+    The copy is made last, by LayerNormBackwardKernelImpl; the sums by LaunchGammaBetaBackwardCUDAKernel.
+    """
     wanted = int(bool(args[7][1])) + int(bool(args[7][2]))
-    return _partial_sums(args[1], math.prod(args[2]), wanted, card) if wanted else []
+    return contiguous(args[0]) + (_partial_sums(args[1], math.prod(args[2]), wanted, card) if wanted else [])
 
 
 def rms_norm_backward(args: Any, card: Card) -> list[int]:
-    """Partial sums of the gradient of the weight."""
-    return _partial_sums(args[1], math.prod(args[2]), 1, card) if args[5][1] else []
+    """A contiguous gradient, then partial sums of the gradient of the weight."""
+    return contiguous(args[0]) + (_partial_sums(args[1], math.prod(args[2]), 1, card) if args[5][1] else [])
+
+
+def norm_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """CUDA makes a contiguous gradient of the input; the meta kernel gives it the strides of its factors."""
+    result = mode.allocating(operator, call, place)
+    gradient = result[0]
+    if gradient is None or gradient.is_contiguous():
+        return result
+    # It is new and fills its storage, so that only its strides are others.
+    return (gradient.as_strided(gradient.size(), _strides(gradient.size())), *result[1:])
+
+
+def _strides(size: torch.Size) -> tuple[int, ...]:
+    return torch.empty(size, device="meta").stride()
 
 
 def group_norm(args: Any, card: Card) -> list[int]:
@@ -80,14 +109,16 @@ def group_norm_backward(args: Any, card: Card) -> list[int]:
 INPUT_COPIES: dict[Any, Any] = {
     _aten.native_layer_norm: layer_norm_copy,
     _aten.native_layer_norm_backward: layer_norm_backward_copy,
-    **({_aten._fused_rms_norm: layer_norm_copy} if hasattr(_aten, "_fused_rms_norm") else {}),
-    **(
-        {_aten._fused_rms_norm_backward: layer_norm_backward_copy} if hasattr(_aten, "_fused_rms_norm_backward") else {}
-    ),
+    **({_aten._fused_rms_norm: rms_norm_copy} if hasattr(_aten, "_fused_rms_norm") else {}),
+    **({_aten._fused_rms_norm_backward: rms_norm_backward_copy} if hasattr(_aten, "_fused_rms_norm_backward") else {}),
 }
 TEMPORARIES: dict[Any, Any] = {
     _aten.native_layer_norm_backward: layer_norm_backward,
     _aten.native_group_norm: group_norm,
     _aten.native_group_norm_backward: group_norm_backward,
     **({_aten._fused_rms_norm_backward: rms_norm_backward} if hasattr(_aten, "_fused_rms_norm_backward") else {}),
+}
+HANDLERS: dict[Any, Any] = {
+    _aten.native_layer_norm_backward: norm_backward,
+    **({_aten._fused_rms_norm_backward: norm_backward} if hasattr(_aten, "_fused_rms_norm_backward") else {}),
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memprof.capture.virtual import attention, batch_norm, convolution, embedding, recurrent, sorting
+from memprof.capture.virtual import attention, batch_norm, convolution, embedding, norms, recurrent, sorting
 from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, Call, Kind, Operator, tensors_of
 from memprof.capture.virtual.engine import in_backward
 from memprof.trace.events import GPU, HOST
@@ -295,6 +295,7 @@ HANDLERS: dict[Any, Any] = {
     _aten._ctc_loss_backward: _ctc_loss_backward,
     **convolution.HANDLERS,
     **embedding.HANDLERS,
+    **norms.HANDLERS,
     **attention.HANDLERS,
     **batch_norm.HANDLERS,
     **recurrent.HANDLERS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class RecordingMode(TorchDispatchMode):
         self.empty_meta: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         """Storages without bytes that are genuinely on the meta device."""
         self.accumulation = Accumulation()
+        self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
+        """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
         self.adds_bias = False
         """Whether the operators that run are those of a linear layer with a bias."""
 
@@ -108,6 +111,9 @@ class RecordingMode(TorchDispatchMode):
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
                 return result
+            if self.cast is not None and called_by_engine():
+                with self:
+                    args, kwargs = self.cast(operator.packet, args, kwargs)
             call = Call(func, args, kwargs or {})
             for arg in args:
                 self._look(arg, call)
@@ -129,7 +135,7 @@ class RecordingMode(TorchDispatchMode):
                     return result
             if operator.kind is Kind.IN_PLACE:
                 return self._in_place(operator, call, place)
-            return self._allocating(operator, call, place)
+            return self.allocating(operator, call, place)
 
     def _operator(self, func: Any) -> Operator:
         operator = self._operators.get(func)
@@ -185,7 +191,8 @@ class RecordingMode(TorchDispatchMode):
 
     # -- the three kinds --------------------------------------------------------------------------------------------
 
-    def _allocating(self, operator: Operator, call: Call, place: Place) -> Any:
+    def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
+        """Run an operator that makes new storages, and record them with what its kernel takes beside them."""
         target = self._target_device(call)
         if target == "real":
             return self._on_cpu(operator, call, place)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memprof.capture.virtual.card import Card
+from memprof.capture.virtual.copies import contiguous
 
 _aten = torch.ops.aten
 
@@ -122,7 +123,7 @@ def topk(args: Any, card: Card) -> list[int]:
         return []
     slices = data.numel() // length
     least = next((length for most, length in _MULTIBLOCK if slices <= most), 400)
-    copied = [] if data.is_contiguous() else [data.numel() * data.element_size()]
+    copied = contiguous(data)
     sorts = len(args) < 5 or args[4]
     tail = [16 * slices * k, slices * k * data.element_size(), 8 * k] if sorts and k > _SMALL_SORT else []
     if length < least:
@@ -147,15 +148,21 @@ def topk(args: Any, card: Card) -> list[int]:
 
 
 def scan(args: Any, card: Card) -> list[int]:
-    """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs."""
+    """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs.
+
+    Integers and booleans are cast to int64 first (native/ReduceOps.cpp, impl_func_cum_ops).
+    """
     data = args[0]
     if not data.numel():
         return []
-    copied = [] if data.is_contiguous() else [data.numel() * data.element_size()]
+    copied = []
+    if not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
+        copied.append(8 * data.numel())
+        data = torch.empty_like(data, dtype=torch.int64, device="meta")
+    copied += contiguous(data)
     dim = _dim(args, 1, data.dim())
     alone = data.dim() > 0 and data.numel() == data.shape[dim]
-    item = data.element_size() if data.is_floating_point() else 8
-    return copied + ([scan_scratch(data.numel(), item)] if alone else [])
+    return copied + ([scan_scratch(data.numel(), data.element_size())] if alone else [])
 
 
 def nonzero(count: int) -> list[int]:

@@ -222,3 +222,22 @@ def test_grad_scaler_steps() -> None:
             optimizer.zero_grad()
         assert len(optimizer.state) == 2
         assert scaler.get_scale() == 65536
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_the_engine_calls_inside_the_region_is_cast_too(inside):
+    """Seen in a recording of a real card: a sum of half gradients is made in float32 there, and then cast back."""
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        data = torch.randn(16, 32, device="cuda", requires_grad=True)
+        shift = torch.randn(16, 1, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = (torch.mm(data, data.t()) - shift).mean()
+            begin = len(gpu.trace.storages)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        made = [(s.dtype, s.num_bytes) for s in gpu.trace.storages[begin:] if gpu.trace.op(s) == "aten.sum"]
+        assert made == [("float32", 64) if inside else ("bfloat16", 32)]
+        assert shift.grad.dtype is torch.bfloat16
+        assert data.grad.dtype is torch.float32

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import memprof
-from memprof.capture.virtual import VirtualGpu, hidden
+from memprof.capture.virtual import VirtualGpu, copies, hidden, norms, sorting
 from memprof.capture.virtual.card import Card, max_threads_per_sm
 from memprof.capture.virtual.hidden import CublasWorkspace
 from memprof.capture.virtual.reductions import Reduction
@@ -225,9 +225,38 @@ def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
 
 
 def test_copies_of_inputs_are_made_only_where_needed() -> None:
-    assert hidden.cumsum_copy((empty(10, dtype=torch.bool), 0)) == [80]
-    assert hidden.cumsum_copy((empty(10, dtype=torch.int64), 0)) == []
-    assert hidden.cumsum_copy((empty(10), 0)) == []
+    assert sorting.scan((empty(2, 10, dtype=torch.bool), 0), CARD) == [160]
+    assert sorting.scan((empty(2, 10, dtype=torch.int32).t(), 0), CARD) == [160, 160]
+    assert sorting.scan((empty(2, 10, dtype=torch.int64), 0), CARD) == []
+    assert sorting.scan((empty(2, 10), 0), CARD) == []
     indices = empty(4, 8, dtype=torch.int64)
     assert hidden.embedding_copy((None, indices)) == []
     assert hidden.embedding_copy((None, indices.t())) == [256]
+
+
+def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
+    assert hidden.foreach_norm(([empty(65537), empty(3)], 2))[:1] == [2 * 2 * 4]
+    assert hidden.foreach_norm(([empty(3, dtype=torch.bfloat16)],))[:1] == [4]
+    assert hidden.foreach_norm(([empty(3)], 3)) == []
+
+
+def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> None:
+    strided, last = empty(2, 8, 6, 6)[:, :4], empty(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    assert copies.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert copies.upsample_nearest2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
+    assert copies.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
+    assert copies.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert copies.upsample_nearest2d((last, [12, 12]), CARD) == []
+
+
+def test_upsampling_of_few_channels_has_no_kernel_for_channels_last() -> None:
+    images = empty(2, 3, 6, 6).to(memory_format=torch.channels_last)
+    assert copies.upsample_nearest2d((images, [12, 12]), CARD) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
+
+
+def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:
+    weight = empty(16)[::2]
+    assert norms.layer_norm_copy((empty(4, 8), [8], weight, None)) == [32]
+    assert norms.layer_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, None, weight, weight)) == [32, 32]
+    assert norms.rms_norm_copy((empty(8, 4).t(), [8], weight)) == [128, 32]
+    assert norms.rms_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]

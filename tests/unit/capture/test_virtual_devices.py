@@ -185,6 +185,17 @@ def test_large_host_tensors_are_virtual_and_counted_on_the_host(gpu: VirtualGpu)
     assert torch.cuda.memory_allocated() == 1 << 20
 
 
+def test_tensors_are_grouped_by_the_device_that_the_program_believes_in(gpu: VirtualGpu) -> None:
+    small, large, card = torch.zeros(4), torch.zeros(1 << 19), torch.zeros(4, device="cuda")
+    states = [torch.zeros_like(tensor) for tensor in (large, card, small)]
+    groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(
+        [[large, card, small], states, []], with_indices=True
+    )
+    assert {device: sorted(indices) for (device, _), (_, indices) in groups.items()} == {CPU: [0, 2], CUDA: [1]}
+    lists, _ = groups[CUDA, torch.float32]
+    assert lists[0][0] is card and lists[1][0] is states[1] and lists[2] == []
+
+
 def test_terabytes_cost_no_host_memory(gpu: VirtualGpu) -> None:
     tensor = torch.zeros(1 << 38)
     assert tensor.device == CPU

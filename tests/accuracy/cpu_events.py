@@ -1,0 +1,139 @@
+"""Both sides of the comparison with the CPU: allocations and frees of a program, really run and on the virtual GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import find_gpu
+from memprof.trace.events import GPU, EventKind
+
+BEFORE = -1
+"""The block of a free whose allocation came before the recording."""
+
+
+class Call(NamedTuple):
+    """One operator that ran on the CPU: its name, sizes and strides of its tensor arguments (None for another one)."""
+
+    name: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+    strides: tuple[tuple[int, ...] | None, ...]
+    number: int
+    """Which call it is, so that two calls of one operator are told apart."""
+
+
+class Change(NamedTuple):
+    """One allocation or free: `block` is the number of the allocation, counted from 0."""
+
+    free: bool
+    block: int
+    num_bytes: int
+    op: str
+    calls: tuple[Call, ...] = ()
+    """The operators inside which it happened, outermost first (CPU only)."""
+
+
+Program = Callable[[str], Callable[[], None]]
+"""Builds everything on a device and returns what is to be recorded."""
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list[Change]:
+    """The changes on the virtual GPU.
+
+    Of the memory that no tensor shows, only that for which `shared` says so, given the operator and the dtype of the
+    last tensor made before it.
+    """
+    with _collector_off(), VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        step = program("cuda")
+        begin = len(gpu.trace.events)
+        step()
+        end = len(gpu.trace.events)
+    trace = gpu.trace
+    changes: list[Change] = []
+    blocks: dict[int, int] = {}
+    visible = -1
+    made_after = []
+    for index, storage in enumerate(trace.storages):
+        visible = visible if storage.hidden else index
+        made_after.append(visible)
+    for event in trace.events[begin:end]:
+        if event.kind not in (EventKind.ALLOC, EventKind.FREE):
+            continue
+        storage = trace.storages[event.ref]
+        if storage.device != GPU:
+            continue
+        if storage.hidden and not shared(trace.op(storage), trace.storages[made_after[event.ref]].dtype):
+            continue
+        free = event.kind is EventKind.FREE
+        if not free:
+            blocks[event.ref] = len(blocks)
+        changes.append(Change(free, blocks.get(event.ref, BEFORE), storage.num_bytes, trace.op(storage)))
+    return changes
+
+
+def on_cpu(program: Program) -> list[Change]:
+    """The changes of the CPU allocator, as torch's profiler sees them, while `program` really runs: no mode is active.
+
+    oneDNN is off: what its convolutions take depends on the CPU.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # kernels keep scratch memory per thread
+    try:
+        with _collector_off(), torch.backends.mkldnn.flags(enabled=False):
+            step = program("cpu")
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as recorded:
+                step()
+    finally:
+        torch.set_num_threads(threads)
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    found: list[tuple[int, int, int, tuple[Call, ...]]] = []  # time, bytes, address, calls
+    number = 0
+
+    def walk(node: Any, calls: tuple[Call, ...]) -> None:
+        nonlocal number
+        if node.typed[0].name == "Allocation":
+            found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr, calls))
+        elif node.name.startswith("aten::"):
+            number += 1
+            inputs = node.extra_fields.inputs
+            shapes, strides = (
+                tuple(tuple(getattr(i, what)) if hasattr(i, what) else None for i in inputs)
+                for what in ("sizes", "strides")
+            )
+            calls = (*calls, Call(node.name, shapes, strides, number))
+        for child in node.children:
+            walk(child, calls)
+
+    for root in recorded.profiler.kineto_results.experimental_event_tree():
+        walk(root, ())
+    found.sort(key=lambda change: change[0])
+    changes: list[Change] = []
+    blocks: dict[int, int] = {}
+    count = 0
+    for _, num_bytes, address, calls in found:
+        op = calls[-1].name if calls else ""
+        if num_bytes > 0:
+            blocks[address] = count
+            changes.append(Change(False, count, num_bytes, op, calls))
+            count += 1
+        else:
+            changes.append(Change(True, blocks.pop(address, BEFORE), -num_bytes, op, calls))
+    return changes

@@ -1,0 +1,127 @@
+"""Timelines: what is held after each event, peaks and where they fall, the first error and what lies past it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memprof.allocator import parse_config, replay, replay_trace
+from memprof.trace.events import GPU, HOST, NONE, Event, EventKind, Storage, Trace
+
+MIB = 1 << 20
+
+
+def trace_of(*steps: tuple[str, int, int] | tuple[str, int]) -> Trace:
+    """("+", storage, bytes) allocates on the card, ("h", storage, bytes) on the host, ("-", storage) frees."""
+    trace = Trace()
+    for kind, ref, *more in steps:
+        if kind == "-":
+            trace.events.append(Event(EventKind.FREE, ref))
+            continue
+        assert ref == len(trace.storages)
+        device = GPU if kind == "+" else HOST
+        trace.storages.append(Storage(more[0], (more[0],), "uint8", device, 0, NONE, NONE, 0, NONE, False))
+        trace.events.append(Event(EventKind.ALLOC, ref))
+    return trace
+
+
+def test_timeline_of_a_trace():
+    trace = trace_of(("+", 0, 30 * MIB), ("h", 1, 500), ("+", 2, 0), ("+", 3, 700), ("-", 0), ("-", 1), ("-", 2))
+    trace.events.insert(1, Event(EventKind.PHASE, 0))
+    timeline = replay_trace(trace)
+    assert list(timeline.requested) == [30 * MIB] * 4 + [30 * MIB + 700] + [700] * 3
+    assert list(timeline.allocated) == [30 * MIB] * 4 + [30 * MIB + 1024] + [1024] * 3
+    assert list(timeline.active) == list(timeline.allocated)
+    assert list(timeline.reserved) == [30 * MIB] * 4 + [32 * MIB] * 4
+    assert (timeline.peak_allocated.num_bytes, timeline.peak_allocated.event) == (30 * MIB + 1024, 4)
+    assert (timeline.peak_reserved.num_bytes, timeline.peak_reserved.event) == (32 * MIB, 4)
+    assert (timeline.peak_requested.num_bytes, timeline.peak_requested.event) == (30 * MIB + 700, 4)
+    assert timeline.fits and timeline.first_oom is None
+    assert [(segment.size, segment.allocated, segment.largest_free) for segment in timeline.segments] == [
+        (30 * MIB, 0, 30 * MIB),
+        (2 * MIB, 1024, 2 * MIB - 1024),
+    ]
+    assert timeline.stats["reserved_bytes.all.peak"] == 32 * MIB
+
+
+def test_the_first_of_equal_peaks_counts():
+    trace = trace_of(("+", 0, 30 * MIB), ("-", 0), ("+", 1, 30 * MIB))
+    assert replay_trace(trace).peak_allocated.event == 0
+
+
+def test_a_run_that_does_not_fit_is_gone_on_with():
+    trace = trace_of(("+", 0, 60 * MIB), ("+", 1, 60 * MIB), ("-", 0), ("+", 2, 100 * MIB), ("+", 3, 3 * MIB))
+    timeline = replay_trace(trace, usable_bytes=100 * MIB, total_bytes=128 * MIB)
+    assert not timeline.fits
+    assert timeline.first_oom.event == 1
+    assert timeline.first_oom.report.tried_bytes == 60 * MIB
+    assert timeline.first_oom.message.startswith(
+        "CUDA out of memory. Tried to allocate 60.00 MiB. GPU 0 has a total capacity of 128.00 MiB of which "
+        "40.00 MiB is"
+    )
+    assert list(timeline.allocated) == [size * MIB for size in (60, 120, 60, 160, 163)]
+    assert timeline.peak_reserved.num_bytes == 220 * MIB
+    assert timeline.peak_reserved.event == 3
+    assert timeline.retries == 1
+
+
+def test_limits_of_settings_are_lifted_too():
+    trace = trace_of(("+", 0, 60 * MIB), ("+", 1, 60 * MIB))
+    settings = parse_config("per_process_memory_fraction:0.5,garbage_collection_threshold:0.5")
+    timeline = replay_trace(trace, usable_bytes=200 * MIB, config=settings)
+    assert timeline.first_oom.event == 1
+    assert "100.00 MiB allowed" in timeline.first_oom.message
+    assert timeline.peak_reserved.num_bytes == 120 * MIB
+
+
+def test_address_space_is_no_limit_past_the_first_error():
+    trace = trace_of(("+", 0, 20 * MIB), ("+", 1, 500 * MIB), ("+", 2, 90 * MIB))
+    timeline = replay_trace(trace, usable_bytes=100 * MIB, config=parse_config("expandable_segments:True"))
+    assert timeline.first_oom.event == 1
+    assert timeline.peak_allocated.num_bytes == 610 * MIB
+    assert timeline.peak_reserved.num_bytes == 620 * MIB
+
+
+def test_retry_holds_less_after_than_within():
+    trace = trace_of(("+", 0, 60 * MIB), ("-", 0), ("+", 1, 80 * MIB))
+    timeline = replay_trace(trace, usable_bytes=100 * MIB)
+    assert timeline.fits and timeline.retries == 1
+    assert list(timeline.reserved) == [60 * MIB, 60 * MIB, 80 * MIB]
+
+
+def test_expandable_segments_need_less():
+    steps = [("+", 0, 60 * MIB), ("+", 1, 2 * MIB), ("-", 0), ("+", 2, 50 * MIB), ("+", 3, 70 * MIB)]
+    trace = trace_of(*steps)
+    plain, expandable = (replay_trace(trace, config=parse_config(t)) for t in ("", "expandable_segments:True"))
+    assert expandable.peak_allocated == plain.peak_allocated
+    assert expandable.peak_reserved.num_bytes < plain.peak_reserved.num_bytes
+
+
+def test_empty_trace():
+    timeline = replay_trace(Trace())
+    assert len(timeline.allocated) == 0 and timeline.peak_reserved.num_bytes == 0 and timeline.peak_reserved.event == -1
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True", "max_split_size_mb:32"])
+@given(sizes=st.lists(st.integers(1, 40 * MIB), max_size=25), order=st.randoms(use_true_random=False))
+def test_columns_are_what_the_counters_say(text, sizes, order):
+    requests = [(name, size) for name, size in enumerate(sizes)]
+    for name, _ in list(requests):
+        at = next(i for i, (other, size) in enumerate(requests) if other == name and size)
+        if order.random() < 0.7:
+            requests.insert(order.randint(at + 1, len(requests)), (name, 0))
+    timeline = replay(requests, config=parse_config(text))
+    assert len(timeline.allocated) == len(requests)
+    for requested, allocated, active, reserved in zip(
+        timeline.requested, timeline.allocated, timeline.active, timeline.reserved, strict=True
+    ):
+        assert requested <= allocated == active <= reserved
+    for peak, column in (
+        (timeline.peak_requested, timeline.requested),
+        (timeline.peak_allocated, timeline.allocated),
+        (timeline.peak_active, timeline.active),
+        (timeline.peak_reserved, timeline.reserved),
+    ):
+        assert peak.num_bytes == max(column, default=0)
+        assert peak.event == (list(column).index(peak.num_bytes) if column else -1)
