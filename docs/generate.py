@@ -124,7 +124,9 @@ def output_of(command: str) -> str | None:
     """
     program, *arguments = shlex.split(command)
     programs = {"memprof": ["-m", "memprof"], "python": []}
-    environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # whatever is set here, the defaults are shown
+    inherited = {name: value for name, value in os.environ.items() if name not in allocator}
+    environment = {**inherited, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *programs[program], *arguments],
         cwd=ROOT,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from memprof.allocator import Settings
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.pipeline import analyze, device_facts
+from memprof.pipeline import allocator_settings, analyze, device_facts, live_allocator
 from memprof.report.document import Document
 from memprof.trace.events import Trace
 
@@ -17,9 +18,14 @@ class ProfiledGpu:
     recognised as they happen. Afterwards, also when the block raised, `report()` and `trace` say what happened.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, settings: Settings | None = None) -> None:
         self._gpu = gpu
-        self._virtual = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES)
+        self._settings = allocator_settings(None) if settings is None else settings
+        self._virtual = VirtualGpu(
+            gpu,
+            context_bytes=CONTEXT_BYTES,
+            memory=lambda trace: live_allocator(trace, gpu, self._settings),
+        )
 
     def __enter__(self) -> ProfiledGpu:
         self._virtual.__enter__()
@@ -37,7 +43,12 @@ class ProfiledGpu:
     def trace(self) -> Trace:
         """What was recorded."""
         trace = self._virtual.trace
-        trace.facts = {"command": "virtual_gpu", "target": {}, "device": device_facts(self._gpu)}
+        trace.facts = {
+            "command": "virtual_gpu",
+            "target": {},
+            "device": device_facts(self._gpu),
+            "allocator": self._settings.facts(),
+        }
         return trace
 
     def report(self) -> Document:

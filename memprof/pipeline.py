@@ -1,6 +1,7 @@
 """The whole flow: read this first.
 
-    TargetSpec -workload-> step -capture-> Trace -ledger-> Ledger -findings-> [Finding] -report-> Document
+    TargetSpec -workload-> step -capture-> Trace -allocator-> replay -ledger-> Ledger -findings-> [Finding]
+        -report-> Document
 
 A run is captured once; everything else is computed from its trace. So a saved capture gives the same report again,
 and a simulated and a measured run go through the same lines of code.
@@ -10,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from memprof.allocator import Card, LiveAllocator, Settings, replay_on_card
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import RunFailedError
@@ -41,12 +45,13 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
     from memprof.workload.step import Workload
 
     gpu = virtual_card(spec)
+    settings = allocator_settings(spec.alloc_conf)
     source = find_source(spec)
     progress("importing torch and the model's code")
     workload = Workload(spec, source)
     failed: RunFailedError | None = None
     try:
-        trace = capture_virtual(workload, gpu, progress)
+        trace = capture_virtual(workload, gpu, progress, lambda trace: live_allocator(trace, gpu, settings))
     except RunFailedError as error:
         failed, trace = error, error.trace
     trace.facts = {
@@ -62,8 +67,10 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
             "vocab_size": source.vocab_size,
             "asked_vocab_size": source.asked_vocab_size,
             "max_positions": source.max_positions,
+            "alloc_conf": settings.alloc_conf,
         },
         "device": device_facts(gpu),
+        "allocator": settings.facts(),
     }
     progress("accounting")
     if failed is None:
@@ -74,11 +81,27 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
     raise failed
 
 
-def analyze(trace: Trace) -> Document:
-    """The report on a trace, simulated or measured, new or loaded from a file."""
+def analyze(trace: Trace, alloc_conf: str | None = None) -> Document:
+    """The report on a trace, simulated or measured, new or loaded from a file.
+
+    Args:
+        trace: what happened.
+        alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
+
+    Raises:
+        EmptyTraceError: nothing was allocated on the card.
+        UsageError: torch would refuse `alloc_conf`.
+    """
     facts: dict[str, Any] = trace.facts
     target, device = facts["target"], facts["device"]
-    ledger = build_ledger(trace)
+    recorded = facts.get("allocator", {})  # captures of earlier releases say nothing
+    settings = Settings.from_facts(recorded)
+    if alloc_conf is not None:
+        settings = Settings.resolve(alloc_conf, settings.torch, environ={})
+        target = {**target, "alloc_conf": alloc_conf} if target else target
+        trace = dataclasses.replace(trace, facts={**facts, "target": target, "allocator": settings.facts()})
+    card = Card(device["total_bytes"], device["context_bytes"])
+    ledger = build_ledger(trace, replay_on_card(trace, card, settings.config, settings.release))
     fields = {field.name for field in dataclasses.fields(TargetSpec)}
     spec = (
         TargetSpec(**{**{k: v for k, v in target.items() if k in fields}, "mode": Mode(target["mode"])})
@@ -96,7 +119,21 @@ def analyze(trace: Trace) -> Document:
         context_length=target.get("context_length"),
         max_positions=target.get("max_positions"),
     )
-    return build_document(ledger, find_all(context))
+    return build_document(ledger, find_all(context), settings)
+
+
+def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
+    """The caching allocator of the installed torch, with `alloc_conf` or the environment's settings.
+
+    Raises:
+        UsageError: torch would refuse them.
+    """
+    return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
+
+
+def live_allocator(trace: Trace, gpu: Gpu, settings: Settings) -> LiveAllocator:
+    """What answers a program that asks for memory statistics while it runs."""
+    return LiveAllocator(trace, Card(gpu.total_bytes, CONTEXT_BYTES), settings.config, settings.release)
 
 
 def virtual_card(spec: TargetSpec) -> Gpu:
@@ -114,14 +151,18 @@ def device_facts(gpu: Gpu) -> dict[str, object]:
     }
 
 
-def virtual_gpu(name: str = "h100-80gb", *, vram: str | float | None = None) -> ProfiledGpu:
+def virtual_gpu(
+    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None
+) -> ProfiledGpu:
     """A context manager in which "cuda" is a virtual card: see `memprof.library.ProfiledGpu`.
 
     Args:
         name: a card of the catalog.
         vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
+        alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
     """
     from memprof.library import ProfiledGpu
     from memprof.units import parse_gib
 
-    return ProfiledGpu(find_gpu(name) if vram is None else custom_gpu(parse_gib(vram)))
+    gpu = find_gpu(name) if vram is None else custom_gpu(parse_gib(vram))
+    return ProfiledGpu(gpu, allocator_settings(alloc_conf, flag="alloc_conf"))

@@ -84,6 +84,8 @@ class TargetSpec:
     """Micro-batches per optimizer step."""
     steps: int = 2
     """Optimizer steps; optimizer state appears in the first, so that the second is the steady state."""
+    alloc_conf: str | None = None
+    """Settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's."""
     gpu: str = "h100-80gb"
     gpu_vram_bytes: int | None = None
     """Capacity of a card that is in no catalog; replaces `gpu`."""

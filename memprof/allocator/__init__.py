@@ -8,6 +8,9 @@
     timeline.first_oom                   # None if it fits; else .event, .report (bytes) and .message (torch's text)
     timeline.segments                    # the segments and blocks at the end
 
+    run = replay_on_card(trace, Card(total_bytes=80 << 30, context_bytes=426 << 20))
+    run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
+
     allocator = CachingAllocator(total_bytes=24 << 30)
     block = allocator.malloc(45 << 20)   # raises OutOfMemory
     allocator.free(block)
@@ -24,11 +27,14 @@ from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
 from memprof.allocator.driver import Driver, SimulatedDriver
+from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
+from memprof.allocator.on_card import Card, Needs, OnCard, replay_on_card
 from memprof.allocator.pools import BlockLayout, SegmentLayout
 from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
 from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
-from memprof.allocator.replay import FirstOom, Peak, Timeline, replay, replay_trace
+from memprof.allocator.replay import FirstOom, Peak, Timeline, TraceReplay, replay, replay_trace
+from memprof.allocator.settings import Settings
 from memprof.allocator.streams import Completion
 
 __all__ = [
@@ -38,10 +44,14 @@ __all__ = [
     "Block",
     "BlockLayout",
     "CachingAllocator",
+    "Card",
     "Completion",
     "Difference",
     "Driver",
     "FirstOom",
+    "LiveAllocator",
+    "Needs",
+    "OnCard",
     "OomReport",
     "OutOfMemory",
     "Peak",
@@ -49,14 +59,17 @@ __all__ = [
     "Recorded",
     "Release",
     "SegmentLayout",
+    "Settings",
     "SimulatedDriver",
     "Timeline",
+    "TraceReplay",
     "WorkspaceLife",
     "config_from_environment",
     "format_size",
     "parse_config",
     "release_for",
     "replay",
+    "replay_on_card",
     "replay_snapshot",
     "replay_trace",
 ]

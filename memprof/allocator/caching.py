@@ -23,7 +23,7 @@ from memprof.errors import UsageError
 SPLIT_SLACK = SMALL_SIZE
 """A block of the large pool is split when more than this would be left over."""
 
-UNKNOWN_SPACE = 1 << 46
+UNKNOWN_SPACE = 1 << 50
 """Address space of an expandable segment when the card's memory is not known: more than any card has."""
 
 

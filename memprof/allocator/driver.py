@@ -57,6 +57,8 @@ class SimulatedDriver:
         self.total_bytes = total_bytes
         self.other_bytes = other_bytes
         self.used_bytes = 0
+        self.refusals = 0
+        """Requests that did not fit."""
         self._top = FIRST_ADDRESS
         self._next_reservation = FIRST_RESERVATION
         self._holes: list[tuple[int, int]] = []  # (address, size), sorted, never adjacent
@@ -120,6 +122,7 @@ class SimulatedDriver:
 
     def _take(self, size: int) -> bool:
         if self.total_bytes is not None and self.used_bytes + self.other_bytes + size > self.total_bytes:
+            self.refusals += 1
             return False
         self.used_bytes += size
         return True

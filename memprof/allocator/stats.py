@@ -75,6 +75,11 @@ class Counters:
             self.inactive_split_bytes_added += num_bytes
             self.inactive_split_bytes_peak = max(self.inactive_split_bytes_peak, self.inactive_split_bytes)
 
+    def reset_peak(self) -> None:
+        """Every peak is what there is now."""
+        for name in _PEAKS:
+            setattr(self, name, getattr(self, name.removesuffix("_peak")))
+
     def as_dict(self) -> dict[str, tuple[int, int, int]]:
         """(current, peak, ever added) by the name that torch gives."""
         return {
@@ -92,6 +97,9 @@ class Counters:
             ),
             "requested_bytes": (self.requested_bytes, self.requested_bytes_peak, self.mallocs_requested),
         }
+
+
+_PEAKS = tuple(name for name in Counters.__slots__ if name.endswith("_peak"))
 
 
 class Statistics:
@@ -139,6 +147,13 @@ class Statistics:
         self.oversize_segments += 1
         self.oversize_segments_added += 1
         self.oversize_segments_peak = max(self.oversize_segments_peak, self.oversize_segments)
+
+    def reset_peak(self) -> None:
+        """`resetPeakStats`: every peak is what there is now."""
+        for counters in (self.all, self.large_pool, self.small_pool):
+            counters.reset_peak()
+        self.oversize_allocations_peak = self.oversize_allocations
+        self.oversize_segments_peak = self.oversize_segments
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
         """The flat dictionary of `torch.cuda.memory_stats()`, its keys sorted.

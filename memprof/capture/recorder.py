@@ -136,6 +136,11 @@ class Recorder:
         self.live.pop(ref.address, None)
         self._append_free(index)
 
+    def empty_cache(self) -> None:
+        """The program called torch.cuda.empty_cache()."""
+        if not self._closed:
+            self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
+
     def _append(
         self,
         num_bytes: int,

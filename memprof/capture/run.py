@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 
 from memprof.capture.virtual import VirtualGpu
+from memprof.capture.virtual.facade import MemoryStatistics
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
@@ -14,14 +15,19 @@ from memprof.trace.events import Trace
 from memprof.workload.step import Workload
 
 
-def capture_virtual(workload: Workload, gpu: Gpu, progress: Callable[[str], None] = lambda doing: None) -> Trace:
-    """Run `workload` on a virtual `gpu`.
+def capture_virtual(
+    workload: Workload,
+    gpu: Gpu,
+    progress: Callable[[str], None] = lambda doing: None,
+    memory: Callable[[Trace], MemoryStatistics] | None = None,
+) -> Trace:
+    """Run `workload` on a virtual `gpu`; `memory` as in VirtualGpu.
 
     Raises:
         UsageError: the workload cannot be built.
         RunFailedError: the model's own code raised; its `trace` is what happened until then.
     """
-    device = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES, tensors_only=not workload.spec.workspaces)
+    device = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES, tensors_only=not workload.spec.workspaces, memory=memory)
     try:
         with _no_collection(), device:
             workload.run(device, progress)

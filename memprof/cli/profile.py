@@ -102,6 +102,13 @@ def profile(
     ] = False,
     gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 2,
+    alloc_conf: Annotated[
+        str | None,
+        typer.Option(
+            help="The caching allocator's, such as expandable_segments:True. [default: the environment's]",
+            metavar="SETTINGS",
+        ),
+    ] = None,
     gpu: Annotated[str, typer.Option(help="The virtual card (`memprof gpus` lists them).")] = DEFAULT_GPU,
     gpu_vram: Annotated[
         str | None, typer.Option(help="Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB")
@@ -148,6 +155,7 @@ def profile(
         activation_checkpointing=activation_checkpointing,
         gradient_accumulation=gradient_accumulation,
         steps=steps,
+        alloc_conf=alloc_conf,
         gpu=gpu,
         gpu_vram_bytes=None if gpu_vram is None else parse_gib(gpu_vram),
     )

@@ -28,12 +28,14 @@ def find(context: Context) -> list[Finding]:
     """The first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
     usable = context.usable_bytes
     ledger = context.ledger
-    out = None if usable is None else ledger.out_of_memory(usable)
+    out = ledger.out_of_memory
     if usable is None or out is None:
         return []
     trace = ledger.trace
     storage = trace.storages[out.storage]
-    shortfall = ledger.peak_bytes - usable
+    needed = ledger.run.required_reserved_bytes
+    shortfall = max(needed - out.limit_bytes, 0)
+    cached = out.reserved_bytes - out.in_use_bytes
     card = context.card or "the card"
     stage = stage_text(out.stage)
     where = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
@@ -46,12 +48,14 @@ def find(context: Context) -> list[Finding]:
             num_bytes=out.tried_bytes,
         ),
         Evidence(
-            f"{format_bytes(out.in_use_bytes)} of {format_bytes(usable)} were in use",
+            f"{format_bytes(out.in_use_bytes)} of {format_bytes(out.limit_bytes)} were in use, {format_bytes(cached)} "
+            f"held by the allocator in pieces of no use to this request, {format_bytes(out.free_bytes)} free",
             num_bytes=out.in_use_bytes,
         ),
         Evidence(
-            f"the whole run needs {format_bytes(ledger.peak_bytes)}, in {stage_text(ledger.peak_stage)}",
-            num_bytes=ledger.peak_bytes,
+            f"the whole run reserves {format_bytes(needed)}, in {stage_text(ledger.peak_reserved_stage)}; "
+            f"{format_bytes(ledger.peak_bytes)} are allocated, in {stage_text(ledger.peak_stage)}",
+            num_bytes=needed,
         ),
     ]
     for category, num_bytes in ledger.by_category().items():
@@ -60,7 +64,7 @@ def find(context: Context) -> list[Finding]:
             evidence.append(Evidence(f"{category}: {format_bytes(num_bytes)} ({share} of the peak)", num_bytes))
     title = (
         f"Does not fit: {card} is full in {stage}, trying to allocate {format_bytes(out.tried_bytes)}; the run needs "
-        f"{format_bytes(ledger.peak_bytes)}, {format_bytes(shortfall)} more than the {format_bytes(usable)} there are"
+        f"{format_bytes(needed)}, {format_bytes(shortfall)} more than the {format_bytes(out.limit_bytes)} there are"
     )
     return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _remedies(context))]
 

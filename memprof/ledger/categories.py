@@ -23,6 +23,7 @@ class Category(StrEnum):
     TEMPORARIES = "temporaries"
     COMMUNICATION = "communication"
     LIBRARY_WORKSPACE = "library workspace"
+    FRAGMENTATION = "fragmentation"
     UNATTRIBUTED = "unattributed"
 
 

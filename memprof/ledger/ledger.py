@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from memprof.allocator.on_card import OnCard, replay_on_card
+from memprof.allocator.replay import FirstOom
 from memprof.allocator.rounding import round_size
 from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
@@ -26,6 +29,12 @@ class Stage:
     """Highest within the stage."""
     requested_bytes: int
     """At the end, before rounding."""
+    requested_delta_bytes: int
+    peak_requested_bytes: int
+    reserved_bytes: int
+    """Of segments held from the driver, at the end."""
+    peak_reserved_bytes: int
+    """Highest within the stage."""
     host_allocated_bytes: int = 0
     """Of tensors in host memory, at the end of the stage."""
     peak_host_bytes: int = 0
@@ -40,7 +49,7 @@ class LiveTensor:
     """Of one storage, as requested."""
     count: int
     allocated_bytes: int
-    """Of all of them, rounded."""
+    """Of all of them, rounded to 512 bytes."""
     shape: tuple[int, ...]
     dtype: str
     category: Category
@@ -66,13 +75,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """Where a card of the given size is full: the first allocation that does not fit."""
+    """Where the card is full: the first request that it cannot serve."""
 
     event: int
     stage: Span
     storage: int
+    """What was asked for."""
     tried_bytes: int
+    """Of the segment that the driver refused."""
+    limit_bytes: int
+    """That may be reserved."""
     in_use_bytes: int
+    """Of blocks handed out."""
+    reserved_bytes: int
+    """Of segments; what is more than in use is free, but in pieces that are too small, or pinned."""
+    free_bytes: int
+    """Of the card, too few for the segment."""
+    message: str
+    """What torch prints."""
 
 
 @dataclass(slots=True)
@@ -84,7 +104,9 @@ class Ledger:
     stages: list[Stage]
     categories: list[Category]
     """Of every storage, by index."""
-    allocated: list[int] = field(repr=False)
+    run: OnCard = field(repr=False)
+    """The allocator's replay."""
+    allocated: array[int] = field(repr=False)
     """Allocated bytes after every event."""
     peak_event: int
     peak_bytes: int
@@ -94,6 +116,12 @@ class Ledger:
     rows: list[Row]
     host: list[int] = field(repr=False)
     """Bytes of tensors in host memory after every event."""
+    peak_reserved_bytes: int
+    peak_reserved_event: int
+    """The first event that reached it."""
+    peak_reserved_stage: Span
+    out_of_memory: OutOfMemory | None
+    """None: the run fits the card, or there is none to judge by."""
 
     @property
     def host_peak_bytes(self) -> int:
@@ -107,31 +135,29 @@ class Ledger:
             sums[row.category] += row.allocated_bytes
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
-    def out_of_memory(self, usable_bytes: int) -> OutOfMemory | None:
-        """The first allocation after which more than `usable_bytes` would be allocated; None if there is none."""
-        for time, total in enumerate(self.allocated):
-            if total > usable_bytes:
-                storage = self.trace.events[time].ref
-                tried = round_size(self.trace.storages[storage].num_bytes)
-                return OutOfMemory(time, self.span_at(time), storage, tried, total - tried)
-        return None
-
     def span_at(self, time: int) -> Span:
         """The stage that the event at `time` belongs to."""
-        return next(span for span in self.spans if span.begin <= time < span.end)
+        return _span_at(self.spans, time)
 
 
 class EmptyTraceError(MemprofError, ValueError):
     """Nothing was allocated on the GPU: there is nothing to account for."""
 
 
-def build_ledger(trace: Trace) -> Ledger:
+def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
     """Account for a whole trace.
+
+    Args:
+        trace: what happened.
+        run: its replay on a card; None: by the default rules, without a card to judge by.
 
     Raises:
         EmptyTraceError: the trace holds no allocation.
     """
-    allocated, requested, host = _curves(trace)
+    run = replay_on_card(trace, None) if run is None else run
+    timeline = run.timeline
+    allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
+    host = _host_curve(trace)
     if not any(allocated):
         raise EmptyTraceError(
             "the trace holds no allocation on the GPU", hint='move the model and its inputs to "cuda" inside the run'
@@ -143,6 +169,9 @@ def build_ledger(trace: Trace) -> Ledger:
         before = allocated[span.begin - 1] if span.begin else 0
         end = allocated[span.end - 1]
         within = slice(span.begin, span.end)
+        most_reserved = max(reserved[within])
+        if span.begin <= timeline.peak_reserved.event < span.end:  # perhaps within the event, and given back there
+            most_reserved = timeline.peak_reserved.num_bytes
         stages.append(
             Stage(
                 span=span,
@@ -150,6 +179,10 @@ def build_ledger(trace: Trace) -> Ledger:
                 delta_bytes=end - before,
                 peak_allocated_bytes=max(allocated[within]),
                 requested_bytes=requested[span.end - 1],
+                requested_delta_bytes=requested[span.end - 1] - (requested[span.begin - 1] if span.begin else 0),
+                peak_requested_bytes=max(requested[within]),
+                reserved_bytes=reserved[span.end - 1],
+                peak_reserved_bytes=most_reserved,
                 host_allocated_bytes=host[span.end - 1],
                 peak_host_bytes=max(host[within]),
             )
@@ -161,48 +194,69 @@ def build_ledger(trace: Trace) -> Ledger:
         for time, event in enumerate(trace.events)
         if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes and trace.storages[event.ref].device != HOST
     )
-    peak_stage = next(span for span in stage_spans if span.begin <= peak_event < span.end)
     live = _live_tensors(trace, categories, peak_event)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)
     for tensor in live:
         rows[tensor.category, tensor.module or "", tensor.phase] += tensor.allocated_bytes
+        # What its blocks have beyond that, for a rest of up to 1 MiB is not split off.
+        blocks = sum(timeline.blocks.get(index, 0) for index in tensor.storages)
+        if blocks > tensor.allocated_bytes:
+            rows[Category.FRAGMENTATION, "", ""] += blocks - tensor.allocated_bytes
     ledger = Ledger(
         trace=trace,
         spans=stage_spans,
         stages=stages,
         categories=categories,
+        run=run,
         allocated=allocated,
         peak_event=peak_event,
         peak_bytes=peak_bytes,
-        peak_stage=peak_stage,
+        peak_stage=_span_at(stage_spans, peak_event),
         live=live,
         rows=[Row(*key, num_bytes) for key, num_bytes in sorted(rows.items(), key=lambda item: -item[1])],
         host=host,
+        peak_reserved_bytes=timeline.peak_reserved.num_bytes,
+        peak_reserved_event=timeline.peak_reserved.event,
+        peak_reserved_stage=_span_at(stage_spans, timeline.peak_reserved.event),
+        out_of_memory=_out_of_memory(trace, run.first_oom, stage_spans),
     )
     if sum(row.allocated_bytes for row in ledger.rows) != peak_bytes:
         raise AssertionError("the ledger's rows do not sum to the peak")
     return ledger
 
 
-def _curves(trace: Trace) -> tuple[list[int], list[int], list[int]]:
-    """After every event: allocated and requested bytes on the GPU, and bytes in host memory."""
-    allocated: list[int] = []
-    requested: list[int] = []
+def _span_at(spans: list[Span], time: int) -> Span:
+    return next(span for span in spans if span.begin <= time < span.end)
+
+
+def _out_of_memory(trace: Trace, oom: FirstOom | None, spans: list[Span]) -> OutOfMemory | None:
+    if oom is None:
+        return None
+    report = oom.report
+    available = report.free_bytes + report.reserved_bytes
+    return OutOfMemory(
+        event=oom.event,
+        stage=_span_at(spans, oom.event),
+        storage=trace.events[oom.event].ref,
+        tried_bytes=report.tried_bytes,
+        limit_bytes=available if report.allowed_bytes is None else min(available, report.allowed_bytes),
+        in_use_bytes=report.allocated_bytes,
+        reserved_bytes=report.reserved_bytes,
+        free_bytes=report.free_bytes,
+        message=oom.message,
+    )
+
+
+def _host_curve(trace: Trace) -> list[int]:
+    """Bytes of tensors in host memory after every event."""
     host: list[int] = []
-    now = asked = on_host = 0
-    for event in trace.events:
-        if event.kind <= EventKind.FREE:
-            storage = trace.storages[event.ref]
-            sign = 1 if event.kind is EventKind.ALLOC else -1
-            if storage.device == HOST:
-                on_host += sign * storage.num_bytes
-            else:
-                now += sign * round_size(storage.num_bytes)
-                asked += sign * storage.num_bytes
-        allocated.append(now)
-        requested.append(asked)
-        host.append(on_host)
-    return allocated, requested, host
+    storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
+    now = 0
+    for kind, ref in trace.events:
+        if (kind is alloc or kind is free) and storages[ref].device == HOST:
+            now += storages[ref].num_bytes if kind is alloc else -storages[ref].num_bytes
+        host.append(now)
+    return host
 
 
 def alive_at(trace: Trace, time: int) -> list[int]:

@@ -9,17 +9,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from memprof.allocator import Settings
 from memprof.findings import Finding
-from memprof.ledger.ledger import Ledger, LiveTensor, Stage
+from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Stage
 from memprof.trace.events import NONE
 from memprof.version import __version__
 
-SCHEMA = 1
-
-RESERVED_UNKNOWN = (
-    "reserved_bytes and device_used_bytes are null and the verdict tests allocated bytes: segments and fragmentation "
-    "of the caching allocator are not replayed yet, so a real run needs somewhat more."
-)
+SCHEMA = 2
+"""2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,13 @@ class StageRow:
     delta_bytes: int
     peak_allocated_bytes: int
     requested_bytes: int
-    reserved_bytes: int | None
-    device_used_bytes: int | None
+    requested_delta_bytes: int
+    peak_requested_bytes: int
+    reserved_bytes: int
+    """At the end of the stage; `peak_reserved_bytes` the highest within it."""
+    peak_reserved_bytes: int
+    device_used_bytes: int
+    """At the end: reserved and the CUDA context."""
     seconds: float | None
     host_allocated_bytes: int = 0
     """Of tensors in host memory, at the end of the stage; `peak_host_bytes` the highest within it."""
@@ -43,6 +45,8 @@ class StageRow:
     stack: str = ""
     """For a layer: its stack, and `index` its number in it."""
     index: int = NONE
+    oom: bool = False
+    """The request that the card refuses is made here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +77,19 @@ class LedgerRow:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which most is allocated."""
+    """The moment at which most is allocated; and of reserved, which may have its peak elsewhere."""
 
     stage: str
     step: int
     micro_batch: int
     allocated_bytes: int
-    reserved_bytes: int | None
-    device_used_bytes: int | None
+    reserved_bytes: int
+    """The most that is reserved in the run, first reached in `reserved_stage` of `reserved_step`."""
+    reserved_stage: str
+    reserved_step: int
+    reserved_micro_batch: int
+    device_used_bytes: int
+    """The most of the card: reserved and the CUDA context."""
     host_allocated_bytes: int
     """In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run."""
     categories: dict[str, int]
@@ -96,10 +105,27 @@ class Verdict:
     """None if the run failed before it was known."""
     oom_stage: str | None
     oom_step: int | None
+    oom_op: str | None
+    oom_module: str | None
+    oom_shape: tuple[int, ...] | None
+    oom_dtype: str | None
+    oom_source: str | None
+    """`file:line function`."""
+    oom_message: str | None
+    """What that release of torch prints there."""
     tried_to_allocate_bytes: int | None
+    """The segment that the driver refuses: as a rule a little more than the tensor."""
     in_use_bytes: int | None
+    """Allocated then."""
+    reserved_bytes: int | None
+    """Reserved then; what is more than in use is free, and of no use to this request."""
+    free_bytes: int | None
+    """Of the card then."""
+    retries: int
+    """Times that the card was full, and it was enough to give the allocator's cache back."""
     required_bytes: int
-    """Of device memory: peak allocated plus the CUDA context."""
+    """Of device memory, so that nothing is ever refused: the most that is reserved on a card without limit, and the
+    CUDA context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +151,8 @@ class Document:
     source: str
     target: dict[str, Any]
     device: dict[str, Any]
+    allocator: dict[str, Any]
+    """`torch`, `alloc_conf` and `alloc_conf_from`: whose rules, and by which settings."""
     stages: tuple[StageRow, ...]
     peak: Peak
     host_peak_bytes: int
@@ -150,15 +178,14 @@ class Document:
         return render_text(self)
 
 
-def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
-    """The report on a ledger."""
+def build_document(ledger: Ledger, findings: list[Finding], settings: Settings) -> Document:
+    """The report on a ledger; `settings` are those of its replay."""
     trace = ledger.trace
     facts: dict[str, Any] = trace.facts
     device = facts["device"]
     context = device["context_bytes"]
-    oom = ledger.out_of_memory(device["usable_bytes"])
-    first = StageRow("context", 0, 0, 0, 0, 0, 0, 0, context, None)
-    peak = ledger.peak_stage
+    first = StageRow("context", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, context, None)
+    peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
     return Document(
         schema=SCHEMA,
         memprof_version=facts.get("memprof_version", __version__),
@@ -166,14 +193,18 @@ def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
         source=trace.source,
         target=facts["target"],
         device=device,
-        stages=(first, *(_stage_row(stage) for stage in ledger.stages)),
+        allocator=settings.facts(),
+        stages=(first, *(_stage_row(stage, context, ledger.out_of_memory) for stage in ledger.stages)),
         peak=Peak(
             stage=peak.name,
             step=peak.step,
             micro_batch=peak.micro_batch,
             allocated_bytes=ledger.peak_bytes,
-            reserved_bytes=None,
-            device_used_bytes=None,
+            reserved_bytes=ledger.peak_reserved_bytes,
+            reserved_stage=reserved.name,
+            reserved_step=reserved.step,
+            reserved_micro_batch=reserved.micro_batch,
+            device_used_bytes=ledger.peak_reserved_bytes + context,
             host_allocated_bytes=ledger.host[ledger.peak_event],
             categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
             tensors=tuple(_tensor_row(tensor) for tensor in ledger.live),
@@ -182,24 +213,44 @@ def build_document(ledger: Ledger, findings: list[Finding]) -> Document:
         host_peak_bytes=ledger.host_peak_bytes,
         findings=tuple(findings),
         ladder=(),
-        verdict=Verdict(
-            fits=False if oom else None if trace.failure else True,
-            oom_stage=oom.stage.name if oom else None,
-            oom_step=oom.stage.step if oom else None,
-            tried_to_allocate_bytes=oom.tried_bytes if oom else None,
-            in_use_bytes=oom.in_use_bytes if oom else None,
-            required_bytes=ledger.peak_bytes + context,
-        ),
+        verdict=_verdict(ledger, context),
         assumptions=(
             *trace.assumptions,
             f"The CUDA context takes {context >> 20} MiB (measured on one card; it varies by card and driver).",
-            RESERVED_UNKNOWN,
+            f"Reserved memory is that of the caching allocator of {settings}, replayed request by request"
+            + (
+                "; after the request that the card refuses, as on a card without limit."
+                if ledger.out_of_memory
+                else "."
+            ),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
     )
 
 
-def _stage_row(stage: Stage) -> StageRow:
+def _verdict(ledger: Ledger, context: int) -> Verdict:
+    trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
+    storage = trace.storages[oom.storage] if oom else None
+    return Verdict(
+        fits=False if oom else None if trace.failure else True,
+        oom_stage=oom.stage.name if oom else None,
+        oom_step=oom.stage.step if oom else None,
+        oom_op=trace.op(storage) if storage else None,
+        oom_module=trace.module_path(storage) if storage else None,
+        oom_shape=storage.shape if storage else None,
+        oom_dtype=storage.dtype if storage else None,
+        oom_source=trace.source_line(storage) if storage else None,
+        oom_message=oom.message if oom else None,
+        tried_to_allocate_bytes=oom.tried_bytes if oom else None,
+        in_use_bytes=oom.in_use_bytes if oom else None,
+        reserved_bytes=oom.reserved_bytes if oom else None,
+        free_bytes=oom.free_bytes if oom else None,
+        retries=run.retries,
+        required_bytes=run.required_reserved_bytes + context,
+    )
+
+
+def _stage_row(stage: Stage, context: int, oom: OutOfMemory | None) -> StageRow:
     span = stage.span
     return StageRow(
         name=span.name,
@@ -209,13 +260,17 @@ def _stage_row(stage: Stage) -> StageRow:
         delta_bytes=stage.delta_bytes,
         peak_allocated_bytes=stage.peak_allocated_bytes,
         requested_bytes=stage.requested_bytes,
-        reserved_bytes=None,
-        device_used_bytes=None,
+        requested_delta_bytes=stage.requested_delta_bytes,
+        peak_requested_bytes=stage.peak_requested_bytes,
+        reserved_bytes=stage.reserved_bytes,
+        peak_reserved_bytes=stage.peak_reserved_bytes,
+        device_used_bytes=stage.reserved_bytes + context,
         seconds=None,
         host_allocated_bytes=stage.host_allocated_bytes,
         peak_host_bytes=stage.peak_host_bytes,
         stack=span.stack,
         index=span.index,
+        oom=oom is not None and oom.stage == span,
     )
 
 

@@ -20,10 +20,14 @@ class ShownStage:
     allocated_bytes: int
     delta_bytes: int
     peak_bytes: int
+    reserved_bytes: int
+    """Highest reserved."""
     host_bytes: int
     """Highest in host memory."""
     count: int = 1
     """Equal layers in the row; `delta_bytes` is that of all of them."""
+    oom: bool = False
+    """The request that the card refuses is made here."""
 
 
 def shown_step(document: Document) -> int:
@@ -77,7 +81,9 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
                 alike[-1].allocated_bytes,
                 sum(row.delta_bytes for row in alike),
                 max(row.peak_bytes for row in alike),
+                max(row.reserved_bytes for row in alike),
                 max(row.host_bytes for row in alike),
+                oom=any(row.oom for row in alike),
             )
 
 
@@ -95,11 +101,20 @@ def _folded_layers(rows: list[StageRow]) -> Iterator[ShownStage]:
 
 
 def _cost(row: StageRow) -> tuple[int, int]:
-    return row.delta_bytes, row.peak_allocated_bytes - row.allocated_bytes
+    """What the layer itself asks for: the blocks that it is given depend on what is free at the time."""
+    return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 
 def _row(row: StageRow) -> ShownStage:
-    return ShownStage(row.name, row.allocated_bytes, row.delta_bytes, row.peak_allocated_bytes, row.peak_host_bytes)
+    return ShownStage(
+        row.name,
+        row.allocated_bytes,
+        row.delta_bytes,
+        row.peak_allocated_bytes,
+        row.peak_reserved_bytes,
+        row.peak_host_bytes,
+        oom=row.oom,
+    )
 
 
 def _layers(run: list[StageRow]) -> ShownStage:
@@ -110,8 +125,10 @@ def _layers(run: list[StageRow]) -> ShownStage:
         run[-1].allocated_bytes,
         sum(row.delta_bytes for row in run),
         max(row.peak_allocated_bytes for row in run),
+        max(row.peak_reserved_bytes for row in run),
         max(row.peak_host_bytes for row in run),
         len(run),
+        any(row.oom for row in run),
     )
 
 
@@ -122,5 +139,7 @@ def _summary(name: str, rows: Iterable[StageRow]) -> ShownStage:
         rows[-1].allocated_bytes,
         sum(row.delta_bytes for row in rows),
         max(row.peak_allocated_bytes for row in rows),
+        max(row.peak_reserved_bytes for row in rows),
         max(row.peak_host_bytes for row in rows),
+        oom=any(row.oom for row in rows),
     )

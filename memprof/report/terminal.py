@@ -125,7 +125,7 @@ def _stages(document: Document) -> RenderableType:
     step = shown_step(document)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("stage" + (f" (step {step})" if step else ""))
-    for header in ("allocated", "delta", "peak"):
+    for header in ("allocated", "delta", "peak", "reserved"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("on this card", justify="right", no_wrap=True)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
@@ -134,19 +134,26 @@ def _stages(document: Document) -> RenderableType:
     rows = shown_stages(document)
     peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
     for position, row in enumerate(rows):
-        fits = row.peak_bytes <= usable
-        verdict = Text("fits") if fits else Text(f"{amount(row.peak_bytes - usable)} over", style="red")
+        fits = row.peak_bytes <= usable and not row.oom
+        if row.peak_bytes > usable:
+            verdict = Text(f"{amount(row.peak_bytes - usable)} over", style="red")
+        else:
+            verdict = Text("out of memory", style="red") if row.oom else Text("fits")
         name = Text(row.name)
         if row.count > 1:
             name.append(f" x{row.count}, {amount(row.delta_bytes // row.count)} each", style="dim")
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
         delta = amount(row.delta_bytes, sign=True)
-        cells: list[RenderableType] = [name, amount(row.allocated_bytes), delta, amount(row.peak_bytes), verdict]
+        figures = (amount(row.allocated_bytes), delta, amount(row.peak_bytes), amount(row.reserved_bytes))
+        cells: list[RenderableType] = [name, *figures, verdict]
         if shows_host:
             cells.append(amount(row.host_bytes))
         table.add_row(*cells)
-    note = f"{_unit(document).name}; {format_bytes(usable)} usable beside the CUDA context."
+    note = (
+        f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
+        f"{format_bytes(usable)} usable beside the CUDA context."
+    )
     return Group(table, Text(note, style="dim"))
 
 
@@ -159,19 +166,29 @@ def _verdict(document: Document) -> RenderableType:
         text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
         over = "." if verdict.fits is None else ", which does not fit."
         return text.append(over + " What is above and below is the run up to there.", style="default")
-    if verdict.fits:
-        spare = device["total_bytes"] - verdict.required_bytes
+    spare = device["total_bytes"] - verdict.required_bytes
+    if verdict.fits and not verdict.retries and spare >= 0:
         text = Text("\nFits: ", style="bold green")
         return text.append(f"needs {need}, {format_bytes(spare)} to spare.", style="default")
+    if verdict.fits:
+        times = "once" if verdict.retries == 1 else f"{verdict.retries} times" if verdict.retries else "now and then"
+        text = Text("\nFits only just: ", style="bold yellow")
+        return text.append(
+            f"the card is full {times}, and the run goes on because the allocator gives back what it holds and does "
+            f"not use, which takes time. Left alone it would take {need}.",
+            style="default",
+        )
     text = Text("\nDoes not fit: ", style="bold red")
     step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
     text.append(
         f"a real run dies in {verdict.oom_stage}{step}, when it tries to allocate "
         f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
-        f"The whole run needs {need}.",
+        f"The whole run needs {need}. torch would say:",
         style="default",
     )
-    return text
+    message = (verdict.oom_message or "").partition(" If reserved ")
+    shown = Text(message[0] + (" ..." if message[1] else ""), style="dim")
+    return Group(text, Padding(shown, (0, 0, 0, 2)))
 
 
 def _categories(document: Document) -> RenderableType:
@@ -188,7 +205,18 @@ def _categories(document: Document) -> RenderableType:
         table.add_row(category, amount(num_bytes), f"{share:.1%}", Text(bar, style="blue"))
     where = document.peak.stage + (f" of step {document.peak.step}" if document.peak.step else "")
     title = Text(f"\nAt the peak, {format_bytes(total)} in {where}", style="bold")
-    return Group(title, Padding(table, (0, 0, 1, 2)))
+    return Group(title, Padding(table, (0, 0, 0, 2)), Padding(_reserved(document), (0, 0, 1, 2)))
+
+
+def _reserved(document: Document) -> Text:
+    """What the allocator holds beside what it has handed out, where that is most."""
+    peak = document.peak
+    where = peak.reserved_stage + (f" of step {peak.reserved_step}" if peak.reserved_step else "")
+    return Text(
+        f"reserved from the driver: up to {format_bytes(peak.reserved_bytes)}, in {where}; "
+        f"{format_bytes(peak.device_used_bytes)} with the CUDA context",
+        style="dim",
+    )
 
 
 def _tensors(document: Document) -> RenderableType:

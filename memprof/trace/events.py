@@ -28,6 +28,7 @@ class EventKind(enum.IntEnum):
     PHASE = 2  # Trace.phases: this phase begins, and the one before it ends
     ENTER = 3  # Trace.modules: a module's forward begins
     EXIT = 4  # Trace.modules: a module's forward ends
+    EMPTY_CACHE = 5  # nothing, 0: torch.cuda.empty_cache() was called
 
 
 class Event(NamedTuple):

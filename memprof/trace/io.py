@@ -31,7 +31,10 @@ from memprof.trace.events import (
 )
 from memprof.trace.files import write_whole
 
-SCHEMA = 1
+SCHEMA = 2
+"""The newest schema that is read. 2 has EMPTY_CACHE events; a capture without them is written as schema 1, which
+earlier releases read too."""
+
 _FORMAT = "memprof capture"
 
 
@@ -43,7 +46,7 @@ def save_trace(trace: Trace, path: Path) -> None:
     """
     document = {
         "format": _FORMAT,
-        "schema": SCHEMA,
+        "schema": SCHEMA if any(event.kind is EventKind.EMPTY_CACHE for event in trace.events) else 1,
         "source": trace.source,
         "facts": trace.facts,
         "assumptions": trace.assumptions,
@@ -143,6 +146,7 @@ def _check(trace: Trace) -> None:
         EventKind.PHASE: len(trace.phases),
         EventKind.ENTER: len(trace.modules),
         EventKind.EXIT: len(trace.modules),
+        EventKind.EMPTY_CACHE: 1,
     }
     for event in trace.events:
         if not 0 <= event.ref < sizes[event.kind]:

@@ -25,6 +25,7 @@ from torch import nn
 from memprof.allocator.replay import replay_trace
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
+from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 
 Step = Callable[[], object]
@@ -130,8 +131,8 @@ def compared(row: Published) -> Compared:
         step = setup(row)
         for _ in range(3):
             step()
-    blocks = replay_trace(gpu.trace).peak_allocated.num_bytes
-    return Compared(row, blocks / MIB, blocks - build_ledger(gpu.trace).peak_bytes)
+    ledger = build_ledger(gpu.trace)
+    return Compared(row, ledger.peak_bytes / MIB, ledger.by_category().get(Category.FRAGMENTATION, 0))
 
 
 # -- Liger-Kernel's baselines ------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Peaks of whole training runs that others published, against the same runs on the virtual GPU.
 
 Within 3% where the run is simulated as it was; where it was not (compiled layers), or where what was run is not known,
-the difference is a stated figure, so that it does not change unseen. Rows of *reserved* memory are not compared: that
-needs the allocator's segments. Rows with weights in 4 bits (QLoRA) or torchao's 8-bit AdamW are not simulated.
+the difference is a stated figure, so that it does not change unseen. Of the rows of *reserved* memory, two are of runs
+that are known. Rows with weights in 4 bits (QLoRA) or torchao's 8-bit AdamW are not simulated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from memprof import pipeline
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
 from memprof.ledger.ledger import Ledger, build_ledger
+from memprof.pipeline import allocator_settings, live_allocator
 from memprof.spec import TargetSpec
 from tests.accuracy import adapter_bench, torchtune_recipe
 from tests.accuracy.adapter_bench import Bench
 from tests.accuracy.torchtune_recipe import LAYERS, Recipe
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 BAR = 0.03
 
 
@@ -113,12 +114,16 @@ def _no_collection() -> Iterator[None]:
 
 def simulate(run: Recipe | Bench, card: str, snapshot: Callable[[str, int], None] = lambda name, now: None) -> Ledger:
     """The run on the virtual card; `snapshot` is told what is allocated at the benchmark's readings."""
-    with _no_collection(), VirtualGpu(find_gpu(card)) as gpu:
+    settings = allocator_settings("")
+    with (
+        _no_collection(),
+        VirtualGpu(find_gpu(card), memory=lambda trace: live_allocator(trace, find_gpu(card), settings)) as gpu,
+    ):
         if isinstance(run, Recipe):
             torchtune_recipe.train(run)
         else:
             pytest.importorskip("peft")
-            adapter_bench.train(run, lambda name: snapshot(name, gpu.recorder.live_bytes))
+            adapter_bench.train(run, lambda name: snapshot(name, torch.cuda.memory_allocated()))
     return build_ledger(gpu.trace)
 
 
@@ -161,53 +166,31 @@ of github.com/DaoyuanLi2816/can-i-finetune-this."""
 
 
 def test_readings_of_the_adapter_benchmark(shared_dir: Path) -> None:
-    """What is missing from after_load on is what the allocator gave beyond the weights' sizes: of a cached block it
-    does not split off a rest of up to 1 MiB, and counts it as allocated. Replaying its best fit over the weights, in
-    the order of their transfer, gives the published figure. Activations add less than another MiB each."""
+    """Weights are moved first, and 8 MiB of what torch counts are rests of up to 1 MiB that their blocks keep."""
     found: dict[str, int] = {}
     ledger = simulate(QWEN, "rtx-4080", lambda name, now: found.__setitem__(name, now))
-    unsplit = _given(_qwen_weights()) - found["after_load"]
-    assert unsplit == pytest.approx(8.26e6, rel=0.01)
     for name, gib in READINGS.items():
-        assert (found[name] + unsplit) / GIB == pytest.approx(gib, abs=1e-3), name
+        assert found[name] / GIB == pytest.approx(gib, abs=1e-3), name
     gib, _ = published(shared_dir, ROWS[0])
-    assert (ledger.peak_bytes + unsplit) / GIB == pytest.approx(gib, abs=3e-3)
+    assert ledger.peak_bytes / GIB == pytest.approx(gib, abs=3e-3)
 
 
-def _qwen_weights() -> list[int]:
-    """Bytes of each weight in the order in which `.to()` moves them."""
-    with torch.device("meta"):
-        model = _causal_lm("qwen2.5-0.5b")
-    seen: dict[int, int] = {}
-    for module in model.modules():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            seen.setdefault(id(tensor), tensor.nbytes)
-    return list(seen.values())
-
-
-def _given(requests: list[int]) -> int:
-    """Bytes of the blocks that the caching allocator gives to `requests`, none of which is freed.
-
-    Its rules, from c10/cuda/CUDACachingAllocator.cpp: requests up to 1 MiB share segments of 2 MiB; below 10 MiB the
-    segments have 20 MiB, above it is a multiple of 2 MiB; best fit; a rest of at least 512 bytes is split off in small
-    segments, and one of more than 1 MiB in large ones.
-    """
-    free: dict[bool, list[int]] = {True: [], False: []}
-    given = 0
-    for request in requests:
-        size = max(512, -(-request // 512) * 512)
-        small = size <= MIB
-        block = min((block for block in free[small] if block >= size), default=None)
-        if block is not None:
-            free[small].remove(block)
-        else:
-            block = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        rest = block - size
-        if rest >= 512 if small else rest > MIB:
-            free[small].append(rest)
-            block = size
-        given += block
-    return given
+@pytest.mark.parametrize(
+    ("bench", "model", "difference"),
+    [(TINY, "sshleifer/tiny-gpt2", 0.0), (QWEN, "Qwen/Qwen2.5-0.5B-Instruct", -0.1133)],
+    ids=["tiny-gpt2", "Qwen2.5-0.5B"],
+)
+def test_peak_reserved(bench: Bench, model: str, difference: float, shared_dir: Path) -> None:
+    """To the last digit for the small one; the other is 3% below. Allocated memory is met in both, so that it is where
+    blocks lie that differs: the order of requests under transformers and torch of then (2.6)."""
+    with (shared_dir / "published_memory.csv").open(newline="", encoding="utf-8") as file:
+        (row,) = (
+            row
+            for row in csv.DictReader(file)
+            if (row["model"], row["method"], row["metric"]) == (model, "lora", "peak_reserved_gb")
+        )
+    reserved = simulate(bench, "rtx-4080").peak_reserved_bytes / GIB
+    assert reserved - float(row["value"]) == pytest.approx(difference, abs=5e-5 if bench is TINY else 5e-3)
 
 
 def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:

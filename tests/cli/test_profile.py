@@ -10,10 +10,11 @@ GIB = 2**30
 
 def check_consistency(report: dict) -> None:
     """What must hold of every report."""
-    peak = report["peak"]
+    peak, context = report["peak"], report["device"]["context_bytes"]
     assert sum(row["bytes"] for row in peak["rows"]) == peak["allocated_bytes"]
     assert sum(peak["categories"].values()) == peak["allocated_bytes"]
-    assert sum(tensor["total_bytes"] for tensor in peak["tensors"]) == peak["allocated_bytes"]
+    unsplit = peak["categories"].get("fragmentation", 0)
+    assert sum(tensor["total_bytes"] for tensor in peak["tensors"]) + unsplit == peak["allocated_bytes"]
     assert max(stage["peak_allocated_bytes"] for stage in report["stages"]) == peak["allocated_bytes"]
     assert peak["categories"].get("unattributed", 0) < 0.01 * peak["allocated_bytes"]
     allocated = 0
@@ -21,8 +22,21 @@ def check_consistency(report: dict) -> None:
         allocated += stage["delta_bytes"]
         assert stage["allocated_bytes"] == allocated
         assert stage["requested_bytes"] <= stage["allocated_bytes"] <= stage["peak_allocated_bytes"]
+        assert stage["allocated_bytes"] <= stage["reserved_bytes"] <= stage["peak_reserved_bytes"]
+        assert stage["device_used_bytes"] == stage["reserved_bytes"] + context
     assert report["source"] == "simulated"
-    assert report["verdict"]["required_bytes"] == peak["allocated_bytes"] + report["device"]["context_bytes"]
+    assert max(stage["peak_reserved_bytes"] for stage in report["stages"]) == peak["reserved_bytes"]
+    assert report["verdict"]["required_bytes"] == peak["device_used_bytes"] == peak["reserved_bytes"] + context
+    oom = [(stage["step"], stage["name"]) for stage in report["stages"] if stage["oom"]]
+    verdict = report["verdict"]
+    assert oom == ([] if verdict["fits"] else [(verdict["oom_step"], verdict["oom_stage"])])
+    assert verdict["fits"] == (verdict["oom_message"] is None)
+    if verdict["fits"]:
+        assert verdict["required_bytes"] <= report["device"]["total_bytes"]
+    else:
+        in_use = verdict["reserved_bytes"] + verdict["free_bytes"]
+        assert in_use == report["device"]["usable_bytes"] >= verdict["in_use_bytes"] + verdict["free_bytes"]
+        assert verdict["tried_to_allocate_bytes"] > verdict["free_bytes"]
 
 
 def test_4b_at_131072_tokens(memprof):

@@ -6,7 +6,7 @@ import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.backends.cudnn.rnn
@@ -15,6 +15,21 @@ from memprof.capture.recorder import Recorder
 from memprof.capture.virtual.card import cudnn_version, max_threads_per_sm, torch_release
 from memprof.capture.virtual.recurrent import MODES, is_acceptable
 from memprof.catalog import Gpu
+from memprof.trace.events import Trace
+
+_OF_MEMORY = (
+    "empty_cache",
+    "mem_get_info",
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_stats",
+    "memory_stats_as_nested_dict",
+    "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats",
+)
+"""What the program asks of the allocator."""
 
 
 class _Device(contextlib.nullcontext[None]):
@@ -62,8 +77,52 @@ def _distinct(value: Any) -> Any:
     return lambda *args, **kwargs: value(*args, **kwargs)
 
 
-def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) that make `torch.cuda` describe `gpu`."""
+class MemoryStatistics(Protocol):
+    """What the program's caching allocator would say now; it is not known here, and given from above."""
+
+    def stats(self) -> dict[str, int]:
+        """The flat dictionary of `torch.cuda.memory_stats()`."""
+
+    def reset_peak(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats()`."""
+
+    def reset_accumulated(self) -> None:
+        """As `torch.cuda.reset_accumulated_memory_stats()`."""
+
+
+class _LivingTensors:
+    """Statistics without an allocator: the bytes of the tensors that are alive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def stats(self) -> dict[str, int]:
+        """Allocated, active, requested and reserved are the same."""
+        found: dict[str, int] = {}
+        for kind in ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes"):
+            found[f"{kind}.all.current"] = self._recorder.live_bytes
+            found[f"{kind}.all.peak"] = self._recorder.peak_bytes
+        return found
+
+    def reset_peak(self) -> None:
+        """From here on."""
+        self._recorder.peak_bytes = self._recorder.live_bytes
+
+    def reset_accumulated(self) -> None:
+        """Nothing is accumulated."""
+
+
+def cuda_facade(
+    gpu: Gpu, recorder: Recorder, context_bytes: int, memory: Callable[[Trace], MemoryStatistics] | None = None
+) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that make `torch.cuda` describe `gpu`.
+
+    Args:
+        gpu: the card.
+        recorder: who writes the trace.
+        context_bytes: what the CUDA context takes of the card.
+        memory: see VirtualGpu; called at the program's first question, so that a run without one pays nothing.
+    """
     major, minor = gpu.compute_capability
     properties = SimpleNamespace(
         name=gpu.name,
@@ -82,24 +141,41 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     def returning(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
 
-    def allocated(device: Any = None) -> int:
-        return recorder.live_bytes
+    asked: list[MemoryStatistics] = []
 
-    def peak(device: Any = None) -> int:
-        return recorder.peak_bytes
+    def statistics() -> MemoryStatistics:
+        if not asked:
+            asked.append(_LivingTensors(recorder) if memory is None else memory(recorder.trace))
+        return asked[0]
+
+    def one(name: str) -> Callable[..., int]:
+        return lambda device=None: statistics().stats()[name]
 
     def reset_peak(device: Any = None) -> None:
-        recorder.peak_bytes = recorder.live_bytes
+        statistics().reset_peak()
+
+    def reset_accumulated(device: Any = None) -> None:
+        statistics().reset_accumulated()
+
+    def empty_cache() -> None:
+        recorder.empty_cache()
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return max(0, gpu.total_bytes - context_bytes - recorder.live_bytes), gpu.total_bytes
+        reserved = statistics().stats()["reserved_bytes.all.current"]
+        return max(0, gpu.total_bytes - context_bytes - reserved), gpu.total_bytes
 
     def memory_stats(device: Any = None) -> dict[str, int]:
-        stats: dict[str, int] = collections.defaultdict(int)
-        for kind in ("allocated_bytes", "active_bytes", "requested_bytes"):
-            stats[f"{kind}.all.current"] = recorder.live_bytes
-            stats[f"{kind}.all.peak"] = recorder.peak_bytes
-        return stats
+        return collections.defaultdict(int, statistics().stats())
+
+    def nested_stats(device: Any = None) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for name, value in statistics().stats().items():
+            *path, last = name.split(".")
+            inner = nested
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[last] = value
+        return nested
 
     @contextlib.contextmanager
     def stream(stream: Any) -> Iterator[None]:
@@ -116,7 +192,7 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         "init": nothing,
         "_lazy_init": nothing,
         "synchronize": nothing,
-        "empty_cache": nothing,
+        "empty_cache": empty_cache,
         "ipc_collect": nothing,
         "manual_seed": nothing,
         "manual_seed_all": nothing,
@@ -131,13 +207,14 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         "get_device_properties": returning(properties),
         "get_arch_list": returning([f"sm_{major}{minor}"]),
         "mem_get_info": mem_get_info,
-        "memory_allocated": allocated,
-        "max_memory_allocated": peak,
-        "memory_reserved": allocated,
-        "max_memory_reserved": peak,
+        "memory_allocated": one("allocated_bytes.all.current"),
+        "max_memory_allocated": one("allocated_bytes.all.peak"),
+        "memory_reserved": one("reserved_bytes.all.current"),
+        "max_memory_reserved": one("reserved_bytes.all.peak"),
         "reset_peak_memory_stats": reset_peak,
-        "reset_accumulated_memory_stats": nothing,
+        "reset_accumulated_memory_stats": reset_accumulated,
         "memory_stats": memory_stats,
+        "memory_stats_as_nested_dict": nested_stats,
         "set_per_process_memory_fraction": nothing,
         "memory_snapshot": returning([]),
         "list_gpu_processes": returning("no processes are running"),
@@ -146,7 +223,6 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         "temperature": returning(0),
         "power_draw": returning(0),
         "clock_rate": returning(0),
-        "memory_summary": lambda *args, **kwargs: f"allocated {recorder.live_bytes} bytes (virtual GPU)",
         "device": _Device,
         "Stream": _Stream,
         "Event": _Stream,
@@ -157,6 +233,8 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     }
     for name, value in cuda.items():
         yield torch.cuda, name, _distinct(value)
+        if name in _OF_MEMORY:  # torch.cuda.memory_summary, and who imports them from there
+            yield torch.cuda.memory, name, _distinct(value)
     yield torch.Tensor, "record_stream", _distinct(nothing)
     if not hasattr(torch._C, "_scatter"):  # a CPU build; DataParallel calls it, with the one card that there is
         yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)
@@ -169,14 +247,9 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
         "current_stream": lambda device=None: _Stream(),
         "set_stream": nothing,
         "synchronize": nothing,
-        "empty_cache": nothing,
-        "memory_allocated": allocated,
-        "max_memory_allocated": peak,
-        "memory_reserved": allocated,
-        "max_memory_reserved": peak,
-        "memory_stats": memory_stats,
+        "empty_cache": empty_cache,
         "get_memory_info": mem_get_info,
-        "reset_peak_memory_stats": reset_peak,
+        **{name: cuda[name] for name in _OF_MEMORY if name not in ("empty_cache", "mem_get_info")},
     }
     for name, value in accelerator.items():
         if hasattr(torch.accelerator, name):  # releases differ
@@ -193,5 +266,3 @@ def cuda_facade(gpu: Gpu, recorder: Recorder, context_bytes: int) -> Iterator[tu
     yield torch.backends.cudnn, "is_acceptable", is_acceptable
     yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
     yield torch, "_use_cudnn_rnn_flatten_weight", returning(True)
-    for name in ("memory_allocated", "max_memory_allocated", "mem_get_info", "reset_peak_memory_stats"):
-        yield torch.cuda.memory, name, _distinct(cuda[name])

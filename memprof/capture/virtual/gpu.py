@@ -24,7 +24,7 @@ from memprof.capture.virtual import compiled
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
-from memprof.capture.virtual.facade import cuda_facade
+from memprof.capture.virtual.facade import MemoryStatistics, cuda_facade
 from memprof.capture.virtual.hidden import CublasWorkspace
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.capture.virtual.values import Values
@@ -43,13 +43,21 @@ class VirtualGpu:
         context_bytes: what the CUDA context takes of it.
         workspaces: whether to count library workspaces (cuBLAS).
         tensors_only: count neither these nor any other memory that no tensor shows.
+        memory: what answers a program that asks for memory statistics, given the trace that is being recorded; asked
+            for only then. None: the bytes of living tensors.
 
     Raises:
         MemprofError: a virtual GPU is already active.
     """
 
     def __init__(
-        self, gpu: Gpu, *, context_bytes: int = 0, workspaces: bool = True, tensors_only: bool = False
+        self,
+        gpu: Gpu,
+        *,
+        context_bytes: int = 0,
+        workspaces: bool = True,
+        tensors_only: bool = False,
+        memory: Callable[[Trace], MemoryStatistics] | None = None,
     ) -> None:
         self.gpu = gpu
         self.modules = ModuleTracker()
@@ -67,6 +75,7 @@ class VirtualGpu:
         self._patches = Patches()
         self._modes = contextlib.ExitStack()
         self._context_bytes = context_bytes
+        self._memory = memory
         card = Card.of(gpu)
         workspace = CublasWorkspace.of(card.compute_capability, card.release)
         self._values = Values(self.assume)
@@ -134,7 +143,7 @@ class VirtualGpu:
         function_mode = DeviceMode(self.recording, composites)
         for owner, name, value in python_functions_run_inside():
             patches.set(owner, name, value)
-        for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes):
+        for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes, self._memory):
             patches.set(owner, name, value)
         for owner, name, value in function_mode.interchange.patches():
             patches.set(owner, name, value)

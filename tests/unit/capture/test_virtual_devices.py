@@ -12,7 +12,7 @@ from torch import nn
 
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
-from memprof.trace.events import GPU, HOST
+from memprof.trace.events import GPU, HOST, Event, EventKind
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -291,9 +291,16 @@ def test_torch_cuda_describes_the_card(gpu: VirtualGpu) -> None:
     assert properties.total_memory == CARD.total_bytes and properties.name == CARD.name
     assert properties.multi_processor_count == CARD.num_sms
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
     torch.cuda.manual_seed_all(1)
     torch.cuda.set_device(0)
+
+
+@pytest.mark.parametrize("empty", [torch.cuda, torch.cuda.memory, torch.accelerator], ids=lambda owner: owner.__name__)
+def test_an_emptied_cache_is_recorded(gpu: VirtualGpu, empty: object) -> None:
+    if not hasattr(empty, "empty_cache"):
+        pytest.skip("this release of torch has no torch.accelerator.empty_cache")
+    empty.empty_cache()
+    assert gpu.trace.events[-1] == Event(EventKind.EMPTY_CACHE, 0)
 
 
 def test_memory_statistics_follow_the_run(gpu: VirtualGpu) -> None:

@@ -56,7 +56,7 @@ class TestDoesNotFit:
         context = b.context(400 * MIB, card="Card", spec=TargetSpec(model="x"))
         (finding,) = of(context, "does-not-fit")
         assert finding.severity is Severity.ERROR
-        assert finding.num_bytes == context.ledger.peak_bytes - 400 * MIB
+        assert finding.num_bytes == context.ledger.peak_reserved_bytes - 400 * MIB
         assert "loss of step 1" in finding.title and "500.00 MiB" in finding.title
         died = finding.evidence[0]
         assert (died.shape, died.dtype, died.source) == ((1, 4096, 32000), "float32", "loss.py:5 loss")
@@ -64,7 +64,7 @@ class TestDoesNotFit:
         assert "smaller-micro-batch" not in finding.remedies  # the batch is 1 already
 
     def test_names_the_layer(self) -> None:
-        (finding,) = of(training(4096, 1000, layers=4).context(50 * MIB), "does-not-fit")
+        (finding,) = of(training(4096, 1000, layers=4).context(60 * MIB), "does-not-fit")
         assert "layer 2 of step 1" in finding.title
         assert finding.remedies[0] == "activation-checkpointing"
 
@@ -376,4 +376,4 @@ def test_errors_come_first_then_the_most_expensive() -> None:
     assert errors == sorted(errors, reverse=True) and sum(errors) == 2
     rest = [finding.num_bytes or 0 for finding in findings if finding.severity is not Severity.ERROR]
     assert len(rest) >= 3 and rest == sorted(rest, reverse=True)
-    assert len(RULES) == 11
+    assert len(RULES) == 12

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memprof.allocator import Card, replay_on_card
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import Ledger, alive_at, build_ledger
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tests.unit.ledger.conftest import Builder
 
 KIB = 1024
+MIB = 1024 * KIB
 
 
 def names(ledger: Ledger) -> list[str]:
@@ -326,16 +328,51 @@ def test_the_last_of_equal_peaks(build: Builder) -> None:
 
 
 def test_out_of_memory(build: Builder) -> None:
-    made = training_step(build)
+    """A card of 100 MiB with a context of 20: the third tensor of 30 MiB is refused, at the driver's granularity."""
+    build.phase(PhaseKind.MODEL)
+    weight = build.alloc(30 * MIB)
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    first = build.alloc(30 * MIB + 7)
+    last = build.alloc(30 * MIB + 7, "aten.last")
+    build.free(last)
+    build.free(first)
+    trace = build.trace
+    assert build_ledger(trace).out_of_memory is None
+    fits = build_ledger(trace, replay_on_card(trace, Card(114 * MIB, 20 * MIB)))
+    assert fits.out_of_memory is None and fits.run.retries == 0
+    ledger = build_ledger(trace, replay_on_card(trace, Card(113 * MIB, 20 * MIB)))
+    found = ledger.out_of_memory
+    assert found is not None
+    assert found.storage == last and found.stage.step == 1 and trace.events[found.event].ref == last
+    assert (found.tried_bytes, found.limit_bytes) == (32 * MIB, 93 * MIB)
+    assert (found.in_use_bytes, found.reserved_bytes, found.free_bytes) == (60 * MIB + 512, 62 * MIB, 31 * MIB)
+    assert "this process has 82.00 MiB memory in use" in found.message
+    assert ledger.run.required_reserved_bytes == ledger.peak_reserved_bytes == 94 * MIB
+    assert ledger.peak_bytes == 90 * MIB + 2 * 512  # rests of more than 1 MiB are split off
+    early = build_ledger(trace, replay_on_card(trace, Card(49 * MIB, 20 * MIB))).out_of_memory
+    assert early is not None and early.storage == weight and early.stage.name == "parameters"
+
+
+def test_unsplit_rests_are_a_line_of_their_own(build: Builder) -> None:
+    build.phase(PhaseKind.OTHER)
+    build.alloc(45 * MIB + 7)  # a segment of 46 MiB, of which 1,048,064 bytes are too few to split off
     ledger = build_ledger(build.trace)
-    assert ledger.out_of_memory(ledger.peak_bytes) is None
-    short = ledger.out_of_memory(ledger.peak_bytes - 1)
-    assert short is not None
-    assert short.storage == made["logits gradient"] and short.event == ledger.peak_event
-    assert (short.tried_bytes, short.in_use_bytes) == (32 * KIB, ledger.peak_bytes - 32 * KIB)
-    assert short.stage.name == "backward"
-    early = ledger.out_of_memory(20 * KIB)
-    assert early is not None and early.storage == made["layers.1"] and early.stage.name == "parameters"
+    assert ledger.peak_bytes == 46 * MIB == ledger.peak_reserved_bytes
+    assert ledger.by_category()[Category.FRAGMENTATION] == 1_048_064
+    assert ledger.stages[0].allocated_bytes == 46 * MIB and ledger.stages[0].requested_bytes == 45 * MIB + 7
+
+
+def test_reserved_outlives_what_is_freed_until_the_cache_is_emptied(build: Builder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.free(build.alloc(30 * MIB))
+    build.phase(PhaseKind.OPTIMIZER_STEP, 1)
+    build.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
+    build.free(build.alloc(KIB))
+    stages = build_ledger(build.trace).stages
+    assert [(stage.reserved_bytes, stage.peak_reserved_bytes) for stage in stages] == [
+        (30 * MIB, 30 * MIB),
+        (2 * MIB, 30 * MIB),
+    ]
 
 
 def test_no_allocation_at_all(build: Builder) -> None:
@@ -376,7 +413,7 @@ def traces(draw: st.DrawFn) -> Trace:
             trace.events.append(Event(EventKind.EXIT, stack.pop()))
         elif action == "a":
             index = len(trace.storages)
-            num_bytes = draw(st.integers(1, 5000))
+            num_bytes = draw(st.one_of(st.integers(1, 5000), st.integers(MIB, 50 * MIB)))
             forward = draw(st.integers(NONE, len(trace.events) - 1))
             trace.storages.append(
                 Storage(
@@ -414,17 +451,22 @@ def brute_force(trace: Trace) -> list[set[int]]:
 @given(traces())
 def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
     alive = brute_force(trace)
-    totals = [sum(round_size(trace.storages[i].num_bytes) for i in now) for now in alive]
-    if not any(totals):
+    if not any(alive):
         with pytest.raises(ValueError, match="no allocation"):
             build_ledger(trace)
         return
     ledger = build_ledger(trace)
-    assert ledger.allocated == totals
+    blocks = ledger.run.timeline.blocks
+    for index, block in blocks.items():
+        assert 0 <= block - round_size(trace.storages[index].num_bytes) <= MIB
+    totals = [sum(blocks[i] for i in now) for now in alive]
+    assert list(ledger.allocated) == totals
     assert ledger.peak_bytes == max(totals) == totals[ledger.peak_event]
     assert sum(row.allocated_bytes for row in ledger.rows) == ledger.peak_bytes
-    assert sum(tensor.allocated_bytes for tensor in ledger.live) == ledger.peak_bytes
+    rest = ledger.by_category().get(Category.FRAGMENTATION, 0)
+    assert sum(tensor.allocated_bytes for tensor in ledger.live) + rest == ledger.peak_bytes
     assert sum(ledger.by_category().values()) == ledger.peak_bytes
+    assert max(stage.peak_reserved_bytes for stage in ledger.stages) == ledger.peak_reserved_bytes >= ledger.peak_bytes
     live = [index for tensor in ledger.live for index in tensor.storages]
     assert len(live) == len(set(live)) and set(live) == alive[ledger.peak_event] == set(
         alive_at(trace, ledger.peak_event)

@@ -56,6 +56,16 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["run.memprof"]
 
 
+def test_an_emptied_cache_needs_the_newer_schema(tmp_path: Path) -> None:
+    plain, emptied = sample(), sample()
+    emptied.events.append(Event(EventKind.EMPTY_CACHE, 0))
+    for trace, schema in ((plain, 1), (emptied, 2)):
+        save_trace(trace, tmp_path / "a")
+        with gzip.open(tmp_path / "a") as file:
+            assert json.load(file)["schema"] == schema <= SCHEMA
+        assert load_trace(tmp_path / "a") == trace
+
+
 def test_types_survive(tmp_path: Path) -> None:
     save_trace(sample(), tmp_path / "a")
     trace = load_trace(tmp_path / "a")

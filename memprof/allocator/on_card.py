@@ -1,0 +1,136 @@
+"""A run on one card: what it holds there, whether it fits, and the error that ends it if not."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memprof.allocator.config import AllocatorConfig
+from memprof.allocator.messages import OomReport
+from memprof.allocator.pools import SegmentLayout
+from memprof.allocator.releases import LATEST, Release
+from memprof.allocator.replay import FirstOom, Timeline, TraceReplay
+from memprof.trace.events import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the allocator may take of a card."""
+
+    total_bytes: int
+    """As CUDA reports it."""
+    context_bytes: int
+    """Taken outside the allocator: the CUDA context."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left to reserve."""
+        return max(self.total_bytes - self.context_bytes, 0)
+
+
+class Needs(NamedTuple):
+    """What a run comes to, in short."""
+
+    required_reserved_bytes: int
+    """As in OnCard."""
+    fits: bool
+    """True without a card."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnCard:
+    """One run through the allocator of one card."""
+
+    trace: Trace
+    card: Card | None
+    config: AllocatorConfig
+    release: Release
+    timeline: Timeline
+    """If it fits (or without a card), what the run holds on this card; else, on a card without limit."""
+    first_oom: FirstOom | None
+    """The request that this card refuses; None: it fits."""
+    retries: int
+    """Times that the allocator gave its whole cache back, because the card was full, and went on."""
+    required_reserved_bytes: int
+    """The most that is reserved on a card without limit: so much, and nothing is ever given back to make room."""
+
+    def layout_at(self, event: int) -> tuple[list[SegmentLayout], dict[int, int]]:
+        """Segments and blocks after `event` of the timeline's run, and the storage in each block by its address."""
+        limited = self.card is not None and self.first_oom is None
+        replay = _replay(self.trace, self.card if limited else None, self.config, self.release)
+        replay.skip(event + 1)
+        return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
+
+    def layout_at_oom(self) -> tuple[list[SegmentLayout], dict[int, int]]:
+        """As `layout_at`, when the card refuses the request, and what could be given back has been.
+
+        Raises:
+            ValueError: nothing is refused.
+        """
+        if self.first_oom is None:
+            raise ValueError("the run fits")
+        replay = _replay(self.trace, self.card, self.config, self.release)
+        replay.skip(self.first_oom.event)
+        replay.allocator.empty_cache()
+        return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is refused; True without a card."""
+        return self.first_oom is None
+
+    def under(self, config: AllocatorConfig) -> Needs:
+        """What the same run would need with other settings."""
+        replay = _replay(self.trace, None, config, self.release)
+        replay.skip()
+        counters = replay.allocator.counters
+        required = counters.reserved_bytes_peak
+        fits = True
+        if self.card is not None:
+            limit = min(self.card.usable_bytes, int(config.per_process_memory_fraction * self.card.total_bytes))
+            fits = required <= limit
+            if not fits and counters.allocated_bytes_peak <= limit:  # perhaps by giving the cache back
+                limited = _replay(self.trace, self.card, config, self.release)
+                limited.skip()
+                fits = limited.timeline.first_oom is None
+        return Needs(required, fits)
+
+
+def replay_on_card(
+    trace: Trace, card: Card | None, config: AllocatorConfig | None = None, release: Release = LATEST
+) -> OnCard:
+    """Replay `trace` on `card`, and on one without limit where the two differ.
+
+    Args:
+        trace: the run.
+        card: None: there is no card to judge by.
+        config: the allocator's settings.
+        release: whose rules and messages.
+
+    Raises:
+        UsageError: settings that ask for another allocator.
+    """
+    config = AllocatorConfig() if config is None else config
+    first = _replay(trace, card, config, release)
+    first.advance(stop_at_oom=True)
+    timeline = first.finish()
+    oom, retries = timeline.first_oom, timeline.retries
+    if card is None or not first.was_limited:  # a card without limit would have done the same
+        return OnCard(trace, card, config, release, timeline, None, 0, timeline.peak_reserved.num_bytes)
+    free = _replay(trace, None, config, release)
+    free.advance()
+    unlimited = free.finish()
+    required = unlimited.peak_reserved.num_bytes
+    if oom is None:
+        return OnCard(trace, card, config, release, timeline, None, retries, required)
+    # torch asks NVML what the process holds: the CUDA context, and what is reserved.
+    report: OomReport = dataclasses.replace(oom.report, process_bytes=oom.report.reserved_bytes + card.context_bytes)
+    oom = FirstOom(oom.event, report, report.message(release))
+    return OnCard(trace, card, config, release, unlimited, oom, max(retries - 1, 0), required)
+
+
+def _replay(trace: Trace, card: Card | None, config: AllocatorConfig, release: Release) -> TraceReplay:
+    if card is None:
+        return TraceReplay(trace, None, config, release)
+    return TraceReplay(trace, card.usable_bytes, config, release, total_bytes=card.total_bytes)

@@ -1,0 +1,74 @@
+"""Whose allocator a run is replayed by: the torch release, its settings, and where these came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memprof.allocator.caching import CachingAllocator
+from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
+from memprof.allocator.releases import LATEST, Release, release_for
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Release and configuration of the allocator.
+
+    Raises:
+        UsageError: the configuration asks for another allocator (backend:cudaMallocAsync).
+    """
+
+    torch: str | None = None
+    """Version of torch; None: not known, the newest that memprof knows is taken."""
+    config: AllocatorConfig = field(default_factory=AllocatorConfig)
+    origin: str | None = None
+    """The flag or environment variable that the configuration came from; None: torch's defaults."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be replayed before the run, not after it."""
+        CachingAllocator(None, self.config, self.release)
+
+    @property
+    def release(self) -> Release:
+        """Its rules and messages."""
+        return LATEST if self.torch is None else release_for(self.torch)
+
+    @classmethod
+    def resolve(
+        cls, alloc_conf: str | None, torch: str | None, *, flag: str = "--alloc-conf", environ: Mapping[str, str]
+    ) -> Settings:
+        """What torch `torch` would take: `alloc_conf` if it is given, else the environment's.
+
+        Raises:
+            UsageError: torch would refuse the configuration.
+        """
+        release = LATEST if torch is None else release_for(torch)
+        if alloc_conf is not None:
+            return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
+        return cls(torch, *config_from_environment(environ, release))
+
+    def facts(self) -> dict[str, Any]:
+        """As plain JSON values, for the trace's facts."""
+        return {"torch": self.torch, "alloc_conf": self.alloc_conf, "alloc_conf_from": self.origin}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Settings:
+        """The reverse of `facts`; defaults for what a capture does not say."""
+        torch, text = facts.get("torch"), facts.get("alloc_conf")
+        if text is None:
+            return cls(torch)
+        release = LATEST if torch is None else release_for(torch)
+        origin = facts.get("alloc_conf_from")
+        return cls(torch, parse_config(text, release, origin=origin or "alloc_conf"), origin)
+
+    @property
+    def alloc_conf(self) -> str | None:
+        """The configuration's text; None: torch's defaults."""
+        return self.config.text if self.origin is not None else None
+
+    def __str__(self) -> str:
+        name = f"torch {self.torch}" if self.torch else f"torch {'.'.join(map(str, LATEST.version))} (not recorded)"
+        if self.origin is None:
+            return f"{name} with its default settings"
+        return f"{name} with the settings {self.alloc_conf!r} (from {self.origin})"

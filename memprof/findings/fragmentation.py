@@ -1,0 +1,148 @@
+"""Memory that the allocator holds and nobody can use: what pins it, and what expandable segments would change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from memprof.allocator import Needs, OnCard, SegmentLayout
+from memprof.findings.does_not_fit import stage_text
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.trace.events import Trace
+from memprof.units import MIB, format_bytes
+
+MIN_BYTES = 256 * MIB
+MIN_SHARE = 0.05
+"""Found when what is free of the most that is reserved is at least both, and always when the run would fit without."""
+
+MIN_GAIN = 0.1
+"""Expandable segments are no remedy if they save less than this share of it, unless the run then fits."""
+
+MOST_SHOWN = 5
+"""Kinds of segments in the evidence."""
+
+
+class _Pinned(NamedTuple):
+    """Segments that are alike: so large, so much of it free, held by such tensors."""
+
+    size: int
+    free: int
+    largest: int
+    storages: tuple[int, ...]
+    """The living tensors of one of them."""
+
+
+def find(context: Context) -> list[Finding]:
+    """`num_bytes` is what is free of the reserved memory: if the run would fit without it, when the card refuses a
+    request; else when most is reserved (after the event that first reaches it).
+    """
+    ledger = context.ledger
+    run, out = ledger.run, ledger.out_of_memory
+    decides = out is not None and ledger.peak_bytes <= out.limit_bytes and out.reserved_bytes > out.in_use_bytes
+    if decides and out is not None:
+        stage, reserved, gap = out.stage, out.reserved_bytes, out.reserved_bytes - out.in_use_bytes
+        segments, owners = run.layout_at_oom()
+    else:
+        event, stage, reserved = ledger.peak_reserved_event, ledger.peak_reserved_stage, ledger.peak_reserved_bytes
+        gap = reserved - run.timeline.allocated[event]
+        if gap < MIN_BYTES or gap < MIN_SHARE * reserved:
+            return []
+        segments, owners = run.layout_at(event)
+    evidence = _kept(segments)
+    remedies: tuple[str, ...] = ()
+    if not run.config.expandable_segments and run.release.has_expandable_segments:
+        other = run.under(dataclasses.replace(run.config, expandable_segments=True))
+        saved = run.required_reserved_bytes - other.required_reserved_bytes
+        if saved >= MIN_GAIN * gap or other.fits > run.fits:
+            remedies = ("expandable-segments",)
+        evidence.append(_evaluated(run, other))
+    evidence += _pinned(ledger.trace, segments, owners)
+    title = (
+        f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in "
+        f"{stage_text(stage)} are free ({percent(gap, reserved)})"
+    )
+    if decides:
+        title += f" when the card is full; allocated memory alone, at most {format_bytes(ledger.peak_bytes)}, would fit"
+    return [Finding("fragmentation", Severity.WARNING, title, gap, tuple(evidence), remedies)]
+
+
+def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
+    """How much of it cannot be given back, and how much can."""
+    whole = [segment.size for segment in segments if not segment.allocated]
+    free = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
+    lines = [
+        Evidence(
+            f"{format_bytes(sum(free))} in {plural(len(free), 'segment')} that living tensors keep from being given "
+            "back",
+            sum(free),
+        )
+    ]
+    if whole:
+        lines.append(
+            Evidence(
+                f"{format_bytes(sum(whole))} in {plural(len(whole), 'segment')} without a tensor: given back when the "
+                "card is full, or by torch.cuda.empty_cache()",
+                sum(whole),
+            )
+        )
+    return lines
+
+
+def _pinned(trace: Trace, segments: list[SegmentLayout], owners: Mapping[int, int]) -> list[Evidence]:
+    """The segments with most of what cannot be given back, alike ones together."""
+    kinds: dict[tuple[object, ...], list[_Pinned]] = defaultdict(list)
+    for segment in segments:
+        free = segment.size - segment.allocated
+        if not free or not segment.allocated:
+            continue
+        held = tuple(owners[block.address] for block in segment.blocks if block.address in owners)
+        kind = (segment.size, free, len(held), *sorted({_what(trace, index) for index in held}))
+        kinds[kind].append(_Pinned(segment.size, free, segment.largest_free, held))
+    most = sorted(kinds.values(), key=lambda alike: -sum(segment.free for segment in alike))
+    return [_kind(trace, alike) for alike in most[:MOST_SHOWN]]
+
+
+def _kind(trace: Trace, alike: list[_Pinned]) -> Evidence:
+    """A line on segments that are alike, and the largest tensor that pins one of them."""
+    first = alike[0]
+    largest = max(first.storages, key=lambda index: trace.storages[index].num_bytes)
+    storage = trace.storages[largest]
+    each = " each" if len(alike) > 1 else ""
+    others = f" and {len(first.storages) - 1} more" if len(first.storages) > 1 else ""
+    pieces = "" if first.largest == first.free else f", at most {format_bytes(first.largest)} in one piece"
+    return Evidence(
+        f"{plural(len(alike), 'segment')} of {format_bytes(first.size)}: {format_bytes(first.free)} free{each}{pieces}"
+        f"; pinned by {_what(trace, largest)}{others}",
+        num_bytes=sum(segment.free for segment in alike),
+        shape=storage.shape,
+        dtype=storage.dtype,
+        module=module_pattern(trace, storage),
+        op=trace.op(storage),
+        source=trace.source_line(storage),
+        device=storage.device,
+    )
+
+
+def _what(trace: Trace, index: int) -> str:
+    storage = trace.storages[index]
+    module = module_pattern(trace, storage)
+    owner = trace.owners.get(index)
+    inside = f" in {module}" if module else ""
+    if owner is not None:
+        return f"{owner.role} {format_shape(storage.shape)} {storage.dtype}{inside}"
+    line = file_and_line(trace.source_line(storage))
+    return f"{format_shape(storage.shape)} {storage.dtype} of {trace.op(storage)}{inside} at {line}"
+
+
+def _evaluated(run: OnCard, other: Needs) -> Evidence:
+    """What the replay with expandable segments came to."""
+    before, after = run.required_reserved_bytes, other.required_reserved_bytes
+    text = f"with expandable_segments:True the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
+    if run.card is not None:
+        words = {False: "does not fit", True: "fits"}
+        was, now = words[run.fits], words[other.fits]
+        text += f", and {'still ' if was == now else ''}{now}" + ("" if was == now else f" where it {was} now")
+    return Evidence(text, before - after)

@@ -1,0 +1,100 @@
+"""The fragmentation rule: what is free, what pins it, and expandable segments tried out."""
+
+from __future__ import annotations
+
+from memprof.allocator import Card, parse_config, replay_on_card
+from memprof.findings import Context, Finding
+from memprof.findings.fragmentation import find
+from memprof.ledger.ledger import build_ledger
+from memprof.trace.events import Owner, PhaseKind, Role
+from tests.unit.findings.builder import Builder
+
+MIB = 1 << 20
+WIDE, NARROW = 128 * MIB // 4, 8 * MIB // 4
+
+
+def pinned(pieces: int = 4, size: int = WIDE) -> Builder:
+    """Each wide tensor dies and leaves a narrow one in its segment; then something comes that none of them holds."""
+    b = Builder()
+    b.phase(PhaseKind.FORWARD)
+    wide = [b.new(size, line="model.py:1 wide") for _ in range(pieces)]
+    for index in wide:
+        b.free(index)
+        b.new(NARROW, op="aten.clone", line="model.py:2 keep")
+        b.new(size - NARROW, line="model.py:3 fill")
+    fillers = [i for i, s in enumerate(b.trace.storages) if s.shape == (size - NARROW,)]
+    b.free(*fillers)
+    b.new(size)
+    return b
+
+
+def one(context: Context) -> Finding:
+    (finding,) = find(context)
+    return finding
+
+
+def test_says_what_is_free_and_what_pins_it() -> None:
+    finding = one(pinned().context())
+    assert finding.id == "fragmentation" and finding.num_bytes == 4 * 120 * MIB
+    assert "480.00 MiB of the 640.00 MiB" in finding.title and "75%" in finding.title
+    kept, evaluated, segments = finding.evidence
+    assert kept.num_bytes == 480 * MIB and "in 4 segments" in kept.text
+    assert segments.text.startswith("4 segments of 128.00 MiB: 120.00 MiB free each; pinned by")
+    assert (segments.op, segments.source, segments.num_bytes) == ("aten.clone", "model.py:2 keep", 480 * MIB)
+    assert evaluated.text.startswith("with expandable_segments:True the run reserves")
+
+
+def test_expandable_segments_are_evaluated_and_not_only_named() -> None:
+    b = pinned()
+    before = replay_on_card(b.trace, None)
+    after = before.under(parse_config("expandable_segments:True"))
+    finding = one(b.context())
+    saved = before.required_reserved_bytes - after.required_reserved_bytes
+    assert saved > 0 and finding.evidence[1].num_bytes == saved
+    assert finding.remedies == ("expandable-segments",)
+
+
+def test_the_verdict_before_and_after() -> None:
+    context = pinned().context(600 * MIB)
+    assert context.ledger.out_of_memory is not None
+    finding = one(context)
+    assert "would fit" in finding.title
+    assert finding.evidence[1].text.endswith("and fits where it does not fit now")
+
+
+def test_small_but_decisive() -> None:
+    """32 MiB are no matter in themselves, but without them the run fits."""
+    b = Builder()
+    first = b.new(64 * MIB // 4)
+    b.free(first)
+    b.new(32 * MIB // 4)
+    b.new(48 * MIB // 4)
+    assert not find(b.context())
+    assert one(b.context(100 * MIB)).num_bytes == 32 * MIB
+
+
+def test_whole_segments_are_told_apart() -> None:
+    b = Builder()
+    b.free(*[b.new(WIDE) for _ in range(3)])
+    b.new(3 * WIDE)
+    finding = one(b.context())
+    assert [line.num_bytes for line in finding.evidence[:2]] == [0, 384 * MIB]
+    assert "torch.cuda.empty_cache()" in finding.evidence[1].text
+
+
+def test_a_parameter_is_named_as_one() -> None:
+    b = pinned()
+    narrow = [index for index, storage in enumerate(b.trace.storages) if storage.shape == (NARROW,)]
+    b.trace.owners |= {index: Owner(Role.PARAMETER, f"layers.{index}.weight") for index in narrow}
+    assert "pinned by parameter [2097152] float32" in one(b.context()).evidence[-1].text
+
+
+def test_nothing_to_say_of_little() -> None:
+    assert not find(pinned(pieces=1).context())  # 120 MiB
+
+
+def test_no_remedy_where_segments_expand_already() -> None:
+    b = pinned()
+    run = replay_on_card(b.trace, Card(10_000 * MIB, 0), parse_config("expandable_segments:True"))
+    for finding in find(Context(build_ledger(b.trace, run), 10_000 * MIB)):
+        assert not finding.remedies and "expandable" not in finding.evidence[1].text

@@ -1,0 +1,102 @@
+"""`memprof.virtual_gpu`: what a program is told of its memory while it runs is what the report says afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import memprof
+from memprof.allocator import Settings, replay_trace
+from memprof.errors import UsageError
+from memprof.trace.events import EventKind
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def train(steps: int = 2) -> None:
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1000)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.empty(2048, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_program_sees_the_values_of_the_replay() -> None:
+    with memprof.virtual_gpu("a100-40gb", alloc_conf="") as gpu:
+        train()
+        reserved, most_reserved = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+        most_allocated = torch.cuda.max_memory_allocated("cuda:0")
+        stats = dict(torch.cuda.memory_stats())
+        nested = torch.cuda.memory_stats_as_nested_dict()
+        summary = torch.cuda.memory_summary()
+        free, total = torch.cuda.mem_get_info()
+        asked = len(gpu.trace.events)
+    trace = gpu.trace
+    del trace.events[asked:]
+    whole = replay_trace(trace, release=Settings.resolve("", torch.__version__, environ={}).release)
+    assert stats == whole.stats
+    assert (reserved, most_reserved) == (whole.reserved[-1], whole.peak_reserved.num_bytes)
+    assert most_allocated == whole.peak_allocated.num_bytes < most_reserved
+    assert nested["reserved_bytes"]["all"]["peak"] == most_reserved and nested["num_ooms"] == 0
+    assert "GPU reserved memory" in summary
+    report = gpu.report().to_json()
+    assert report["peak"]["reserved_bytes"] == most_reserved
+    assert total - free == reserved + report["device"]["context_bytes"]
+
+
+def test_an_emptied_cache_lowers_what_is_reserved() -> None:
+    with memprof.virtual_gpu("a100-40gb") as gpu:
+        kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 130 * MIB and torch.cuda.memory_allocated() == 30 * MIB
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 30 * MIB and torch.cuda.max_memory_reserved() == 130 * MIB
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_reserved() == kept.nbytes
+    assert [event.kind for event in gpu.trace.events].count(EventKind.EMPTY_CACHE) == 1
+    assert gpu.report().stages[-1].reserved_bytes <= 130 * MIB
+
+
+def test_settings_reach_program_and_report() -> None:
+    with memprof.virtual_gpu("a100-40gb", alloc_conf="expandable_segments:True") as gpu:
+        tensor = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+        other = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 40 * MIB
+        del tensor, other
+    report = gpu.report().to_json()
+    assert report["peak"]["reserved_bytes"] == 40 * MIB
+    assert report["allocator"]["alloc_conf"] == "expandable_segments:True"
+
+
+def test_the_environment_decides_where_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with memprof.virtual_gpu("a100-40gb") as gpu:
+        torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    report = gpu.report().to_json()
+    assert report["allocator"]["alloc_conf_from"] == "PYTORCH_CUDA_ALLOC_CONF"
+    assert any("expandable_segments:True" in sentence for sentence in report["assumptions"])
+
+
+def test_bad_settings_are_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="expandable_segments is 'true'"):
+        memprof.virtual_gpu("a100-40gb", alloc_conf="expandable_segments:true")
+
+
+def test_nothing_is_replayed_for_a_program_that_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("memprof.library.live_allocator", fail)
+    with memprof.virtual_gpu("a100-40gb"):
+        train(1)
+        torch.cuda.empty_cache()
+        with pytest.raises(AssertionError, match="asked"):
+            torch.cuda.memory_reserved()
