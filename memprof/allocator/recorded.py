@@ -12,13 +12,8 @@ from array import array
 from dataclasses import dataclass, field
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
-<<<<<<< HEAD
 from memprof.allocator.caching import CachingAllocator
-from memprof.allocator.config import config_from_settings
-=======
-from memprof.allocator.caching import UNKNOWN_SPACE, CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_settings
->>>>>>> analyze
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
@@ -145,13 +140,8 @@ class _Replay:
         self.live = restore(self.allocator, self.state)
         self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
         self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
-<<<<<<< HEAD
-=======
-        self.first: Difference | None = None
-        self.identical = 0
         self.sizes = array("q")
         self.flushes: list[int] = []
->>>>>>> analyze
 
     def run(self) -> Recorded:
         index = 0
