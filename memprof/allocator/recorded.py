@@ -132,6 +132,8 @@ class _Replay:
         self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
         self.first: Difference | None = None
         self.identical = 0
+        self.sizes = array("q")
+        self.flushes: list[int] = []
         self.live: dict[int, Block] = {}
         self.pending: dict[int, Block] = {}
         if self.state.contradictions:
@@ -140,8 +142,6 @@ class _Replay:
         self.live = restore(self.allocator, self.state)
         self.driver.spaces = {s.address: s.size for s in self.allocator.segment_store.live.values() if s.expandable}
         self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
-        self.sizes = array("q")
-        self.flushes: list[int] = []
 
     def run(self) -> Recorded:
         index = 0
