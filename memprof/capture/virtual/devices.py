@@ -305,10 +305,12 @@ class DeviceMode(TorchFunctionMode):
             rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
             copy = kwargs.get("copy", False)
         else:
+            # Two flags by position are non_blocking and copy, and torch's parser does not take the second.
+            both = len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool)
+            copy = args[-1] if both else bool(kwargs.get("copy", False))
             device, dtype, _, memory_format = _parse_to(
-                *args, **{name: value for name, value in kwargs.items() if name != "copy"}
+                *(args[:-1] if both else args), **{name: value for name, value in kwargs.items() if name != "copy"}
             )
-            copy = bool(kwargs.get("copy", False)) or (len(args) > 3 and args[3] is True)
             rest = {"memory_format": memory_format} if memory_format is not None else {}
         believed = self._device(tensor)
         target = believed if device is None else device
