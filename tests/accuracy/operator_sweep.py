@@ -143,7 +143,7 @@ def compare(op: Any) -> Iterator[Difference | None]:
     for number, sample in enumerate(samples_of(op)):
         try:
             expected = on_cpu(op, sample)
-        except (RuntimeError, NotImplementedError, ValueError):
+        except (RuntimeError, NotImplementedError, ValueError, AssertionError):
             continue  # the database has samples of what the CPU cannot do
         try:
             found, hidden = on_virtual_gpu(op, sample)

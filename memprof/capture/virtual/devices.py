@@ -47,11 +47,13 @@ class DeviceMode(TorchFunctionMode):
         self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
         self.interchange = Interchange(recording, self._to)
         self._factories = torch.utils._device._device_constructors()
+        chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
-            **{func: self._choosing(choose) for func, choose in composites.items()},
+            **chosen,
             **{
-                getattr(torch, name): functools.partial(self._recurrent, f"aten.{name}", getattr(torch, name))
+                func: functools.partial(self._recurrent, f"aten.{name}", chosen.get(func, func))
                 for name in _RECURRENT
+                for func in (getattr(torch, name),)
             },
             _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
             _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]

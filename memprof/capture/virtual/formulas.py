@@ -1,9 +1,9 @@
 """Backward formulas that compute in place on a plain run, and out of place under a dispatch mode.
 
 torch/csrc/autograd/FunctionsManual.cpp asks `areAnyTensorSubclassLike` before it overwrites a temporary of its own;
-with a mode active, and for meta tensors, the answer is always yes. Each entry names the autograd node, the operator that the
-formula calls then, and what it calls on a plain run on CUDA. That the first argument is the formula's own temporary is
-checked: one that a saved tensor or the program still holds is left alone.
+with a mode active, and for meta tensors, the answer is always yes. Each entry names the autograd node, the operator
+that the formula calls then, and what it calls on a plain run on CUDA. That the first argument is the formula's own
+temporary is checked: one that a saved tensor or the program still holds is left alone.
 """
 
 from __future__ import annotations
