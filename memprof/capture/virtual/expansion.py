@@ -34,7 +34,7 @@ _NAMES = (
     # native/TensorFactories.cpp, native/RangeFactories.cpp
     "bartlett_window", "blackman_window", "hann_window", "hamming_window", "kaiser_window", "polar",
     # native/Linear.cpp, native/BatchLinearAlgebra.cpp, native/LinearAlgebra.cpp, native/SpectralOps.cpp
-    "_trilinear", "cholesky_solve", "linalg_pinv", "linalg_lstsq", "fft_fftfreq", "fft_rfftfreq",
+    "_trilinear", "cholesky_solve", "linalg_pinv", "fft_fftfreq", "fft_rfftfreq",
 )  # fmt: skip
 EXPANDED = frozenset(getattr(_aten, name) for name in _NAMES if hasattr(_aten, name))
 """Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""

@@ -261,6 +261,9 @@ class RecordingMode(TorchDispatchMode):
         # One that only took over another storage (set_) has made none.
         if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
             self._grown(target, operator, place)
+        if result is not target and call.on_gpu:
+            # It writes into one argument and returns something new all the same (rrelu_with_noise).
+            self.record([made for made in tensors_of(result) if made is not target], operator.name, place, GPU)
         # What changes the tensor itself (t_, squeeze_) must be done every time.
         unchanged = (target.size(), target.stride()) == layout_before and operator.packet not in MOVES_STORAGE
         if key is not None and result is target and unchanged and target.untyped_storage().nbytes() == before:

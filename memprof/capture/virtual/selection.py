@@ -1,4 +1,4 @@
-"""Selections by mask, membership and median: what their CUDA kernels call inside."""
+"""Selections, counts and rolls: what their CUDA kernels call inside."""
 
 from __future__ import annotations
 
@@ -67,6 +67,37 @@ def isin(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> A
         return result.copy_(found)
 
 
+def count_nonzero(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """The sum of what differs from zero (native/TensorAdvancedIndexing.cpp, count_nonzero_cuda)."""
+    if not call.on_gpu or "out" in call.kwargs:
+        return NotImplemented
+    dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    with mode:
+        return _aten.sum.dim_IntList(_aten.ne.Scalar(call.args[0], 0), dims)
+
+
+def roll(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """Several dimensions are rolled one after the other, each into a new tensor (native/TensorTransformations.h)."""
+    data, shifts = call.args[:2]
+    dims = call.args[2] if len(call.args) > 2 else []
+    if not call.on_gpu or len(dims) < 2 or "out" in call.kwargs:
+        return NotImplemented
+    with mode:
+        for shift, dim in zip(shifts, dims, strict=True):
+            data = _aten.roll.default(data, [shift], [dim])
+    return data
+
+
+def scatter_reduce(args: Any, card: Card) -> list[int]:
+    """The mean counts what came together (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
+    data, source, reduce = args[0], args[3], args[4]
+    if reduce != "mean":
+        return []
+    item = data.element_size()
+    return [source.numel() * item, data.numel() * item, data.numel()]
+
+
 def masked_scatter(args: Any, card: Card) -> list[int]:
     """Where each selected element's source lies: a scan of the mask as int64 (native/cuda/IndexKernel.cu)."""
     count = args[0].numel()
@@ -85,9 +116,13 @@ HANDLERS: dict[Any, Any] = {
     _aten.nanmedian: median,
     _aten.isin: isin,
     _aten.allclose: allclose,
+    _aten.count_nonzero: count_nonzero,
+    _aten.roll: roll,
 }
 TEMPORARIES: dict[Any, Any] = {
     _aten.masked_scatter: masked_scatter,
     _aten.masked_scatter_: masked_scatter,
+    _aten.scatter_reduce: scatter_reduce,
+    _aten.scatter_reduce_: scatter_reduce,
     _aten.unfold_backward: unfold_backward,
 }
