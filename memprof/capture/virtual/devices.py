@@ -134,7 +134,9 @@ class DeviceMode(TorchFunctionMode):
 
     def _recurrent(self, op: str, func: Any, *args: Any) -> Any:
         """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's."""
-        tensors = tensors_of(list(args))
+        # Of a packed sequence the batch sizes, before the states and the weights, belong on the host.
+        packed = len(args) > 3 and isinstance(args[3], (list, tuple))
+        tensors = tensors_of([arg for position, arg in enumerate(args) if not (packed and position == 1)])
         if {self._believed(tensor) for tensor in tensors if tensor.dim()} >= {GPU, HOST}:
             with _NoTorchFunction():
                 self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
