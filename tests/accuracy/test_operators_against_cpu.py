@@ -41,9 +41,9 @@ KERNELS: dict[str, str] = {
             "mkldnn_convolution"
         ),
         BUFFERS: (
-            "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
+            "native_layer_norm_backward native_batch_norm "
             "native_batch_norm_backward _native_batch_norm_legit _batch_norm_with_update batch_norm_backward "
-            "kthvalue median nanmedian log_sigmoid_forward multinomial _unique2 normal rrelu_with_noise histc "
+            "kthvalue log_sigmoid_forward multinomial _unique2 normal histc "
             "_embedding_bag _embedding_bag_dense_backward _embedding_bag_backward _chunk_cat "
             "native_dropout_backward isin _safe_softmax "
             "_embedding_bag_per_sample_weights_backward"
@@ -53,8 +53,8 @@ KERNELS: dict[str, str] = {
         ),
         POSITIONS: (
             "upsample_nearest1d upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d "
-            "upsample_nearest3d_backward _upsample_nearest_exact1d _upsample_nearest_exact2d "
-            "_upsample_nearest_exact2d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward "
+            "_upsample_nearest_exact1d _upsample_nearest_exact2d "
+            "_upsample_nearest_exact2d_backward _upsample_nearest_exact3d "
             "upsample_linear1d upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d "
             "upsample_trilinear3d _upsample_bilinear2d_aa"
         ),
