@@ -79,6 +79,8 @@ class Recorder:
         self._forward_places: list[Place] = []
         self._phase = NONE
         self._closed = False
+        self._node = NONE
+        self._node_start = 0
         self.begin_phase(PhaseKind.OTHER, 0, 0)
 
     # -- time -------------------------------------------------------------------------------------------------------
@@ -229,7 +231,11 @@ class Recorder:
         if module == NONE and _current_graph_task() != -1:
             node = _current_node()
             if node is not None:
-                position = bisect.bisect_right(self._forward_sequence, node._sequence_nr())
+                number = node._sequence_nr()
+                if number != self._node:
+                    self._node = number
+                    self._node_start = len(self.trace.storages)
+                position = bisect.bisect_right(self._forward_sequence, number)
                 if position < len(self._forward_places):
                     return self._forward_places[position]
                 variable = getattr(node, "variable", None)
@@ -237,6 +243,10 @@ class Recorder:
                     return Place(self.modules.module_of(variable), NONE, NONE)
                 return Place(NONE, self._source(frame), NONE)
         return Place(module, self._source(frame), NONE)
+
+    def made_by_node(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the autograd node that is running made `storage`."""
+        return self.live.get(storage._cdata, NONE) >= self._node_start
 
     def note_forward(self, place: Place) -> None:
         """An operator ran forward here: backward operators with its sequence number will be attributed to it."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from memprof.capture.virtual import hidden
+from memprof.capture.virtual.expansion import expansion
 from memprof.trace.events import GPU, HOST
 
 _aten = torch.ops.aten
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 HOST_VIRTUAL_BYTES = 1 << 20
 """Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory."""
@@ -45,7 +45,7 @@ class Operator:
     """What is known of one operator overload."""
 
     __slots__ = (
-        "decomposes",
+        "expansion",
         "handler",
         "input_copies",
         "kind",
@@ -67,13 +67,7 @@ class Operator:
         else:
             self.kind = Kind.ALLOCATES
         self.handler = handler
-        # Under inference_mode composite operators arrive whole; what they do inside must be seen all the same. Those
-        # with a kernel of their own (silu_backward) run as one: what has one on the CPU is taken to have one on CUDA.
-        self.decomposes = (
-            handler is None
-            and _has_kernel(func.name(), "CompositeImplicitAutograd")
-            and not any(_has_kernel(func.name(), key) for key in ("CompositeExplicitAutograd", "CPU"))
-        )
+        self.expansion = expansion(func) if handler is None else None
         self.input_copies = hidden.INPUT_COPIES.get(packet)
         self.temporaries = hidden.TEMPORARIES.get(packet)
         self.uses_cublas = packet in hidden.CUBLAS_OPS

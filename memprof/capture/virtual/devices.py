@@ -47,10 +47,11 @@ class DeviceMode(TorchFunctionMode):
         self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
         self.interchange = Interchange(recording, self._to)
         self._factories = torch.utils._device._device_constructors()
+        chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
-            **{func: self._choosing(choose) for func, choose in composites.items()},
+            **chosen,
             **{
-                func: functools.partial(self._recurrent, f"aten.{name}", composites.get(func, func))
+                func: functools.partial(self._recurrent, f"aten.{name}", chosen.get(func, func))
                 for name, func in _RECURRENT.items()
             },
             _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
@@ -327,10 +328,12 @@ class DeviceMode(TorchFunctionMode):
             rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
             copy = kwargs.get("copy", False)
         else:
+            # Two flags by position are non_blocking and copy, and torch's parser does not take the second.
+            both = len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool)
+            copy = args[-1] if both else bool(kwargs.get("copy", False))
             device, dtype, _, memory_format = _parse_to(
-                *args, **{name: value for name, value in kwargs.items() if name != "copy"}
+                *(args[:-1] if both else args), **{name: value for name, value in kwargs.items() if name != "copy"}
             )
-            copy = bool(kwargs.get("copy", False)) or (len(args) > 3 and args[3] is True)
             rest = {"memory_format": memory_format} if memory_format is not None else {}
         believed = self._device(tensor)
         target = believed if device is None else device

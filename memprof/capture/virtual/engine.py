@@ -61,16 +61,32 @@ class Accumulation:
                 torch.autograd.grad(loss, leaf)
         self._sole_owner = probe.counts
 
-    def is_in_place(self, args: Any, kwargs: Any) -> bool:
-        """Whether `add(*args)` is the engine adding to a gradient that nobody else holds."""
+    def is_in_place(self, args: Any, kwargs: Any, made_by_node: bool) -> bool:
+        """Whether `add(*args)` is the engine adding to a gradient that nobody else holds.
+
+        A backward formula may add to a temporary of its own as well, and does so out of place; such a temporary was
+        made by the node that is running (`made_by_node`). The engine adds to what that node made only if the node has
+        several gradients for one and the same input.
+        """
         if kwargs or not in_backward() or torch.is_grad_enabled():
             return False
         first, second = args
         if not isinstance(second, torch.Tensor) or first.shape != second.shape or first.dtype != second.dtype:
             return False
-        references, storage_references = _counts(first)
+        return self.is_sole_owner(first) and called_by_engine() and not (made_by_node and _feeds_distinct_inputs())
+
+    def is_sole_owner(self, tensor: torch.Tensor) -> bool:
+        """Whether C++ code that now calls an operator on `tensor` holds the only reference to it and its memory."""
+        references, storage_references = _counts(tensor)
         sole, storage_sole = self._sole_owner
-        return references <= sole and storage_references <= storage_sole and _is_dense(first) and called_by_engine()
+        return references <= sole and storage_references <= storage_sole and _is_dense(tensor)
+
+
+def _feeds_distinct_inputs() -> bool:
+    """Whether the autograd node that is running has at most one gradient for each input of another."""
+    node = torch._C._current_autograd_node()
+    targets = [] if node is None else [target for target in node.next_functions if target[0] is not None]
+    return len(set(targets)) == len(targets)
 
 
 def in_backward() -> bool:

@@ -28,6 +28,7 @@ from memprof.capture.virtual.facade import MemoryStatistics, cuda_facade
 from memprof.capture.virtual.hidden import CublasWorkspace
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.capture.virtual.values import Values
+from memprof.capture.virtual.whole import kept_whole
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
@@ -162,6 +163,7 @@ class VirtualGpu:
         self._patch_saved_tensor_hooks(function_mode)
         self._watch_optimizers()
         self._watch_autocast(function_mode)
+        self._modes.enter_context(kept_whole())
         self._modes.enter_context(function_mode)
         self._modes.enter_context(self.recording)
 

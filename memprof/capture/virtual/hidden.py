@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memprof.capture.virtual import copies, norms, sorting
+from memprof.capture.virtual import copies, layouts, norms, selection, sorting
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.reductions import REDUCTIONS, opmath
 
@@ -147,8 +147,8 @@ INPUT_COPIES: dict[Any, Callable[[Any], list[int]]] = {
 
 def safe_softmax(args: Any, card: Card) -> list[int]:
     """The boolean mask of -inf scores and of rows without any (native/transformers/attention.cpp, _safe_softmax)."""
-    scores = args[0]
-    return [scores.numel(), scores.numel() // scores.shape[-1]]
+    scores, dim = args[0], args[1]
+    return [scores.numel(), scores.numel() // max(1, scores.shape[dim] if scores.dim() else 1)]
 
 
 def softmax(args: Any, card: Card) -> list[int]:
@@ -194,6 +194,8 @@ TEMPORARIES: dict[Any, Callable[[Any, Card], list[int]]] = {
     **copies.TEMPORARIES,
     **sorting.TEMPORARIES,
     **norms.TEMPORARIES,
+    **layouts.TEMPORARIES,
+    **selection.TEMPORARIES,
     _aten.index_put: index_put_accumulate,
     _aten.index_put_: index_put_accumulate,
     _aten._index_put_impl_: index_put_accumulate,

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memprof.capture.virtual import attention, batch_norm, convolution, embedding, norms, recurrent, sorting
+from memprof.capture.virtual import (
+    attention,
+    batch_norm,
+    convolution,
+    embedding,
+    layouts,
+    losses,
+    norms,
+    recurrent,
+    selection,
+    sorting,
+)
 from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, Call, Kind, Operator, tensors_of
 from memprof.capture.virtual.engine import in_backward
 from memprof.trace.events import GPU, HOST
@@ -26,7 +37,9 @@ _META = torch.device("meta")
 
 def _add(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
     """The engine's own accumulation of two gradients is in place on a run without modes: see engine.py."""
-    if mode.accumulation.is_in_place(call.args, call.kwargs):
+    if in_backward() and mode.accumulation.is_in_place(
+        call.args, call.kwargs, mode.recorder.made_by_node(call.args[0].untyped_storage())
+    ):
         call.args[0].add_(call.args[1])
         return call.args[0]
     if mode.adds_bias and not in_backward():
@@ -43,11 +56,6 @@ def _local_scalar(mode: RecordingMode, operator: Operator, call: Call, place: Pl
 def _equal(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
     known = mode.values.compute(call.func, call.args, call.kwargs)
     return False if known is None else known
-
-
-def _allclose(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
-    known = mode.values.compute(call.func, call.args, call.kwargs)
-    return True if known is None else known
 
 
 def _grouped_mm(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
@@ -111,17 +119,6 @@ def _nonzero(mode: RecordingMode, operator: Operator, call: Call, place: Place) 
     result = _known_result(mode, indices, operator, place, call)
     if call.on_gpu:
         mode.transients(sorting.nonzero(call.args[0].numel()), operator, place)
-    return result
-
-
-def _masked_select(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
-    if not call.on_gpu and not call.on_host:
-        return NotImplemented
-    data, mask = torch.broadcast_tensors(call.args[0], call.args[1])
-    count = len(mode.values.selected(mask))
-    result = torch.empty(count, dtype=data.dtype, device=_META)
-    mode.record([result], operator.name, place, call.device or GPU)
-    mode.values.learn(call.func, call.args, call.kwargs, [result])
     return result
 
 
@@ -274,11 +271,9 @@ HANDLERS: dict[Any, Any] = {
     _aten.add: _add,
     _aten._local_scalar_dense: _local_scalar,
     _aten.equal: _equal,
-    _aten.allclose: _allclose,
     _aten._to_copy: _to_copy,
     _aten.copy_: _copy,
     _aten.nonzero: _nonzero,
-    _aten.masked_select: _masked_select,
     _aten.index: _index,
     _aten.index_put_: _index,
     _aten._index_put_impl_: _index,
@@ -296,6 +291,9 @@ HANDLERS: dict[Any, Any] = {
     **convolution.HANDLERS,
     **embedding.HANDLERS,
     **norms.HANDLERS,
+    **layouts.HANDLERS,
+    **losses.HANDLERS,
+    **selection.HANDLERS,
     **attention.HANDLERS,
     **batch_norm.HANDLERS,
     **recurrent.HANDLERS,

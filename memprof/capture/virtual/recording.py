@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from memprof.capture.recorder import Place, Recorder
-from memprof.capture.virtual import hidden, layout
+from memprof.capture.virtual import formulas, hidden, layout
 from memprof.capture.virtual.calls import (
     HOST_COUNTED_BYTES,
     HOST_VIRTUAL_BYTES,
@@ -38,6 +38,7 @@ _META = torch.device("meta")
 # An extension that asks C++ for the data gets an error; a null pointer would end the process.
 _forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
+_MAYBE_IN_PLACE = formulas.CANDIDATES | FILLS_ZEROS.keys()
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
@@ -104,9 +105,9 @@ class RecordingMode(TorchDispatchMode):
             return NotImplemented
         with _NoTorchFunction():
             operator = self._operator(func)
-            if operator.decomposes:
+            if operator.expansion is not None:
                 with self:
-                    return func.decompose(*args, **(kwargs or {}))
+                    return operator.expansion(*args, **(kwargs or {}))
             if operator.kind is Kind.VIEW and operator.handler is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
@@ -126,9 +127,11 @@ class RecordingMode(TorchDispatchMode):
             if mixed and not operator.mixes_devices:
                 self._check_devices(operator, call, place)
             self.recorder.note_forward(place)
-            if func in FILLS_ZEROS and self._fills_new_zeros(call):
-                call.func = call.key[0] = FILLS_ZEROS[func]
-                operator = self._operator(call.func)
+            if func in _MAYBE_IN_PLACE and in_backward():
+                plain = self._on_plain_run(call)
+                if plain is not None:
+                    call.func = call.key[0] = plain
+                    operator = self._operator(plain)
             if operator.handler is not None:
                 result = operator.handler(self, operator, call, place)
                 if result is not NotImplemented:
@@ -265,6 +268,9 @@ class RecordingMode(TorchDispatchMode):
         # One that only took over another storage (set_) has made none.
         if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
             self._grown(target, operator, place)
+        if result is not target and call.on_gpu:
+            # It writes into one argument and returns something new all the same (rrelu_with_noise).
+            self.record([made for made in tensors_of(result) if made is not target], operator.name, place, GPU)
         # What changes the tensor itself (t_, squeeze_) must be done every time.
         unchanged = (target.size(), target.stride()) == layout_before and operator.packet not in MOVES_STORAGE
         if key is not None and result is target and unchanged and target.untyped_storage().nbytes() == before:
@@ -426,10 +432,17 @@ class RecordingMode(TorchDispatchMode):
             call.key.append(name)
             self._look(arg, call)
 
-    def _fills_new_zeros(self, call: Call) -> bool:
-        """Whether this is a backward formula filling the zeros that it has just made: in place on a plain run."""
+    def _on_plain_run(self, call: Call) -> Any:
+        """The operator in place that a backward formula calls on a plain run where `call` is out of place; or None."""
         target = call.args[0]
-        if not in_backward() or not isinstance(target, torch.Tensor) or not called_by_engine():
-            return False
+        if not isinstance(target, torch.Tensor) or not called_by_engine():
+            return None
         index = self.recorder.live.get(target.untyped_storage()._cdata)
-        return index is not None and index == len(self.recorder.trace.storages) - 1
+        if index is None:
+            return None
+        if call.func in FILLS_ZEROS:
+            # The zeros that it has just made.
+            return FILLS_ZEROS[call.func] if index == len(self.recorder.trace.storages) - 1 else None
+        if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
+            return None
+        return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))

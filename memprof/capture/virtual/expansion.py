@@ -1,0 +1,57 @@
+"""Composite operators that reach the recording mode whole, and those of them that are looked into.
+
+An operator whose kernel is the same for every device (CompositeExplicitAutograd in native_functions.yaml) has its own
+derivative, so autograd hands it on undivided; what its C++ allocates inside would go unseen. Most of them make their
+result and nothing else (`zeros_like`, `sum`, `clone`) and are run as one. Those below have temporaries and no kernel of
+their own on CUDA: their C++ is run with the mode active, which then sees every operator of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+_NAMES = (
+    # native/Loss.cpp
+    "binary_cross_entropy_with_logits", "soft_margin_loss", "soft_margin_loss_backward",
+    # native/ReduceOps.cpp, native/Distance.cpp
+    "logsumexp", "norm", "dist", "_euclidean_dist",
+    # native/UnaryOps.cpp, native/TensorCompare.cpp, native/SummaryOps.cpp
+    "isinf", "mvlgamma", "ldexp", "allclose", "_is_all_true", "_is_any_true", "count_nonzero",
+    # native/TensorShape.cpp, native/TensorTransformations.cpp, native/AffineGridGenerator.cpp
+    "repeat", "block_diag", "rot90", "diag_embed", "affine_grid_generator",
+    # native/Activation.cpp
+    "rrelu_with_noise_backward",
+    # native/TensorAdvancedIndexing.cpp
+    "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "masked_scatter_backward",
+    # native/TensorFactories.cpp, native/RangeFactories.cpp
+    "bartlett_window", "blackman_window", "hann_window", "hamming_window", "kaiser_window", "polar",
+    # native/Linear.cpp, native/BatchLinearAlgebra.cpp, native/LinearAlgebra.cpp, native/SpectralOps.cpp
+    "_trilinear", "cholesky_solve", "linalg_pinv", "fft_fftfreq", "fft_rfftfreq",
+)  # fmt: skip
+EXPANDED = frozenset(getattr(_aten, name) for name in _NAMES if hasattr(_aten, name))
+"""Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""
+
+
+def expansion(func: Any) -> Callable[..., Any] | None:
+    """Runs the operators inside of `func`; None if it runs as one.
+
+    Composites without a derivative of their own (CompositeImplicitAutograd) arrive under inference_mode and from C++
+    below autograd. Those with a kernel as well (silu_backward) run as one: what has one on the CPU is taken to have one
+    on CUDA.
+    """
+    name = func.name()
+    if _has_kernel(name, "CPU"):
+        return None
+    explicit = [key for key in _EXPLICIT if _has_kernel(name, key)]
+    if explicit:
+        key = getattr(torch._C.DispatchKey, explicit[0])
+        return functools.partial(func._op_dk, key) if func.overloadpacket in EXPANDED else None
+    return func.decompose if _has_kernel(name, "CompositeImplicitAutograd") else None

@@ -1,0 +1,59 @@
+"""Backward formulas that compute in place on a plain run, and out of place under a dispatch mode.
+
+torch/csrc/autograd/FunctionsManual.cpp asks `areAnyTensorSubclassLike` before it overwrites a temporary of its own;
+with a mode active, and for meta tensors, the answer is always yes. Each entry names the autograd node, the operator
+that the formula calls then, and what it calls on a plain run on CUDA. That the first argument is the formula's own
+temporary is checked: one that a saved tensor or the program still holds is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+_EVENLY = {_aten.logical_and.default: _aten.logical_and_.default}
+_LOGITS = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
+IN_PLACE: dict[str, dict[Any, Any]] = {
+    # evenly_distribute_backward, the branch of CUDA
+    "MaxBackward1": _EVENLY,
+    "MinBackward1": _EVENLY,
+    "MedianBackward0": _EVENLY,
+    "NanmedianBackward0": _EVENLY,
+    # clamp_backward, clamp_backward_min_max
+    "ClampBackward0": {
+        _aten.logical_and.default: _aten.logical_and_.default,
+        _aten.logical_or.default: _aten.logical_or_.default,
+    },
+    "Atan2Backward0": {_aten.masked_fill.Scalar: _aten.masked_fill_.Scalar},
+    "AminmaxBackward0": {_aten.add.Tensor: _aten.add_.Tensor},
+    "TraceBackward0": {_aten.index_fill.int_Tensor: _aten.index_fill_.int_Tensor},
+    # binary_cross_entropy_target_backward
+    "BinaryCrossEntropyBackward0": {_aten.mul.Tensor: _aten.mul_.Tensor},
+    # binary_cross_entropy_with_logits_backward and its like for the target
+    "BinaryCrossEntropyWithLogitsBackward0": _LOGITS,
+}
+"""Name of an autograd node -> operator out of place -> the same in place."""
+CANDIDATES = frozenset(operator for table in IN_PLACE.values() for operator in table)
+"""The operators that occur in the table: what to look out for."""
+
+
+def in_place(func: Any, args: Any, made_by: str) -> Any:
+    """What the formula that is running calls in place of `func` on a plain run; None if it calls `func` itself.
+
+    `made_by` names the operator whose result the first argument is. Broadcasting, which needs a new result, is left.
+    """
+    node = torch._C._current_autograd_node()
+    table = None if node is None else IN_PLACE.get(node.name())
+    if table is None or func not in table:
+        return None
+    # The target's gradient without pos_weight is `-self * grad_output` on every device.
+    if made_by == "aten.neg" and func is _aten.mul.Tensor:
+        return None
+    if func is _aten.index_fill.int_Tensor:
+        return table[func]
+    first = args[0]
+    shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+    return table[func] if torch.broadcast_shapes(*shapes) == first.shape else None
