@@ -26,6 +26,7 @@ from typing import IO, Any
 import torch
 
 import memprof
+from memprof.allocator import config_from_environment, release_for, replay_trace
 from memprof.trace.events import HOST, EventKind, Trace, short_source
 
 LEAST_MATCHED = 0.99
@@ -52,6 +53,8 @@ class Window:
 
     allocations: list[Allocation]
     peak_bytes: int
+    reserved_bytes: int
+    """What the allocator holds of the card at the dump, over the whole process and not the window alone."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Comparison:
     extra: int
     recorded_peak: int
     simulated_peak: int
+    recorded_reserved: int
+    simulated_reserved: int
     missing_by: dict[str, int]
     extra_by: dict[str, int]
 
@@ -99,7 +104,7 @@ def read_snapshot(file: IO[bytes]) -> Window:
             peak = max(peak, held)
         elif event["action"] == "free_completed":
             held -= sizes.pop(event["addr"], event["size"])
-    return Window(allocations, peak)
+    return Window(allocations, peak, sum(segment["total_size"] for segment in snapshot["segments"]))
 
 
 def _made_by(frames: list[dict[str, Any]]) -> str:
@@ -189,7 +194,11 @@ def trace_window(trace: Trace, start: int, end: int) -> Window:
         allocations.append(Allocation(storage.num_bytes, made_by))
         held += storage.num_bytes
         peak = max(peak, held)
-    return Window(allocations, peak)
+    # Every process that made a recording may have had settings of its own; they are those of the environment here.
+    release = release_for(torch.__version__)
+    config, _ = config_from_environment(os.environ, release)
+    reserved = replay_trace(trace, config=config, release=release).reserved
+    return Window(allocations, peak, reserved[end - 1] if end else 0)
 
 
 def compare(recorded: Window, simulated: Window) -> Comparison:
@@ -213,6 +222,8 @@ def compare(recorded: Window, simulated: Window) -> Comparison:
         extra=len(virtual) - matched,
         recorded_peak=recorded.peak_bytes,
         simulated_peak=simulated.peak_bytes,
+        recorded_reserved=recorded.reserved_bytes,
+        simulated_reserved=simulated.reserved_bytes,
         missing_by=dict(missing.most_common()),
         extra_by=dict(extra.most_common()),
     )
@@ -225,6 +236,8 @@ def table(result: Comparison, rows: int = 20) -> str:
         f" ({result.matched / max(1, result.recorded):.2%}), too many {result.extra:,}",
         f"peak of the window: recorded {result.recorded_peak:,}, simulated {result.simulated_peak:,} bytes"
         f" ({result.simulated_peak / max(1, result.recorded_peak) - 1:+.3%})",
+        f"reserved at the dump: recorded {result.recorded_reserved:,}, simulated {result.simulated_reserved:,} bytes"
+        f" ({result.simulated_reserved / max(1, result.recorded_reserved) - 1:+.3%})",
     ]
     for title, groups in (("not simulated", result.missing_by), ("not recorded", result.extra_by)):
         lines += [f"{title}:"] * bool(groups)

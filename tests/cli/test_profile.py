@@ -298,7 +298,7 @@ def test_the_report_is_not_lost_when_saving_fails(memprof, tmp_path, monkeypatch
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("memprof.trace.io.os.replace", full)
+    monkeypatch.setattr("memprof.trace.files.os.replace", full)
     capture = tmp_path / "run.memprof"
     result = memprof("profile", "--model", "pythia-70m", "--context-length", 64, "--save", capture, "--json")
     assert result.exit_code == 1
