@@ -81,9 +81,7 @@ def simulate(row: Row) -> Simulated:
     trace, _ = pipeline.profile(spec)
     peaks = phase_peaks(trace)
     copies = [s.num_bytes for s in trace.storages if trace.op(s) == "aten.cat" and _decodes(trace, s.phase)]
-    return Simulated(
-        peaks[PhaseKind.MODEL], peaks[PhaseKind.FORWARD], peaks[PhaseKind.DECODE], max(copies, default=0)
-    )
+    return Simulated(peaks[PhaseKind.MODEL], peaks[PhaseKind.FORWARD], peaks[PhaseKind.DECODE], max(copies, default=0))
 
 
 def _decodes(trace: Trace, phase: int) -> bool:

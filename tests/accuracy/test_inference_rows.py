@@ -13,7 +13,11 @@ from tests.accuracy.inference_rows import NEW_TOKENS, SHARED, Row
 pytestmark = pytest.mark.skipif(not (SHARED / "published_memory.csv").is_file(), reason="no published figures here")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
-KV_BYTES_PER_TOKEN = {"qwen3-0.6b": 28 * 8 * 128 * 2 * 2, "qwen3-4b": 36 * 8 * 128 * 2 * 2, "qwen3-8b": 36 * 8 * 128 * 2 * 2}
+KV_BYTES_PER_TOKEN = {
+    "qwen3-0.6b": 28 * 8 * 128 * 2 * 2,
+    "qwen3-4b": 36 * 8 * 128 * 2 * 2,
+    "qwen3-8b": 36 * 8 * 128 * 2 * 2,
+}
 """Layers x key-value heads x head size x keys and values x bytes, from the models' configurations."""
 CHECKED = [("qwen3-0.6b", 1), ("qwen3-0.6b", 6144), ("qwen3-0.6b", 30_720), ("qwen3-4b", 30_720)]
 """Simulated at every run of the tests; the others by `python -m tests.accuracy.inference_rows`."""
