@@ -122,6 +122,10 @@ class ModulatedDelta(NptComponent):
         super().__init__(d_model, d_ffn, mode=mode, chunk=chunk, recompute=recompute)
         self.A = nn.Parameter(torch.empty(d_model, rank, **options))
         self.B = nn.Parameter(torch.empty(rank, d_ffn, **options))
+        self.reset_parameters(init)
+
+    def reset_parameters(self, init: str) -> None:
+        """New initial matrices, orthogonal or fast."""
         FILLS[init](self.A.unsqueeze(1), 1.0)
         FILLS[init](self.B.T.unsqueeze(1), INIT_SCALE)
 
@@ -183,6 +187,10 @@ class RankOneDeltas(NptComponent):
         self.down = nn.Parameter(torch.empty(d_model, num_ranks, rank, **options))
         self.up_model = nn.Parameter(torch.empty(d_model, num_ranks, rank, **options))
         self.up_ffn = nn.Parameter(torch.empty(num_ranks, rank, d_ffn, **options))
+        self.reset_parameters(init)
+
+    def reset_parameters(self, init: str) -> None:
+        """New initial matrices, orthogonal or fast."""
         FILLS[init](self.down, 1.0)
         FILLS[init](self.up_model, 1.0)
         FILLS[init](self.up_ffn.permute(2, 0, 1), INIT_SCALE)
@@ -252,7 +260,11 @@ def fill_fast(weight: Tensor, gain: float) -> None:
     rows, components, rank = weight.shape
     matrix = torch.empty(rows, rank, dtype=_at_least_float32(weight.dtype), device=weight.device)
     matrix = nn.init.orthogonal_(matrix, gain=gain).to(weight.dtype)
-    signs = torch.empty(rows, components, dtype=weight.dtype, device=weight.device).bernoulli_().mul_(2).sub_(1)
+    signs = torch.empty(components, rows, dtype=weight.dtype, device=weight.device).bernoulli_().mul_(2).sub_(1).T
+    if weight.stride(0) == 1:
+        matrix = matrix.T.contiguous().T  # read and written in the same order, it is as fast as a copy
+    else:
+        signs = signs.contiguous()
     torch.mul(matrix.unsqueeze(1), signs.unsqueeze(2), out=weight)
 
 
