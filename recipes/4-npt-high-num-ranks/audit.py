@@ -124,9 +124,9 @@ def claims() -> list[Claim]:
             "memory unchanged by batching",
             "does not hold" if forward["stacked"] > 2 * forward["sequential"] else "holds",
             "a forward takes beside that "
-            f"{format_bytes(forward['sequential'])} sequential, {format_bytes(forward['stacked'])} stacked as the report "
-            f"does it (every forward copies all parameters), {format_bytes(forward['batched'])} batched without copies, "
-            f"{format_bytes(forward['merged'])} merged; forward and backward, with gradients: "
+            f"{format_bytes(forward['sequential'])} sequential, {format_bytes(forward['stacked'])} stacked as the "
+            f"report does it (every forward copies all parameters), {format_bytes(forward['batched'])} batched without "
+            f"copies, {format_bytes(forward['merged'])} merged; forward and backward, with gradients: "
             + ", ".join(f"{format_bytes(num_bytes)} {combine}" for combine, num_bytes in training.items()),
         ),
         Claim(
