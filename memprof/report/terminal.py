@@ -109,7 +109,7 @@ def _describe(target: dict[str, Any]) -> str:
 
 
 def _what_is_trained(target: dict[str, Any]) -> str:
-    """The adapter, the NPT components, or how much is not frozen; nothing to say of a model that is trained as a whole."""
+    """The adapter, the NPT components, or how much is not frozen; nothing of a model that is trained as a whole."""
     trainable = target.get("num_trainable_parameters")
     if target.get("adapter"):
         name = f"{str(target['adapter']).upper().replace('LORA', 'LoRA')} of rank {target['lora_rank']}"
