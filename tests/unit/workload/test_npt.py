@@ -54,9 +54,9 @@ def result_and_gradients(function, made, hidden, attention, weights):
     return [result.detach(), hidden.grad, attention.grad, *(p.grad.clone() for p in made.parameters())]
 
 
+@pytest.mark.parametrize("form", ["modulated", "rank-one"])
 @settings(max_examples=200, deadline=None)
 @given(
-    form=st.sampled_from(["modulated", "rank-one"]),
     batch=sizes,
     tokens=sizes,
     d_model=sizes,
