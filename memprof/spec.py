@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,10 +20,26 @@ DEFAULT_LORA_RANK = 8
 """As in PEFT's LoraConfig."""
 SDPA_BACKENDS = ("flash", "efficient", "math")
 OPTIMIZER_IMPLS = ("foreach", "fused", "single")
+NPT_MODES = ("dense", "per-token", "chunked", "low-rank")
+NPT_COMBINES = ("sequential", "batched", "merged")
+NPT_INITS = ("orthogonal", "fast")
+NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
+"""Of case study 1; with several rank-1 updates the initialisation is "fast"."""
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-_COUNTS = ("context_length", "batch_size", "vocab_size", "new_tokens", "gradient_accumulation", "steps", "lora_rank")
+_COUNTS = (
+    "context_length",
+    "batch_size",
+    "vocab_size",
+    "new_tokens",
+    "gradient_accumulation",
+    "steps",
+    "lora_rank",
+    "npt_rank",
+    "npt_num_ranks",
+    "npt_chunk",
+)
 
 
 class Mode(StrEnum):
@@ -64,6 +81,20 @@ class TargetSpec:
     lora_targets: str | None = None
     """Names of the modules to adapt, separated by commas, or all-linear; None: PEFT's choice for the architecture."""
     lora_dropout: float = 0.0
+    npt: str | None = None
+    """How NPT components beside the frozen model work (workload/npt.py): dense, per-token, chunked or low-rank."""
+    npt_rank: int | None = None
+    """With npt; None: 16."""
+    npt_layers: str | None = None
+    """Which layers have one: numbers and ranges separated by commas, such as 0,4-7 (-1 is the last); None: all."""
+    npt_num_ranks: int | None = None
+    """Each delta is a sum of so many rank-1 updates; None: a modulated matrix of low rank."""
+    npt_combine: str | None = None
+    """How the rank-1 updates are computed together: sequential, batched or merged; None: merged."""
+    npt_chunk: int | None = None
+    """Tokens of each sequence that are handled together with npt chunked; None: 16."""
+    npt_init: str | None = None
+    """orthogonal or fast; None: fast with npt_num_ranks, else orthogonal."""
     freeze: str | None = None
     """Glob patterns of parameter names, separated by commas: these are not trained."""
     evaluate: bool = False
@@ -105,6 +136,9 @@ class TargetSpec:
             ("optimizer", OPTIMIZERS),
             ("zero_grad", ZERO_GRADS),
             ("adapter", ADAPTERS),
+            ("npt", NPT_MODES),
+            ("npt_combine", NPT_COMBINES),
+            ("npt_init", NPT_INITS),
             ("attention", ATTENTIONS),
             ("sdpa_backend", SDPA_BACKENDS),
             ("optimizer_impl", OPTIMIZER_IMPLS),
@@ -115,6 +149,7 @@ class TargetSpec:
         if self.optimizer_impl == "fused" and self.optimizer in UNFUSED_OPTIMIZERS:
             raise UsageError(f"{self.optimizer} has no fused implementation for CUDA", value="--optimizer-impl fused")
         self._check_what_is_trained()
+        self._check_npt()
         if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
             raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):
@@ -146,6 +181,54 @@ class TargetSpec:
                 if given:
                     raise UsageError(f"{flag} is for training", value="--mode inference", hint=f"leave out {flag}")
 
+    def _check_npt(self) -> None:
+        if self.npt is None:
+            for name in ("rank", "layers", "num_ranks", "combine", "chunk", "init"):
+                value = getattr(self, f"npt_{name}")
+                if value is not None:
+                    flag = "--npt-" + name.replace("_", "-")
+                    raise UsageError(f"{flag} needs --npt", value=value, hint=f"add --npt {'|'.join(NPT_MODES)}")
+            return
+        for flag, given in (("--adapter", self.adapter), ("--freeze", self.freeze)):
+            if given is not None:
+                raise UsageError("--npt freezes the whole model already", value=f"{flag} {given}")
+        if self.npt_combine is not None and self.npt_num_ranks is None:
+            raise UsageError(
+                "--npt-combine needs several components", value=self.npt_combine, hint="add --npt-num-ranks"
+            )
+        if self.npt_layers is not None:
+            parse_layers(self.npt_layers)
+        defaults = dict(NPT_DEFAULTS)
+        if self.npt_num_ranks is not None:
+            defaults |= {"npt_init": "fast", "npt_combine": "merged"}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+
     def edit(self, **changes: object) -> TargetSpec:
         """A copy with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def parse_layers(text: str, count: int | None = None) -> list[int]:
+    """The layers that a list such as "0,4-7,-1" names, in order and each once; negative ones count from the end.
+
+    Without `count`, the number of layers, only the spelling is checked, and the answer has no meaning.
+
+    Raises:
+        UsageError: it is no such list, or the model has no such layer.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(-?\d+)(?:-(-?\d+))?\s*", part)
+        if match is None:
+            raise UsageError("--npt-layers has no layer in it", value=repr(part), hint="write 0,4-7 or -1 for the last")
+        ends = [int(end) for end in match.groups() if end is not None]
+        if count is not None:
+            if not all(-count <= end < count for end in ends):
+                raise UsageError("--npt-layers names no layer", value=part, hint=f"they are 0 to {count - 1}")
+            ends = [end % count for end in ends]
+            if ends[0] > ends[-1]:
+                raise UsageError("--npt-layers has a range that is empty", value=part, hint="first-last")
+        found.update(range(ends[0], ends[-1] + 1) if count is not None else ends)
+    return sorted(found)

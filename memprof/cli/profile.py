@@ -19,6 +19,9 @@ from memprof.spec import (
     ATTENTIONS,
     DEFAULT_LORA_RANK,
     DTYPES,
+    NPT_COMBINES,
+    NPT_INITS,
+    NPT_MODES,
     OPTIMIZER_IMPLS,
     OPTIMIZERS,
     SDPA_BACKENDS,
@@ -71,6 +74,33 @@ def profile(
         ),
     ] = None,
     lora_dropout: Annotated[float, typer.Option(help="With --adapter lora.")] = 0.0,
+    npt: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Train NPT components, a weight delta for each token, on the frozen model: {', '.join(NPT_MODES)}.",
+            metavar="MODE",
+        ),
+    ] = None,
+    npt_rank: Annotated[int | None, typer.Option(help="With --npt. [default: 16]", metavar="RANK")] = None,
+    npt_layers: Annotated[
+        str | None, typer.Option(help="Layers with a component, such as 0,4-7 or -1. [default: all]", metavar="LAYERS")
+    ] = None,
+    npt_num_ranks: Annotated[
+        int | None, typer.Option(help="Make each delta a sum of this many rank-1 updates.", metavar="COUNT")
+    ] = None,
+    npt_combine: Annotated[
+        str | None,
+        typer.Option(help=f"How they are summed: {', '.join(NPT_COMBINES)}. [default: merged]", metavar="NAME"),
+    ] = None,
+    npt_chunk: Annotated[
+        int | None, typer.Option(help="With --npt chunked: tokens at a time. [default: 16]", metavar="TOKENS")
+    ] = None,
+    npt_init: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{' or '.join(NPT_INITS)}. [default: orthogonal; fast with --npt-num-ranks]", metavar="NAME"
+        ),
+    ] = None,
     freeze: Annotated[
         str | None,
         typer.Option(help="Parameters not to train, such as 'model.embed*,*.bias'.", metavar="PATTERNS"),
@@ -144,6 +174,13 @@ def profile(
         lora_rank=lora_rank,
         lora_targets=lora_targets,
         lora_dropout=lora_dropout,
+        npt=npt,
+        npt_rank=npt_rank,
+        npt_layers=npt_layers,
+        npt_num_ranks=npt_num_ranks,
+        npt_combine=npt_combine,
+        npt_chunk=npt_chunk,
+        npt_init=npt_init,
         freeze=freeze,
         evaluate=evaluate,
         mode=mode,

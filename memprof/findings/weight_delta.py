@@ -8,6 +8,7 @@ from memprof.findings.evidence import (
     computing,
     file_and_line,
     format_shape,
+    module_pattern,
     parameters,
     percent,
     plural,
@@ -44,9 +45,11 @@ def find(context: Context) -> list[Finding]:
     first = min(most.storages, key=lambda index: lives.births[index])
     storage = trace.storages[first]
     tokens, rows, columns = matches[first]
+    module = module_pattern(trace, storage)
+    inside = f" in {module}" if module else ""
     title = (
         f"A {rows} x {columns} weight delta for each of {tokens} tokens: {format_bytes(storage.num_bytes)} at "
-        f"{file_and_line(trace.source_line(storage))}, {plural(len(most.storages), 'such tensor')} with "
+        f"{file_and_line(trace.source_line(storage))}{inside}, {plural(len(most.storages), 'such tensor')} with "
         f"{format_bytes(most.num_bytes)} alive at once ({percent(most.num_bytes, ledger.peak_bytes)} of the peak)"
     )
 

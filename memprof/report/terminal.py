@@ -109,10 +109,14 @@ def _describe(target: dict[str, Any]) -> str:
 
 
 def _what_is_trained(target: dict[str, Any]) -> str:
-    """The adapter, or how much is not frozen; nothing to say of a model that is trained as a whole."""
+    """The adapter, the NPT components, or how much is not frozen; nothing of a model that is trained as a whole."""
     trainable = target.get("num_trainable_parameters")
     if target.get("adapter"):
         name = f"{str(target['adapter']).upper().replace('LORA', 'LoRA')} of rank {target['lora_rank']}"
+        return name if target["mode"] != "train" else f"{name} ({trainable:,} parameters)"
+    if target.get("npt"):
+        sums = f"{target['npt_num_ranks']} rank-1 updates, " if target.get("npt_num_ranks") else ""
+        name = f"NPT {target['npt']}, {sums}rank {target['npt_rank']}"
         return name if target["mode"] != "train" else f"{name} ({trainable:,} parameters)"
     if target["mode"] == "train" and trainable is not None and trainable < target["num_parameters"]:
         return f"{trainable:,} trained"

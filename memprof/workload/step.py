@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
-from memprof.workload import adapters, generate
+from memprof.workload import adapters, generate, npt_layers
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.models import ModelSource
@@ -106,6 +106,8 @@ class Workload:
         model = self.source.build()
         if self.source.task == "custom" and self.source.dtype is not None:
             model = model.to(getattr(torch, self.source.dtype))
+        if self.spec.npt is not None:
+            npt_layers.add_npt(model, self.spec)
         if self.spec.adapter is None:
             model = model.to("cuda")
             return model, model
@@ -131,7 +133,7 @@ class Workload:
                     enable()
                 except ValueError as error:
                     raise UsageError("the model has no activation checkpointing", value=str(error)) from None
-                if self.spec.adapter is not None:
+                if self.spec.adapter is not None or self.spec.npt is not None:
                     adapters.let_gradients_reach_checkpoints(base)
                 return
         raise UsageError(

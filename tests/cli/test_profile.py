@@ -315,3 +315,44 @@ def test_a_block_that_uses_no_gpu_is_one_clear_error():
         pass
     with pytest.raises(MemprofError, match="no allocation on the GPU"):
         gpu.report()
+
+
+class TestNpt:
+    """Case study 1 from the command line."""
+
+    DIMENSIONS = ("--model", "llama-3.1-8b", "--dtype", "float32", "--batch-size", 4, "--context-length", 512)
+
+    def test_dense_is_found_and_named(self, memprof):
+        result = memprof("profile", *self.DIMENSIONS, "--npt", "dense", "--npt-layers", "0,1", "--steps", 1, "--json")
+        assert result.exit_code == 3
+        found = next(f for f in result.json["findings"] if f["id"] == "weight-delta-per-token")
+        assert "448.00 GiB" in found["title"] and "in model.layers.*.mlp.gate_proj.npt" in found["title"]
+        assert {line["module"] for line in found["evidence"]} == {"model.layers.*.mlp.gate_proj.npt"}
+        # Layer 1's delta is kept for the gradient of its input; layer 0's needs none, for all before it is frozen.
+        assert found["bytes"] == 2 * 448 * 2**30
+        assert found["remedies"][0] == "low-rank-npt"
+
+    def test_low_rank_is_not(self, memprof):
+        options = ("--npt", "low-rank", "--npt-rank", 8, "--npt-layers", "0,1", "--steps", 1, "--gpu", "a100-80gb")
+        result = memprof("profile", *self.DIMENSIONS, *options, "--json")
+        assert result.exit_code == 0
+        assert not [f for f in result.json["findings"] if f["id"] == "weight-delta-per-token"]
+        target = result.json["target"]
+        assert target["num_trainable_parameters"] == 2 * 8 * (4096 + 14336)
+        assert (target["npt"], target["npt_rank"], target["npt_layers"]) == ("low-rank", 8, "0,1")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--npt", "low-rnak"), "did you mean 'low-rank'?"),
+            (("--npt-rank", 8), "add --npt"),
+            (("--npt", "dense", "--npt-layers", "12"), "they are 0 to 11"),
+            (("--npt", "dense", "--npt-num-ranks", 0), "--npt-num-ranks must be at least 1"),
+            (("--npt", "dense", "--adapter", "lora"), "--npt freezes the whole model already"),
+        ],
+    )
+    def test_wrong_use(self, memprof, options, message):
+        result = memprof("profile", "--model", "gpt2", *options)
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr

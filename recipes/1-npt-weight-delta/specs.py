@@ -1,0 +1,34 @@
+"""What case study 1 is about, as typed specifications."""
+
+from memprof.spec import Mode, TargetSpec
+
+BEFORE = TargetSpec(
+    model="llama-3.1-8b",
+    dtype="float32",
+    batch_size=4,
+    context_length=512,
+    npt="dense",
+    npt_rank=16,
+    npt_layers="0",
+    steps=1,
+    gpu="a100-80gb",
+)
+"""One component of rank 16 at the report's batch; its d_ffn is 14336."""
+
+AFTER = BEFORE.edit(npt="low-rank")
+PER_TOKEN = BEFORE.edit(npt="per-token")
+
+AS_WRITTEN = BEFORE.edit(model="llama-2-7b")
+"""The d_ffn of 11008 that the report gives."""
+
+ONE_TOKEN = AS_WRITTEN.edit(npt="per-token", batch_size=1, mode=Mode.INFERENCE)
+
+CONFIGURATIONS = {
+    "Llama-8B, 16 layers, batch 4, float32": AFTER.edit(npt_layers="16-31"),
+    "the same, batch 1": AFTER.edit(npt_layers="16-31", batch_size=1),
+    "the same, float16 AMP": AFTER.edit(npt_layers="16-31", batch_size=1, dtype=None, amp="float16"),
+    "batch 1, bfloat16": AFTER.edit(npt_layers="16-31", batch_size=1, dtype="bfloat16"),
+    "the same, 4 layers": AFTER.edit(npt_layers="28-31", batch_size=1, dtype="bfloat16"),
+    "GPT-2, 12 layers, batch 1, float32": AFTER.edit(model="gpt2", npt_layers=None, batch_size=1),
+}
+"""The report's table of configurations, each with the low-rank form. The report does not say which 16 layers."""
