@@ -15,10 +15,21 @@ from memprof.errors import MemprofError, UsageError
 from memprof.remedies.catalog import check_conflicts, find_remedies, options_by_remedy
 
 _PACKAGE = "memprof.remedies.implementation"
-_MODULES = {
-    "chunked-loss": "chunked_loss",
+_INSTALLERS = {
+    "bfloat16": "precision.install",
+    "float16": "precision.install",
+    "vocabulary-cap": "vocabulary.install",
+    "freeze": "trained.install_freeze",
+    "lora": "trained.install_lora",
+    "sdpa-attention": "attention.install",
+    "chunked-loss": "chunked_loss.install",
+    "activation-checkpointing": "checkpointing.install",
+    "cpu-offload-activations": "offload_activations.install",
+    "cpu-offload-weights": "offload_weights.install",
+    "optimizer-in-backward": "backward_optimizer.install",
+    "8-bit-optimizer": "eight_bit.install",
 }
-"""Where the `install` of each remedy is."""
+"""Module and function of each remedy. Imported when it is wanted: each brings what it alone needs."""
 
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
 """What is switched on in each model, oldest first."""
@@ -177,7 +188,8 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
     applied = Applied(model, [remedy.name for remedy in chosen], undoable)
     try:
         for remedy in chosen:
-            install = importlib.import_module(f"{_PACKAGE}.{_MODULES[remedy.name]}").install
+            module, _, function = _INSTALLERS[remedy.name].partition(".")
+            install = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), function)
             install(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
     except BaseException:
         applied._roll_back()
