@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import memprof
-from memprof.cli import gpus, models, profile, show
+from memprof.cli import gpus, models, profile, show, verify
 from memprof.errors import MemprofError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("profile")(profile.profile)
 app.command("show")(show.show)
 app.command("models")(models.models)
 app.command("gpus")(gpus.gpus)
+app.command("verify")(verify.verify)
 
 
 def _version(value: bool) -> None:

@@ -132,6 +132,7 @@ _REMEDIES = (
         ("activations",),
         "every such byte crosses the bus twice in a step",
         Numerics.EXACT,
+        options={"min_bytes": "tensors below this stay on the card; 1 MiB if not given"},
     ),
     Remedy(
         "cpu-offload-weights",

@@ -11,9 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memprof.errors import UsageError
 from memprof.remedies.implementation.applied import Changes
-from memprof.remedies.implementation.layers import find_layers, find_modules
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+from memprof.remedies.implementation.layers import find_layers, find_modules, without_caches
 
 
 def install(model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None) -> None:
@@ -22,7 +20,11 @@ def install(model: nn.Module, changes: Changes, *, every: int = 1, modules: str 
     Raises:
         UsageError: it is on already; there are no layers, or no such modules; `every` is out of range.
     """
-    if getattr(model, "is_gradient_checkpointing", False):
+    # Its name in transformers today, and before.
+    names = [
+        name for name in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(model), name)
+    ]
+    if names and getattr(model, names[0]):
         raise UsageError(
             "activation-checkpointing is already on",
             value=type(model).__name__,
@@ -51,9 +53,5 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._module.training and torch.is_grad_enabled()):
             return self._forward(*args, **kwargs)
-        for name in _CACHES:
-            if kwargs.get(name) is not None:
-                kwargs[name] = None
-        if kwargs.get("use_cache"):
-            kwargs["use_cache"] = False
+        args, kwargs = without_caches(args, kwargs)
         return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from typing import Any
 
 from torch import nn
 
@@ -32,6 +33,23 @@ def find_layers(model: nn.Module, remedy: str) -> list[tuple[str, nn.Module]]:
             hint="layers are sought in nn.ModuleList and nn.Sequential of two or more blocks of one class",
         )
     return found
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer without its key-value cache: a layer that runs twice would fill it twice.
+
+    A cache is known by its name, or, where it is given by position, by what it can do (`get_seq_length`).
+    """
+    args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+    kwargs = {
+        name: None if name in _CACHES or hasattr(value, "get_seq_length") else value for name, value in kwargs.items()
+    }
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
 
 
 def find_modules(model: nn.Module, patterns: str, remedy: str) -> list[tuple[str, nn.Module]]:

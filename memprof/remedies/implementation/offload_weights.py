@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
 from memprof.remedies.implementation.applied import Changes
-from memprof.remedies.implementation.checkpointing import _CACHES
-from memprof.remedies.implementation.layers import find_layers
+from memprof.remedies.implementation.layers import find_layers, without_caches
 
 
 def install(model: nn.Module, changes: Changes) -> None:
@@ -93,9 +92,7 @@ class _Streamed:
             with _Fetched(self._layer, device):
                 return self._forward(*args, **kwargs)
         if self._layer.training:
-            for name in _CACHES:
-                if kwargs.get(name) is not None:
-                    kwargs[name] = None
+            args, kwargs = without_caches(args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         shape: list[Any] = []
         # Some input must ask for a gradient, or autograd would not come back here for the weights'.
