@@ -28,9 +28,8 @@ def test_a_remedy_on_every_small_model(memprof):
 
 
 def test_remedies_of_other_kinds(memprof):
-    result = memprof(
-        "verify", "lora", "vocabulary-cap", "freeze", "optimizer-in-backward", "--model", "llama", "--seeds", 1, "--json"
-    )  # fmt: skip
+    names = ("lora", "vocabulary-cap", "freeze", "optimizer-in-backward")
+    result = memprof("verify", *names, "--model", "llama", "--seeds", 1, "--json")
     assert result.exit_code == 0
     rows = {(row["remedy"], row["quantity"]) for row in result.json["deviations"]}
     assert ("lora", "loss") in rows

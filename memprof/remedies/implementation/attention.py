@@ -31,9 +31,8 @@ def install(model: nn.Module, changes: Changes) -> None:
     try:
         switch("sdpa")
     except (ValueError, ImportError) as error:
-        raise UsageError(
-            "the model has no sdpa attention", value=str(error).partition(" yet")[0].splitlines()[0]
-        ) from None
+        reason = str(error).partition(" yet")[0].splitlines()[0]
+        raise UsageError("the model has no sdpa attention", value=reason) from None
     if config._attn_implementation != "sdpa":
         raise UsageError("the model has no sdpa attention", value=type(model).__name__)
     changes.note(f"attention: {before} became sdpa")

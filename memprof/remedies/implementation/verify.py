@@ -209,7 +209,8 @@ def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fi
         theirs = getattr(original, parts)
         # What a remedy does not train it has no gradient for, and what it adds the original has not.
         names = [name for name in ours if name in truth]
-        if not names or (parts == "parameters" and not set(fixed.gradients) <= set(names) and fixed.gradients):
+        # With other parameters trained, later steps lead elsewhere.
+        if not names or (parts == "parameters" and fixed.gradients and set(fixed.gradients) != set(exact.gradients)):
             continue
         # A gradient that is zero but for rounding (of a key's bias, say) has the others' rounding.
         largest = max((float(truth[name].abs().max()) for name in names), default=0.0)
