@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
 import memprof
@@ -250,3 +251,59 @@ def test_chunk_bytes_bound_the_chunk():
     base = peak_above_hidden(8192, chunk_size=32)
     for budget in (64 << 20, 256 << 20):
         assert budget / 4 < peak_above_hidden(8192, chunk_bytes=budget) - base <= budget
+
+
+def test_autocast_on_the_virtual_card():
+    """Under autocast the logits' chunks are in half precision, as the logits would be."""
+
+    def peak(**options) -> int:
+        with memprof.virtual_gpu("h100-80gb") as gpu:
+            model = models.Handwritten(vocab=50_000).to("cuda")
+            if options:
+                memprof.apply(model, ["chunked-loss"], **options)
+            ids = torch.zeros(1, 4096, dtype=torch.int64, device="cuda")
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                _, loss = model(ids, ids)
+            loss.backward()
+        return gpu.report().peak.allocated_bytes
+
+    full, chunked = peak(), peak(chunk_size=256)
+    assert full - chunked > 4096 * 50_000 * (2 + 4)
+    assert chunked < full / 10
+
+
+# -- beside other libraries --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", ["", "before", "after"])
+def test_an_unmodified_trainer(tmp_path, wrapped):
+    """Hugging Face's Trainer under bfloat16 autocast with accumulation and evaluation, PEFT around the model or not."""
+    peft = pytest.importorskip("peft")
+
+    def losses(chunked: bool) -> list[float]:
+        model = models.llama()
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        if wrapped == "before":
+            model = peft.get_peft_model(model, config)
+        if chunked:
+            memprof.apply(model, "chunked-loss", chunk_size=4)
+        if wrapped == "after":
+            model = peft.get_peft_model(model, config)
+        seen = set()
+        model.register_forward_hook(lambda module, args, output: seen.add(type(output["logits"]).__name__))
+        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, models.VOCAB, (8, 12)).tolist()]
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=True, disable_tqdm=True, seed=0,
+            learning_rate=1e-2,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.train()
+            evaluated = trainer.evaluate()["eval_loss"]
+        assert seen == ({"LazyLogits"} if chunked else {"Tensor"})
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row] + [evaluated]
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
