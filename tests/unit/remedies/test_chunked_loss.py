@@ -307,3 +307,20 @@ def test_an_unmodified_trainer(tmp_path, wrapped):
         return [row["loss"] for row in trainer.state.log_history if "loss" in row] + [evaluated]
 
     assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "cohere", "gpt_neox", "gptj", "granite", "phi"])
+def test_other_architectures(kind):
+    """Scaled logits (cohere, granite), heads of other names (embed_out), heads with a bias (gptj, phi)."""
+    config = transformers.CONFIG_MAPPING[kind]()
+    small = {
+        "hidden_size": 32, "n_embd": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n_layer": 2, "n_head": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97, "rotary_dim": 4, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    }  # fmt: skip
+    for name, value in small.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    assert_same(model, lambda model: model(**models.batch(), use_cache=False).loss, chunk_size=4)
