@@ -4,6 +4,8 @@
         ...            # your code, unmodified; "cuda" is the virtual card
     print(gpu.report())
 
+    memprof.apply(model, ["chunked-loss"])  # remedies, in your own model
+
 The public names are imported when first used, so that `import memprof` costs nothing.
 """
 
@@ -13,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from memprof.version import __version__
 
-__all__ = ["__version__", "profile", "virtual_gpu"]
+__all__ = ["__version__", "apply", "profile", "virtual_gpu"]
 
 if TYPE_CHECKING:
     from memprof.pipeline import profile, virtual_gpu
+    from memprof.remedies.implementation import apply
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from memprof import pipeline
 
         return getattr(pipeline, name)
+    if name == "apply":
+        from memprof.remedies.implementation import apply
+
+        return apply
     raise AttributeError(f"module 'memprof' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import memprof
-from memprof.cli import analyze, export, gpus, models, profile, show
+from memprof.cli import analyze, export, gpus, models, profile, show, verify
 from memprof.errors import MemprofError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("analyze")(analyze.analyze)
 app.command("export")(export.export)
 app.command("models")(models.models)
 app.command("gpus")(gpus.gpus)
+app.command("verify")(verify.verify)
 
 
 def _version(value: bool) -> None:

@@ -40,12 +40,14 @@ def _imported(code: str) -> set[str]:
         pytest.param("import memprof.trace.io", id="memprof.trace.io"),
         pytest.param("import memprof.ledger.ledger", id="memprof.ledger.ledger"),
         pytest.param("import memprof.findings", id="memprof.findings"),
+        pytest.param("import memprof.remedies.catalog", id="memprof.remedies.catalog"),
         pytest.param("import memprof.allocator", id="memprof.allocator"),
         pytest.param("import memprof.capture.snapshot", id="memprof.capture.snapshot"),
         pytest.param("import memprof.report.document", id="memprof.report.document"),
         pytest.param(HELP, id="memprof --help"),
         pytest.param(HELP.replace("--help", "models"), id="memprof models"),
         pytest.param(HELP.replace('"--help"', '"profile", "--help"'), id="memprof profile --help"),
+        pytest.param(HELP.replace('"--help"', '"verify", "--help"'), id="memprof verify --help"),
     ],
 )
 def test_imports_nothing_heavy(code):

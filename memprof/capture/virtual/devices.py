@@ -29,6 +29,7 @@ from memprof.capture.virtual.recording import RecordingMode
 from memprof.trace.events import GPU, HOST
 
 _Tensor = torch.Tensor
+_PLAIN_TORCH_FUNCTION = _Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _META = torch.device("meta")
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -77,6 +78,12 @@ class DeviceMode(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and torch._C._is_torch_function_enabled():
+            for kind in types:
+                if issubclass(kind, _Tensor) and _answers_for_itself(kind):
+                    # A subclass that answers for itself: what it then calls is the program's own, under this mode.
+                    with self:
+                        return kind.__torch_function__(func, types, args, kwargs)
         if _autocast_enabled("cuda"):
             args, kwargs = self.autocast.cast(func, args, kwargs)
         handler = self._handlers.get(func)
@@ -422,6 +429,13 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], int) and not isinstance(args[0], bool):
         args = (torch.device("cuda", args[0]), *args[1:])
     return torch._C._nn._parse_to(*args, **kwargs)
+
+
+@functools.cache
+def _answers_for_itself(kind: type) -> bool:
+    """Whether a tensor class has a Python `__torch_function__` of its own; that of a parameter is in C."""
+    own = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    return own is not None and own is not _PLAIN_TORCH_FUNCTION
 
 
 def python_functions_run_inside() -> Iterator[tuple[Any, str, Any]]:

@@ -1,0 +1,46 @@
+"""`memprof verify`: original and fixed model side by side, against float64."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from memprof.cli.progress import Progress
+
+
+def verify(
+    remedies: Annotated[
+        list[str] | None, typer.Argument(metavar="[REMEDY]...", help="The remedies to verify. [default: all]")
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="One of the small gpt2, llama, gemma2 and handwritten, or a causal language model that "
+            "`memprof profile` takes; may be repeated. [default: the four small ones]",
+            metavar="MODEL",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="How often, with other weights and batches.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Check on the CPU that remedies give the same loss, gradients and training steps, and simulate what they save.
+
+    Exit code 0 if everything that was tried is within its bound, 1 if not.
+    """
+    with Progress() as progress:
+        progress("importing torch")
+        from memprof.remedies.implementation.verify import verify as run
+
+        found = run(remedies or (), model or (), seeds=seeds, progress=progress)
+    if as_json:
+        json.dump(found.to_json(), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        from memprof.report.verification import print_verification
+
+        print_verification(found)
+    raise typer.Exit(0 if found.passed else 1)

@@ -1,0 +1,276 @@
+"""Cross-entropy of a linear head, without its logits: the loss of every row, computed a few rows at a time.
+
+The forward keeps one number per row (the logarithm of the softmax's denominator). The backward computes each chunk of
+logits again and turns it into its gradient in place. So nothing of the size rows x vocabulary ever exists, and the
+head's input is all that is held from forward to backward.
+
+Why the logits are computed twice, and the gradients not in the forward (as torch's `F.linear_cross_entropy` and Liger
+do): in the backward the gradient of the loss is known, so that every rounding falls where it falls in the model's own
+loss. With float16 and a loss scale that decides whether small gradients survive. It also holds no gradient of weight
+and input from forward to backward, and `retain_graph` works. The price is one more product with the head's weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One elementwise operation between the head and the loss, with a derivative that needs at most its own result.
+
+    Args:
+        kind: "cast" (to `value`), "mul", "div", "add" (by `value`) or "tanh".
+        value: a dtype, a number, or a tensor of one element that asks for no gradient.
+    """
+
+    kind: str
+    value: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The operation on logits; never in place."""
+        if self.kind == "cast":
+            return x.to(self.value)
+        if self.kind == "tanh":
+            return x.tanh()
+        if self.kind == "add":
+            return x + self.value
+        return x * self.value if self.kind == "mul" else x / self.value
+
+    def backward(self, grad: torch.Tensor, result: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of the operand, whose dtype was `dtype`, from that of the `result` (kept for "tanh" alone)."""
+        if self.kind == "cast":
+            return grad.to(dtype)
+        if self.kind == "tanh":
+            assert result is not None
+            return torch.ops.aten.tanh_backward(grad, result)
+        if self.kind == "add":
+            return grad
+        return grad.mul_(self.value) if self.kind == "mul" else grad.div_(self.value)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows of logits exist at a time: `chunk_size`, or what fits into `budget_bytes`."""
+
+    chunk_size: int | None
+    budget_bytes: int
+
+    def of(self, rows: int, row_bytes: int) -> int:
+        """The chunk for `rows` rows, of which each takes `row_bytes` while it is worked on."""
+        wanted = self.chunk_size if self.chunk_size is not None else self.budget_bytes // max(row_bytes, 1)
+        return max(1, min(wanted, rows))
+
+
+def row_losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    *,
+    steps: Sequence[Step] = (),
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    rows: Rows,
+) -> torch.Tensor:
+    """The cross-entropy of each row, 0 where it is ignored: what `F.cross_entropy(..., reduction="none")` gives.
+
+    Args:
+        hidden: rows x hidden size.
+        weight: vocabulary x hidden size.
+        bias: vocabulary, or None.
+        target: rows, int64; each in [0, vocabulary) or `ignore_index`.
+        steps: what is done to the logits before the loss.
+        ignore_index: the label of rows that do not count.
+        label_smoothing: as in `F.cross_entropy`.
+        rows: the chunks.
+
+    Returns:
+        rows, in float32 (float64 for float64 logits).
+    """
+    result: torch.Tensor = _RowLosses.apply(
+        hidden, weight, bias, target, tuple(steps), ignore_index, label_smoothing, rows
+    )
+    return result
+
+
+class _RowLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        steps: tuple[Step, ...],
+        ignore_index: int,
+        smoothing: float,
+        rows: Rows,
+    ) -> torch.Tensor:
+        accumulate = _accumulation_dtype(hidden.dtype, steps)
+        size = rows.of(len(hidden), _row_bytes(weight, steps, accumulate))
+        ignored = target == ignore_index
+        safe = target.masked_fill(ignored, 0)
+        losses = torch.empty(len(hidden), dtype=accumulate, device=hidden.device)
+        normalizers = torch.empty_like(losses)
+        with _no_autocast():
+            for part in _parts(len(hidden), size):
+                x = functional.linear(hidden[part], weight, bias)
+                for step in steps:
+                    x = step.forward(x)
+                x = x.to(accumulate)
+                wanted = x.gather(1, safe[part].unsqueeze(1)).squeeze(1)
+                mean = x.mean(1) if smoothing else None
+                largest = x.amax(1, keepdim=True)
+                normalizer = x.sub_(largest).exp_().sum(1).log_()
+                # Differences of shifted logits: the logarithm is not rounded at the size of the logits.
+                largest = largest.squeeze(1)
+                loss = normalizer - (wanted - largest)
+                if mean is not None:
+                    loss = loss.mul_(1 - smoothing).add_((normalizer - (mean - largest)).mul_(smoothing))
+                losses[part] = loss
+                normalizers[part] = normalizer.add_(largest)
+                del x
+            losses.masked_fill_(ignored, 0)
+        ctx.save_for_backward(hidden, weight, bias, safe, ignored, normalizers)
+        ctx.steps, ctx.smoothing, ctx.size = steps, smoothing, size
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        hidden, weight, bias, safe, ignored, normalizers = ctx.saved_tensors
+        # Not multiplied by 0: when all rows are ignored the mean's gradient is infinite.
+        scale = grads[0].to(normalizers.dtype).masked_fill(ignored, 0).unsqueeze(1)
+        with _no_autocast():
+            return _gradients(ctx, hidden, weight, bias, safe, normalizers.unsqueeze(1), scale)
+
+
+def _gradients(
+    ctx: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    normalizers: torch.Tensor,
+    scale: torch.Tensor,
+) -> tuple[Any, ...]:
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+    grad_weight = _Sum(weight, len(hidden) <= ctx.size) if needs_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=normalizers.dtype) if needs_bias and bias is not None else None
+    for part in _parts(len(hidden), ctx.size):
+        grad = _logits_gradient(
+            ctx, functional.linear(hidden[part], weight, bias), target[part], normalizers[part], scale[part]
+        )
+        if grad_bias is not None:
+            grad_bias.add_(grad.sum(0, dtype=grad_bias.dtype))
+        if grad_hidden is not None:
+            torch.mm(grad, weight, out=grad_hidden[part])
+        if grad_weight is not None:
+            grad_weight.add_product(grad, hidden[part])
+        del grad
+    return (
+        grad_hidden,
+        None if grad_weight is None else grad_weight.result(),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        *(None,) * 5,
+    )
+
+
+def _logits_gradient(
+    ctx: Any, x: torch.Tensor, target: torch.Tensor, normalizers: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of what the head gave for one chunk; takes over `x`."""
+    trail: list[tuple[Step, torch.Tensor | None, torch.dtype]] = []
+    for step in ctx.steps:
+        before = x.dtype
+        x = step.forward(x)
+        trail.append((step, x if step.kind == "tanh" else None, before))
+    last = x.dtype
+    probabilities = x.to(normalizers.dtype)
+    if any(kept is probabilities for _, kept, _ in trail):
+        probabilities = probabilities.clone()
+    del x
+    probabilities.sub_(normalizers).exp_()
+    if ctx.smoothing:
+        probabilities.sub_(ctx.smoothing / probabilities.shape[1])
+    probabilities.scatter_add_(1, target.unsqueeze(1), torch.full_like(normalizers, ctx.smoothing - 1))
+    grad = probabilities.mul_(scale)
+    del probabilities
+    grad = grad.to(last)
+    while trail:
+        step, result, before = trail.pop()
+        grad = step.backward(grad, result, before)
+        del result
+    return grad
+
+
+class _Sum:
+    """The gradient of the weight, summed over chunks in float32: a single product would round it only once too."""
+
+    def __init__(self, weight: torch.Tensor, single: bool) -> None:
+        self._weight = weight
+        self._single = single
+        self._accumulates = weight.dtype in _HALF and not single
+        self._sum: torch.Tensor | None = None
+        if not single:
+            dtype = torch.float32 if self._accumulates else weight.dtype
+            self._sum = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def add_product(self, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+        if self._sum is None:
+            self._sum = grad.t().mm(hidden)
+        elif not self._accumulates:
+            self._sum.addmm_(grad.t(), hidden)
+        elif grad.is_cuda and _MIXED_PRODUCT:
+            torch.addmm(self._sum, grad.t(), hidden, out_dtype=torch.float32, out=self._sum)  # type: ignore[call-overload]
+        else:
+            self._sum.addmm_(grad.t().to(torch.float32), hidden.to(torch.float32))
+
+    def result(self) -> torch.Tensor:
+        """In the dtype of the weight; zeros where there was no row."""
+        if self._sum is None:
+            return torch.zeros_like(self._weight)
+        return self._sum.to(self._weight.dtype)
+
+
+_MIXED_PRODUCT = "dtype_out" in torch.ops.aten.addmm.overloads()
+"""Products of half precision into float32, on CUDA alone (torch >= 2.8)."""
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """What is computed here has its dtype already."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def _accumulation_dtype(dtype: torch.dtype, steps: Sequence[Step]) -> torch.dtype:
+    for step in steps:
+        if step.kind == "cast":
+            dtype = step.value
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _row_bytes(weight: torch.Tensor, steps: Sequence[Step], accumulate: torch.dtype) -> int:
+    """Bytes that one row of logits takes at most: as the head gives it, after each step, and in the loss's dtype."""
+    width, held = weight.element_size(), weight.element_size()
+    for step in steps:
+        width = step.value.itemsize if step.kind == "cast" else width
+        held += width
+    return weight.shape[0] * (held + accumulate.itemsize)
+
+
+def _parts(rows: int, size: int) -> list[slice]:
+    return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]

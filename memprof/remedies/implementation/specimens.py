@@ -1,0 +1,206 @@
+"""The models that remedies are verified on: real ones, small enough for float64 on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memprof.errors import UsageError
+from memprof.spec import TargetSpec
+
+VOCAB = 131
+TOKENS = 24
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model to verify on.
+
+    Args:
+        name: as the user writes it.
+        build: the model in float32, its weights drawn from torch's generator.
+        build_large: one for the simulated peak; None where the model itself serves.
+        vocab_size: token ids are below it.
+        cases: the kinds of batches that it takes; see `batches`.
+        tokens: of a sequence.
+        peak_tokens: of the sequence in the simulated step.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    build_large: Callable[[], nn.Module]
+    vocab_size: int
+    cases: tuple[str, ...]
+    tokens: int = TOKENS
+    peak_tokens: int = 1024
+
+
+class Handwritten(nn.Module):
+    """A decoder as people write it: learned positions, a head with a bias, its own loss, a tuple for an output."""
+
+    def __init__(
+        self, vocab_size: int = VOCAB, hidden_size: int = 32, num_layers: int = 3, positions: int = 64
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, hidden_size)
+        self.positions = nn.Embedding(positions, hidden_size)
+        self.layers = nn.ModuleList(_Block(hidden_size) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(hidden_size)
+        self.head = nn.Linear(hidden_size, vocab_size, bias=True)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[Any, ...]:
+        """Logits, or loss and logits."""
+        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return (logits,)
+        shifted = logits[:, :-1].reshape(-1, logits.size(-1))
+        return functional.cross_entropy(shifted, labels[:, 1:].reshape(-1)), logits
+
+
+class _Block(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.heads = 4
+        self.norm = nn.LayerNorm(hidden_size)
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.out = nn.Linear(hidden_size, hidden_size)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(hidden_size),
+            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.GELU(),
+            nn.Linear(4 * hidden_size, hidden_size),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = (
+            part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
+        )
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        mlp: torch.Tensor = self.mlp(x)
+        return x + mlp
+
+
+_ALL_CASES = ("plain", "ignored labels", "padding", "accumulation", "all ignored")
+_OWN_CASES = ("plain", "ignored labels", "all ignored")
+
+
+def _gpt2(**large: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(
+        **{
+            "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 1,
+            "eos_token_id": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "loss_type": "ForCausalLM",
+            **large,
+        }
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return transformers.GPT2LMHeadModel(config)
+
+
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "attn_implementation": "eager",
+}
+_LARGE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 8000,
+}
+
+
+def _llama(**large: Any) -> nn.Module:
+    import transformers
+
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SMALL, "tie_word_embeddings": False, **large}))
+
+
+def _gemma2(**large: Any) -> nn.Module:
+    import transformers
+
+    return transformers.Gemma2ForCausalLM(
+        # A cap of the logits' own size, so that it bends them.
+        transformers.Gemma2Config(**{**_SMALL, "head_dim": 8, "final_logit_softcapping": 0.5, **large})
+    )
+
+
+SPECIMENS = {
+    "gpt2": Specimen(
+        "gpt2",
+        _gpt2,
+        lambda: _gpt2(n_embd=256, n_layer=8, vocab_size=8000, n_positions=1024),
+        VOCAB,
+        _ALL_CASES,
+    ),
+    "llama": Specimen("llama", _llama, lambda: _llama(**_LARGE), VOCAB, _ALL_CASES),
+    "gemma2": Specimen("gemma2", _gemma2, lambda: _gemma2(**_LARGE, head_dim=64), VOCAB, _ALL_CASES),
+    "handwritten": Specimen("handwritten", Handwritten, lambda: Handwritten(8000, 256, 8, 1024), VOCAB, _OWN_CASES),
+}
+"""A tied head; a head of its own; a tied head under a soft cap; a head with a bias in a model that returns tuples."""
+
+
+def find_specimen(name: str) -> Specimen:
+    """One of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
+
+    Raises:
+        UsageError: no such model, or one that takes no token ids and labels.
+    """
+    if name in SPECIMENS:
+        return SPECIMENS[name]
+    from memprof.workload.models import find_source
+
+    source = find_source(TargetSpec(model=name, dtype="float32", attention="eager"))
+    if source.task != "causal-lm" or source.vocab_size is None:
+        raise UsageError(
+            "memprof verify needs a causal language model", value=f"{name}: {source.task}",
+            hint="small ones are there by name: " + ", ".join(SPECIMENS),
+        )  # fmt: skip
+    limit = source.max_positions or 1024
+    return Specimen(
+        source.name, source.build, source.build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(1024, limit)
+    )
+
+
+def batches(specimen: Specimen, case: str, seed: int) -> list[dict[str, Any]]:
+    """The micro-batches of one step: one, or two of different lengths for "accumulation"."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = (specimen.tokens, specimen.tokens // 2) if case == "accumulation" else (specimen.tokens,)
+    result: list[dict[str, Any]] = []
+    for tokens in lengths:
+        ids = torch.randint(0, min(specimen.vocab_size, 100), (2, tokens), generator=draw)
+        labels = ids.clone()
+        batch: dict[str, Any] = {"input_ids": ids, "labels": labels}
+        if case in ("ignored labels", "accumulation"):
+            labels[torch.rand(labels.shape, generator=draw) < 0.4] = IGNORED
+        if case == "all ignored":
+            labels.fill_(IGNORED)
+        if case == "padding":
+            mask = torch.ones_like(ids)
+            mask[1, tokens // 2 :] = 0
+            labels[mask == 0] = IGNORED
+            batch["attention_mask"] = mask
+        result.append(batch)
+    if case == "accumulation":
+        items = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in result)
+        for batch in result:
+            batch["num_items_in_batch"] = items
+    return result

@@ -1,0 +1,118 @@
+"""`memprof verify`: passes for what is right, and fails for a remedy that is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from memprof.remedies.implementation import head_loss, lazy_logits
+from memprof.remedies.implementation.checkpointing import _Checkpointed
+
+
+def test_a_remedy_on_every_small_model(memprof):
+    result = memprof("verify", "chunked-loss", "--seeds", 1, "--json")
+    assert result.exit_code == 0
+    found = result.json
+    assert found["passed"] and found["command"] == "verify" and found["seeds"] == 1
+    models = {"gpt2", "llama", "gemma2", "handwritten"}
+    assert {row["model"] for row in found["deviations"]} == models
+    for model in models:
+        quantities = {row["quantity"] for row in found["deviations"] if row["model"] == model}
+        assert quantities == {"loss", "gradients", "parameters after 3 steps"}
+    assert all(row["fixed"] <= row["bound"] < 1e-3 for row in found["deviations"])
+    [peak] = found["peaks"]
+    # 1,024 tokens x 8,000 of the vocabulary x 4 bytes, and more than once.
+    assert peak["original_bytes"] - peak["fixed_bytes"] > 1024 * 8000 * 4
+    assert found["skipped"] == []
+
+
+def test_remedies_of_other_kinds(memprof):
+    names = ("lora", "vocabulary-cap", "freeze", "optimizer-in-backward")
+    result = memprof("verify", *names, "--model", "llama", "--seeds", 1, "--json")
+    assert result.exit_code == 0
+    rows = {(row["remedy"], row["quantity"]) for row in result.json["deviations"]}
+    assert ("lora", "loss") in rows
+    assert ("vocabulary-cap", "parameters after 3 steps") in rows
+    assert ("freeze", "gradients") in rows
+    assert ("optimizer-in-backward", "parameters after 3 steps") in rows
+
+
+def test_precision_against_accuracy(memprof):
+    result = memprof("verify", "float16", "bfloat16", "--model", "llama", "--model", "gpt2", "--seeds", 1, "--json")
+    assert result.exit_code == 0
+    rows = {(row["model"], row["precision"]): row for row in result.json["precisions"]}
+    assert len(rows) == 6
+    for model in ("llama", "gpt2"):
+        half, brain = rows[model, "float16"], rows[model, "bfloat16"]
+        # Eight times the precision: so near that the ratio itself shows that both are real.
+        assert 4 < brain["logits_rms"] / half["logits_rms"] < 16
+        assert half["argmax_agreement"] >= brain["argmax_agreement"] > 0.9
+        assert len(half["layers_rms"]) == 3
+        assert 0 < rows[model, "int8 weights"]["logits_rms"] < 0.05
+
+
+def test_tables(memprof):
+    result = memprof("verify", "chunked-loss", "bfloat16", "8-bit-optimizer", "--model", "handwritten", "--seeds", 1)
+    assert result.exit_code == 0
+    for text in ("Largest deviation from float64", "Precision against accuracy", "Simulated peak", "passed"):
+        assert text in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 110
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradients"])
+def test_a_wrong_remedy_fails(memprof, monkeypatch, broken):
+    right = head_loss.row_losses
+
+    def wrong(hidden, *args, **kwargs):
+        losses = right(hidden, *args, **kwargs)
+        if broken == "loss":
+            return losses * (1 + 1e-4)
+        return losses + (losses - losses.detach()) * 1e-4
+
+    monkeypatch.setattr(lazy_logits, "row_losses", wrong)
+    result = memprof("verify", "chunked-loss", "--model", "gpt2", "--seeds", 1)
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout
+    assert f"chunked-loss on gpt2: {broken}" in result.stdout
+
+
+def test_a_layer_that_runs_on_other_inputs_fails(memprof, monkeypatch):
+    right = _Checkpointed.__call__
+    monkeypatch.setattr(_Checkpointed, "__call__", lambda self, x, *args, **kw: right(self, x * 1.001, *args, **kw))
+    result = memprof("verify", "activation-checkpointing", "--model", "handwritten", "--seeds", 1)
+    assert result.exit_code == 1
+
+
+def test_any_causal_model(memprof, tmp_path):
+    file = tmp_path / "config.json"
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 200,
+    }  # fmt: skip
+    file.write_text(json.dumps(config))
+    result = memprof("verify", "chunked-loss", "--model", file, "--seeds", 1, "--json")
+    assert result.exit_code == 0
+    assert len(result.json["deviations"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["chunked-los"], "did you mean 'chunked-loss'"),
+        (["--model", "no-such-model"], "no-such-model"),
+        (["--seeds", "0"], "at least 1"),
+        (["--model", "vit-base"], ""),
+    ],
+)
+def test_wrong_use(memprof, arguments, problem):
+    result = memprof("verify", *arguments)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_what_cannot_be_tried_is_no_pass(memprof):
+    result = memprof("verify", "8-bit-optimizer", "--model", "llama", "--seeds", 1)
+    assert result.exit_code == 1
+    assert "not tried: 8-bit-optimizer on llama" in result.stdout

@@ -1,0 +1,349 @@
+"""Every remedy: what it changes it restores, exact ones change no number, and each makes the peak smaller."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+import transformers
+
+import memprof
+from memprof.errors import MemprofError, UsageError
+from memprof.remedies.catalog import REMEDIES, Numerics, find_remedies
+from tests.unit.remedies import models
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+OPTIONS = {
+    "vocabulary-cap": {"vocab_size": 50},
+    "freeze": {"frozen": "*embed_tokens*"},
+    "lora": {"lora_rank": 2},
+    "chunked-loss": {"chunk_size": 4},
+    "optimizer-in-backward": {"optimizer": adamw},
+}
+TORCH_ALONE = [name for name in REMEDIES if name != "8-bit-optimizer"]
+EXACT = [name for name, remedy in REMEDIES.items() if remedy.numerics is Numerics.EXACT]
+
+
+def options(*names):
+    return {key: value for name in names for key, value in OPTIONS.get(name, {}).items()}
+
+
+def llama(**config):
+    return models.llama(attn_implementation="eager", **config)
+
+
+def train(model, steps=3, optimizer=None):
+    """Losses of a few steps."""
+    optimizer = optimizer or adamw([p for p in model.parameters() if p.requires_grad])
+    losses = []
+    for _ in range(steps):
+        loss = model(**models.batch(vocab=50)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("name", TORCH_ALONE)
+def test_undo_restores_everything(name):
+    model = llama()
+    before, wanted = models.state(model), model(**models.batch(vocab=50)).logits.detach()
+    applied = memprof.apply(model, [name], **options(name))
+    assert applied.changes
+    assert all(change.remedy == name for change in applied.changes)
+    assert name in str(applied)
+    assert models.state(model) != before
+    if name != "optimizer-in-backward":  # which would train
+        model(**models.batch(vocab=50)).loss.backward()
+    applied.undo()
+    model.zero_grad()
+    assert models.state(model) == before
+    assert torch.equal(model(**models.batch(vocab=50)).logits, wanted)
+    applied.undo()
+    assert models.state(model) == before
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_remedies_train_alike(name):
+    wanted = train(llama())
+    model = llama()
+    applied = memprof.apply(model, [name], **options(name))
+    torch.testing.assert_close(train(model, optimizer=applied.results.get(name)), wanted, rtol=2e-6, atol=0)
+
+
+def test_exact_remedies_together():
+    names = ["chunked-loss", "activation-checkpointing", "cpu-offload-activations", "sdpa-attention"]
+    model = llama()
+    memprof.apply(model, names, chunk_size=4)
+    torch.testing.assert_close(train(model), train(llama()), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", [*EXACT, "lora", "freeze"])
+def test_with_dropout_and_a_cache(name):
+    """A layer that runs again drops the same, and fills no key-value cache twice."""
+
+    def losses(model, optimizer=None):
+        torch.manual_seed(3)
+        return train(model, optimizer=optimizer)
+
+    def make():
+        return llama(attention_dropout=0.3, use_cache=True).train()
+
+    if name == "sdpa-attention":
+        pytest.skip("another kernel draws other numbers")
+    model = make()
+    extra = {"frozen": "model.norm*"} if name == "freeze" else options(name)
+    applied = memprof.apply(model, [name], **extra)
+    found = losses(model, applied.results.get(name))
+    if name in EXACT:
+        torch.testing.assert_close(found, losses(make()), rtol=2e-6, atol=0)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_tied_weights_stay_tied(name):
+    model = models.MODELS[name]()
+    applied = memprof.apply(model, ["bfloat16", "vocabulary-cap"], vocab_size=50)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == 50
+    assert model(**models.batch(vocab=50)).logits.shape[-1] == 50
+    applied.undo()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model(**models.batch()).logits.shape[-1] == models.VOCAB
+
+
+def test_vocabulary_cap_keeps_the_first_rows():
+    model = llama()
+    wanted = model(**models.batch(vocab=50)).logits[..., :50]
+    memprof.apply(model, "vocabulary-cap", vocab_size=50)
+    torch.testing.assert_close(model(**models.batch(vocab=50)).logits, wanted)
+
+
+@pytest.mark.parametrize(("every", "again"), [(1, 4), (2, 2), (4, 1)])
+def test_every_nth_layer_runs_again(every, again):
+    model, calls = llama(), []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
+    memprof.apply(model, "activation-checkpointing", every=every)
+    model(**models.batch()).loss.backward()
+    assert len(calls) == 4 + again
+
+
+def test_checkpointing_by_name():
+    model, calls = llama(), []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: calls.append("mlp"))
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda module, args: calls.append("attention"))
+    memprof.apply(model, "activation-checkpointing", modules="mlp")
+    model(**models.batch()).loss.backward()
+    assert calls == ["attention", "mlp"]  # hooks are outside of what runs again
+    applied_to = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    assert applied_to == [f"model.layers.{index}.mlp" for index in range(4)]
+
+
+def test_an_optimizer_of_8_bit_comes_from_its_package(monkeypatch):
+    made = []
+    package = types.ModuleType("bitsandbytes")
+    package.optim = types.ModuleType("bitsandbytes.optim")
+    package.optim.AdamW8bit = lambda parameters, lr: made.append((len(parameters), lr)) or "the optimizer"
+    for name in ("bitsandbytes", "bitsandbytes.optim"):
+        monkeypatch.setitem(sys.modules, name, package if name == "bitsandbytes" else package.optim)
+    applied = memprof.apply(llama(), "8-bit-optimizer", learning_rate=0.5)
+    assert applied.results["8-bit-optimizer"] == "the optimizer"
+    assert made == [(len(list(llama().parameters())), 0.5)]
+
+
+# -- what cannot be done -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "problem", "hint"),
+    [
+        (["chunked-los"], {}, "unknown remedy", "did you mean 'chunked-loss'"),
+        ([], {}, "no remedy is named", "chunked-loss"),
+        (["freeze", "freeze"], {"frozen": "*"}, "named twice", ""),
+        (["bfloat16", "float16"], {}, "do not go together", "a model has one dtype"),
+        (["chunked-loss"], {"chunk_sise": 4}, "unknown option", "did you mean 'chunk_size'"),
+        (["chunked-loss"], {"every": 2}, "a remedy that is not named", "activation-checkpointing"),
+        (["vocabulary-cap"], {}, "needs an option", "vocab_size="),
+        (["vocabulary-cap"], {"vocab_size": 97}, "out of range", "1 to 96"),
+        (["vocabulary-cap"], {"vocab_size": 0}, "out of range", "1 to 96"),
+        (["activation-checkpointing"], {"every": 0}, "out of range", "1 to 4"),
+        (["activation-checkpointing"], {"every": 5}, "out of range", "1 to 4"),
+        (["activation-checkpointing"], {"modules": "nothing*"}, "names no module", "named like"),
+        (["activation-checkpointing"], {"modules": "model.layers.0,*mlp"}, "inside another", ""),
+        (["freeze"], {"frozen": "nothing*"}, "names no parameter", "named like"),
+        (["lora"], {"lora_rank": 0}, "at least 1", ""),
+        (["lora"], {"lora_targets": "nothing"}, "cannot adapt", "lora_targets="),
+        (["optimizer-in-backward"], {"optimizer": "adamw"}, "must make a torch optimizer", "AdamW"),
+        (["optimizer-in-backward"], {"optimizer": len}, "must make a torch optimizer", "AdamW"),
+        (["8-bit-optimizer"], {}, "needs bitsandbytes or torchao", "pip install"),
+    ],
+)
+def test_wrong_use(monkeypatch, names, given, problem, hint):
+    for package in ("bitsandbytes.optim", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, package, None)
+    model = llama()
+    before = models.state(model)
+    with pytest.raises(UsageError) as raised:
+        memprof.apply(model, names, **given)
+    assert problem in str(raised.value)
+    assert hint in str(raised.value)
+    assert models.state(model) == before
+
+
+def test_all_or_nothing():
+    """The last of three cannot be applied: the first two are taken back."""
+    model = llama()
+    model.lm_head.register_forward_hook(lambda module, args, output: None)
+    before = models.state(model)
+    with pytest.raises(UsageError, match="has hooks"):
+        memprof.apply(model, ["bfloat16", "lora", "sdpa-attention", "chunked-loss"])
+    assert models.state(model) == before
+
+
+def test_already_on():
+    model = llama()
+    applied = memprof.apply(model, "chunked-loss")
+    with pytest.raises(UsageError, match="already on"):
+        memprof.apply(model, ["bfloat16", "chunked-loss"])
+    assert model.lm_head.weight.dtype == torch.float32
+    with memprof.apply(model, "bfloat16"):
+        with pytest.raises(UsageError, match="do not go together"):
+            memprof.apply(model, "float16")
+        with pytest.raises(MemprofError, match="last first"):
+            applied.undo()
+    with pytest.raises(UsageError, match="already on"):
+        memprof.apply(models.llama(attn_implementation="sdpa"), "sdpa-attention")
+    model.gradient_checkpointing_enable()
+    with pytest.raises(UsageError, match="already on"):
+        memprof.apply(model, "activation-checkpointing")
+
+
+def test_gradients_stand_in_the_way():
+    model = llama()
+    model(**models.batch()).loss.backward()
+    for name in ("bfloat16", "optimizer-in-backward", "cpu-offload-weights"):
+        with pytest.raises(UsageError, match="there are gradients"):
+            memprof.apply(model, name, **options(name))
+
+
+def test_originals_need_not_be_kept():
+    model = llama()
+    applied = memprof.apply(model, "bfloat16", undoable=False)
+    with pytest.raises(MemprofError, match="cannot be undone"):
+        applied.undo()
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_not_a_model():
+    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
+        memprof.apply("llama", "bfloat16")
+
+
+def test_conflicts_name_remedies_that_exist():
+    assert all(other in REMEDIES for remedy in REMEDIES.values() for other in remedy.conflicts)
+    assert [remedy.name for remedy in find_remedies("chunked-loss, bfloat16")] == ["bfloat16", "chunked-loss"]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def peak(name=None, **given) -> int:
+    """Peak of a training step of a small decoder on the virtual GPU."""
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=8_000, attn_implementation="eager",
+    )  # fmt: skip
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = transformers.LlamaForCausalLM(config).to("cuda")
+        applied = memprof.apply(model, name, **given) if name else None
+        optimizer = applied.results.get(name) if applied else None
+        optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        for _ in range(2):
+            ids = torch.zeros(1, 1024, dtype=torch.int64, device="cuda")
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return gpu.report().peak.allocated_bytes
+
+
+PARAMETERS = 8 * (4 * 256 * 256 + 3 * 256 * 1024) + 2 * 8_000 * 256
+LOGITS = 1024 * 8_000 * 4
+SCORES = 4 * 1024 * 1024 * 4
+
+
+@pytest.fixture(scope="module")
+def original() -> int:
+    return peak()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "saved"),
+    [
+        # Parameters and both states at half their size, and most activations.
+        ("bfloat16", {}, 3 * 2 * PARAMETERS),
+        ("float16", {}, 3 * 2 * PARAMETERS),
+        # Rows of embedding and head with gradient and states; three times the logits.
+        ("vocabulary-cap", {"vocab_size": 4_000}, 3 * 4 * 2 * 4_000 * 256 + LOGITS),
+        ("freeze", {"frozen": "model.embed_tokens*"}, 2 * 4 * 8_000 * 256),
+        ("lora", {"lora_rank": 4}, 2 * 4 * PARAMETERS * 0.9),
+        ("sdpa-attention", {}, 7.9 * SCORES),
+        ("chunked-loss", {"chunk_size": 64}, 1.5 * LOGITS),
+        ("activation-checkpointing", {}, 6 * 2 * SCORES),
+        ("activation-checkpointing", {"every": 2}, 3 * 2 * SCORES),
+        ("activation-checkpointing", {"modules": "self_attn"}, 7 * SCORES),
+        ("cpu-offload-activations", {}, 6 * 2 * SCORES),
+        ("cpu-offload-weights", {}, 6 * 2 * SCORES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_the_peak_shrinks(original, name, given, saved):
+    assert original - peak(name, **given) >= saved
+
+
+def test_gradients_go_as_they_come():
+    """No step has all gradients: with nothing else large, the peak falls by most of them."""
+
+    def at(in_backward):
+        with memprof.virtual_gpu("h100-80gb") as gpu:
+            model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16))).to("cuda")
+            optimizer = torch.optim.SGD(model.parameters())
+            if in_backward:
+                memprof.apply(model, "optimizer-in-backward", optimizer=torch.optim.SGD)
+            model(torch.zeros(1, 1024, device="cuda")).sum().backward()
+            if not in_backward:
+                optimizer.step()
+        return gpu.report().peak.allocated_bytes
+
+    assert at(False) - at(True) >= 14 * 1024 * 1024 * 4
+
+
+def test_weights_are_on_the_card_one_layer_at_a_time():
+    def at(depth):
+        with memprof.virtual_gpu("h100-80gb") as gpu, torch.no_grad():
+            layers = [torch.nn.Sequential(torch.nn.Linear(1024, 1024)) for _ in range(depth)]
+            model = torch.nn.Sequential(*layers)
+            memprof.apply(model, "cpu-offload-weights")
+            model(torch.zeros(1, 1024, device="cuda"))
+        return gpu.report().peak.allocated_bytes
+
+    assert at(8) == at(16)
+
+
+def test_a_deep_copy_runs_its_own_layers():
+    model = llama()
+    memprof.apply(model, ["activation-checkpointing", "cpu-offload-activations"])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.model.layers.parameters():
+            parameter.fill_(float("nan"))
+    assert twin(**models.batch()).loss.isnan()
+    assert not model(**models.batch()).loss.isnan()
