@@ -5,6 +5,7 @@ Exit codes: 0 done, and it fits; 3 it does not fit; 2 wrong use; 1 anything else
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated, NoReturn
 
@@ -48,6 +49,7 @@ def _root(
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """The console script: run a command, and turn what goes wrong into one message and an exit code."""
+    ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     try:
@@ -61,4 +63,9 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         # The reader of our output (`| head`) has gone: not an error.
         sys.stderr.close()
         sys.exit(0)
+    finally:
+        if ends_process:
+            # Looking for garbage among the millions of objects of torch and transformers on the way out takes as long
+            # as a fifth of the whole command.
+            gc.freeze()
     sys.exit(0)
