@@ -35,7 +35,9 @@ _NO_META = (
 )
 """How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
 torch/_library/custom_ops.py)."""
-_NO_CARD = re.compile(r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled")
+_NO_CARD = re.compile(
+    r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+)
 """How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"

@@ -31,6 +31,7 @@ _LOWER_PRECISION = frozenset(
         "convolution",
         "cudnn_convolution",
         "cudnn_convolution_transpose",
+        "_cudnn_rnn",
         "prelu",
         "addmm",
         "addmv",

@@ -236,8 +236,8 @@ def cuda_facade(
         if name in _OF_MEMORY:  # torch.cuda.memory_summary, and who imports them from there
             yield torch.cuda.memory, name, _distinct(value)
     yield torch.Tensor, "record_stream", _distinct(nothing)
-    if not hasattr(torch._C, "_scatter"):  # a CPU build; DataParallel calls it, with the one card that there is
-        yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)
+    # DataParallel calls it, with the one card that there is.
+    yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)
     accelerator: dict[str, Any] = {
         "is_available": returning(True),
         "current_accelerator": returning(torch.device("cuda")),
