@@ -44,10 +44,8 @@ def _channels_last(size: torch.Size, stride: tuple[int, ...]) -> bool:
 
 
 def roll(args: Any) -> list[int]:
-    """One dimension after the other is rolled, from contiguous memory (native/cuda/TensorTransformations.cu)."""
-    data = args[0]
-    shifts = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
-    return contiguous(data) + [data.numel() * data.element_size()] * (len(shifts) - 1)
+    """One dimension is rolled from contiguous memory (native/cuda/TensorTransformations.cu); for more, selection.py."""
+    return contiguous(args[0])
 
 
 _FEWEST_CHANNELS_LAST = 4

@@ -9,24 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import CachingAllocator, Completion, OutOfMemory, parse_config
+from tests.unit.allocator.requests import SIZES, TOTAL
 
-MIB = 1 << 20
-TOTAL = 400 * MIB
-SIZES = [
-    1,
-    512,
-    513,
-    4097,
-    300_000,
-    MIB,
-    MIB + 1,
-    3 * MIB,
-    10 * MIB - 1,
-    10 * MIB,
-    21 * MIB + 5,
-    45 * MIB + 7,
-    90 * MIB,
-]
 SETTINGS = {
     "default": "",
     "expandable": "expandable_segments:True",

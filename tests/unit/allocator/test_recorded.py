@@ -11,24 +11,8 @@ from hypothesis import strategies as st
 from memprof.allocator import Completion, Recorded, parse_config, replay_snapshot
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
 from tests.unit.allocator.recorder import Recorder
+from tests.unit.allocator.requests import MIB, SIZES, TOTAL
 
-MIB = 1 << 20
-TOTAL = 400 * MIB
-SIZES = [
-    1,
-    512,
-    513,
-    4097,
-    300_000,
-    MIB,
-    MIB + 1,
-    3 * MIB,
-    10 * MIB - 1,
-    10 * MIB,
-    21 * MIB + 5,
-    45 * MIB + 7,
-    90 * MIB,
-]
 SETTINGS = {
     "default": "",
     "expandable": "expandable_segments:True",
