@@ -2,6 +2,8 @@
 # make test     everything that CI checks: ruff, mypy, import-linter, pytest
 # make lint     the same without pytest;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md and the outputs shown in README.md and docs/accuracy.md
+# make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
+# make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
 # make bench    how fast the simulation and the allocator's replay are
 # make clean    removes .venv and caches
 #
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint format docs bench clean
+.PHONY: demo test lint format docs accuracy truth bench clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
@@ -34,6 +36,12 @@ format: $(VENV)/.stamp-dev
 
 docs: $(VENV)/.stamp-dev
 	$(BIN)/python docs/generate.py
+
+accuracy: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.benchmarks.accuracy --write
+
+truth: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.accuracy.truth
 
 bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.simulate

@@ -1,8 +1,9 @@
 """Writes the parts of the documentation that the program itself knows: `make docs`.
 
 * docs/cli.md, from the parser;
-* in README.md and docs/*.md, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what COMMAND
-  prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with TEXT.
+* in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
+  COMMAND prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with
+  TEXT.
 
 With `--check` nothing is written, and the exit code is 1 if something is out of date.
 """
@@ -41,6 +42,9 @@ _EXIT_CODES = """\
 | 3 | done, and it does not fit |
 | 2 | wrong use: an unknown name, a value out of range, a file that is not what it should be |
 | 1 | anything else |
+
+`memprof monitor -- COMMAND` exits with the command's own code, 128 + n if signal n killed it, 127 or 126 if it could
+not be started.
 """
 
 
@@ -144,7 +148,7 @@ def output_of(command: str) -> str | None:
 
 def pages_with_outputs() -> list[Path]:
     """The pages that show an output."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in pages if _OUTPUT.search(page.read_text(encoding="utf-8"))]
 
 

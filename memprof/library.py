@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.allocator import Settings
+from memprof.allocator import Settings, SettingsInForce
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
@@ -20,11 +20,12 @@ class ProfiledGpu:
 
     def __init__(self, gpu: Gpu, settings: Settings | None = None) -> None:
         self._gpu = gpu
-        self._settings = allocator_settings(None) if settings is None else settings
+        self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
         self._virtual = VirtualGpu(
             gpu,
             context_bytes=CONTEXT_BYTES,
-            memory=lambda trace: live_allocator(trace, gpu, self._settings),
+            memory=lambda trace: live_allocator(trace, gpu, self._settings.now),
+            allocator_settings=self._settings,
         )
 
     def __enter__(self) -> ProfiledGpu:
@@ -47,7 +48,7 @@ class ProfiledGpu:
             "command": "virtual_gpu",
             "target": {},
             "device": device_facts(self._gpu),
-            "allocator": self._settings.facts(),
+            "allocator": self._settings.now.facts(),
         }
         return trace
 

@@ -16,23 +16,27 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from memprof.allocator import Card, LiveAllocator, Settings, replay_on_card
+from memprof.allocator import Card, LiveAllocator, Settings, SettingsInForce, replay_on_card, without_allocator
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.errors import RunFailedError
+from memprof.device.host import available_bytes, memory_bytes, processor_name
+from memprof.errors import RunFailedError, UsageError
 from memprof.findings import Context, find_all
+from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import EmptyTraceError, build_ledger
 from memprof.report.document import Document, build_document
 from memprof.spec import Mode, TargetSpec
-from memprof.trace.events import Trace
+from memprof.trace.events import CPU, Trace
+from memprof.units import format_bytes
 from memprof.version import __version__
 
 if TYPE_CHECKING:
     from memprof.library import ProfiledGpu
+    from memprof.workload.step import SwitchOn
 
 
 def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Document]:
-    """Run `spec` on its virtual card; returns what happened and the report on it.
+    """Run `spec` on its virtual card, or measure it on a real device; returns what happened and the report on it.
 
     Raises:
         MemprofError: the model cannot be found or built (UsageError where the user named something wrong).
@@ -40,20 +44,29 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
             so far.
     """
     # Here and not above: reading a capture and answering --help need no torch.
-    from memprof.capture.run import capture_virtual
+    from memprof.capture.run import capture_measured, capture_virtual
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
     gpu = virtual_card(spec)
-    settings = allocator_settings(spec.alloc_conf)
+    device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)
+    in_force = SettingsInForce(allocator_settings(spec.alloc_conf))
     source = find_source(spec)
     progress("importing torch and the model's code")
-    workload = Workload(spec, source)
+    workload = Workload(spec, source, _switch_on(spec))
     failed: RunFailedError | None = None
     try:
-        trace = capture_virtual(workload, gpu, progress, lambda trace: live_allocator(trace, gpu, settings))
+        if spec.device == "virtual":
+            trace = capture_virtual(
+                workload, gpu, progress, lambda trace: live_allocator(trace, gpu, in_force.now), in_force
+            )
+        else:
+            if spec.device == "cpu":
+                _check_host_memory(spec, progress)
+            trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
     except RunFailedError as error:
         failed, trace = error, error.trace
+    settings = in_force.now
     trace.facts = {
         "command": "profile",
         "memprof_version": __version__,
@@ -69,7 +82,7 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
             "max_positions": source.max_positions,
             "alloc_conf": settings.alloc_conf,
         },
-        "device": device_facts(gpu),
+        "device": device,
         "allocator": settings.facts(),
     }
     progress("accounting")
@@ -79,6 +92,50 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
         failed.document = analyze(trace)
         failed.hint = "the finding run-failed says what to do; --debug shows the traceback"
     raise failed
+
+
+def resolve_device(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> TargetSpec:
+    """`spec` on the CUDA card that is present if the run fits it by simulation; else as it is, simulated."""
+    from memprof.capture.measured.cuda import cuda_card, why_no_cuda
+
+    if why_no_cuda() is not None:
+        return spec
+    progress("simulating, to see whether it fits the card that is here")
+    card = cuda_card()
+    _, document = profile(spec.edit(device="virtual", gpu_vram_bytes=card.total_bytes), progress)
+    return spec.edit(device="cuda") if document.verdict.fits else spec.edit(gpu_vram_bytes=card.total_bytes)
+
+
+def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:
+    """A run on the CPU that takes more memory than there is would take the machine down with it.
+
+    Raises:
+        UsageError: it does, by simulation.
+    """
+    available = available_bytes()
+    if available is None:
+        return
+    progress("simulating, to see whether the run fits host memory")
+    try:
+        _, document = profile(spec.edit(device="virtual"), progress)
+    except RunFailedError:
+        return  # it will say so itself, if it is more than a gap of the virtual card
+    needed = max(document.peak.allocated_bytes, document.host_peak_bytes)
+    if needed > available:
+        raise UsageError(
+            "this run does not fit host memory",
+            value=f"it takes {format_bytes(needed)}, {format_bytes(available)} are free",
+            hint="leave out --device cpu: simulated, it takes no memory",
+        )
+
+
+def _switch_on(spec: TargetSpec) -> SwitchOn | None:
+    """What applies the spec's remedies to the model; None if there are none."""
+    if not spec.fixes:
+        return None
+    from memprof.remedies.implementation.on_spec import switch_on
+
+    return switch_on
 
 
 def analyze(trace: Trace, alloc_conf: str | None = None) -> Document:
@@ -100,8 +157,12 @@ def analyze(trace: Trace, alloc_conf: str | None = None) -> Document:
         settings = Settings.resolve(alloc_conf, settings.torch, environ={})
         target = {**target, "alloc_conf": alloc_conf} if target else target
         trace = dataclasses.replace(trace, facts={**facts, "target": target, "allocator": settings.facts()})
-    card = Card(device["total_bytes"], device["context_bytes"])
-    ledger = build_ledger(trace, replay_on_card(trace, card, settings.config, settings.release))
+    if trace.device == CPU:
+        run = without_allocator(trace)
+    else:
+        card = Card(device["total_bytes"], device["context_bytes"])
+        run = replay_on_card(trace, card, settings.config, settings.release)
+    ledger = build_ledger(trace, run)
     fields = {field.name for field in dataclasses.fields(TargetSpec)}
     spec = (
         TargetSpec(**{**{k: v for k, v in target.items() if k in fields}, "mode": Mode(target["mode"])})
@@ -119,7 +180,8 @@ def analyze(trace: Trace, alloc_conf: str | None = None) -> Document:
         context_length=target.get("context_length"),
         max_positions=target.get("max_positions"),
     )
-    return build_document(ledger, find_all(context), settings)
+    bridge = build_bridge(ledger)
+    return build_document(ledger, find_all(context), settings, bridge)
 
 
 def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
@@ -148,6 +210,26 @@ def device_facts(gpu: Gpu) -> dict[str, object]:
         "total_bytes": gpu.total_bytes,
         "usable_bytes": gpu.total_bytes - CONTEXT_BYTES,
         "context_bytes": CONTEXT_BYTES,
+    }
+
+
+def measured_device_facts(name: str) -> dict[str, object]:
+    """What the report says of the device that a run was measured on.
+
+    Raises:
+        MemprofError: there is no such device.
+    """
+    if name == "cpu":
+        total = memory_bytes()
+        return {"name": processor_name(), "total_bytes": total, "usable_bytes": total, "context_bytes": 0}
+    from memprof.capture.measured.cuda import cuda_card
+
+    card = cuda_card()
+    return {
+        "name": card.name,
+        "total_bytes": card.total_bytes,
+        "usable_bytes": card.total_bytes - card.context_bytes,
+        "context_bytes": card.context_bytes,
     }
 
 

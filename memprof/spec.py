@@ -11,10 +11,17 @@ from memprof.errors import UsageError, unknown_name
 
 DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
-OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adafactor", "adagrad", "rmsprop", "none")
+BITSANDBYTES_OPTIMIZERS = ("adamw-8bit", "paged-adamw-8bit")
+TORCHAO_OPTIMIZERS = ("torchao-adamw-8bit", "torchao-adamw-4bit")
+QUANTIZED_OPTIMIZERS = BITSANDBYTES_OPTIMIZERS + TORCHAO_OPTIMIZERS
+"""Their state is quantized; each has one implementation, its library's."""
+OPTIMIZERS = (
+    "adamw", "adam", "sgd", "sgd-momentum", "adafactor", "adagrad", "rmsprop", *QUANTIZED_OPTIMIZERS, "none",
+)  # fmt: skip
 UNFUSED_OPTIMIZERS = ("adafactor", "adagrad", "rmsprop")
 """torch has no fused implementation of these for CUDA (of Adagrad it has one for the CPU)."""
 ZERO_GRADS = ("none", "zero")
+QUANTIZATIONS = ("int8", "nf4", "fp4")
 ADAPTERS = ("lora",)
 DEFAULT_LORA_RANK = 8
 """As in PEFT's LoraConfig."""
@@ -25,6 +32,7 @@ NPT_COMBINES = ("sequential", "batched", "merged")
 NPT_INITS = ("orthogonal", "fast")
 NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
 """Of case study 1; with several rank-1 updates the initialisation is "fast"."""
+DEVICES = ("virtual", "cpu", "cuda")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -39,6 +47,7 @@ _COUNTS = (
     "npt_rank",
     "npt_num_ranks",
     "npt_chunk",
+    "dataset_batches",
 )
 
 
@@ -71,6 +80,10 @@ class TargetSpec:
     """Of parameters and activations; None: the published checkpoint's (float16 is trained as bfloat16)."""
     amp: str | None = None
     """Autocast's dtype: forward and loss under torch.autocast, float32 weights; with float16, a GradScaler."""
+    quantize: str | None = None
+    """Weights of the linear layers but the head, by bitsandbytes: int8 (LLM.int8), nf4 or fp4."""
+    double_quant: bool = True
+    """With quantize nf4 or fp4: the scales are quantized in turn, as in QLoRA."""
     optimizer: str = "adamw"
     zero_grad: str = "none"
     """What zero_grad leaves behind: no gradients, or zeros (`set_to_none=False`)."""
@@ -113,10 +126,18 @@ class TargetSpec:
     activation_checkpointing: bool = False
     gradient_accumulation: int = 1
     """Micro-batches per optimizer step."""
+    dataset_batches: int | None = None
+    """Batches that are made before training and held in host memory; None: each is made when it is needed."""
     steps: int = 2
     """Optimizer steps; optimizer state appears in the first, so that the second is the steady state."""
     alloc_conf: str | None = None
     """Settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's."""
+    fixes: tuple[str, ...] = ()
+    """Remedies that `memprof.apply` switches on in the built model: names, or NAME=VALUE (remedies/fixes.py)."""
+    device: str = "virtual"
+    """virtual: simulated on `gpu`; cpu or cuda: measured there."""
+    detail: bool = False
+    """Measured: record the line of every allocation, which takes time."""
     gpu: str = "h100-80gb"
     gpu_vram_bytes: int | None = None
     """Capacity of a card that is in no catalog; replaces `gpu`."""
@@ -125,6 +146,7 @@ class TargetSpec:
         if self.mode not in tuple(Mode):
             raise unknown_name("--mode", str(self.mode), [mode.value for mode in Mode])
         object.__setattr__(self, "mode", Mode(self.mode))
+        object.__setattr__(self, "fixes", tuple(self.fixes))  # JSON makes a list of it
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -133,6 +155,7 @@ class TargetSpec:
         for name, choices in (
             ("dtype", DTYPES),
             ("amp", AMP_DTYPES),
+            ("quantize", QUANTIZATIONS),
             ("optimizer", OPTIMIZERS),
             ("zero_grad", ZERO_GRADS),
             ("adapter", ADAPTERS),
@@ -142,14 +165,22 @@ class TargetSpec:
             ("attention", ATTENTIONS),
             ("sdpa_backend", SDPA_BACKENDS),
             ("optimizer_impl", OPTIMIZER_IMPLS),
+            ("device", DEVICES),
         ):
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise unknown_name("--" + name.replace("_", "-"), value, choices)
         if self.optimizer_impl == "fused" and self.optimizer in UNFUSED_OPTIMIZERS:
             raise UsageError(f"{self.optimizer} has no fused implementation for CUDA", value="--optimizer-impl fused")
+        if self.optimizer_impl is not None and self.optimizer in QUANTIZED_OPTIMIZERS:
+            raise UsageError(
+                f"{self.optimizer} has one implementation, its library's",
+                value=f"--optimizer-impl {self.optimizer_impl}",
+                hint="leave out --optimizer-impl",
+            )
         self._check_what_is_trained()
         self._check_npt()
+        self._check_quantize()
         if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
             raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):
@@ -204,6 +235,20 @@ class TargetSpec:
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
+
+    def _check_quantize(self) -> None:
+        if not self.double_quant and self.quantize not in ("nf4", "fp4"):
+            raise UsageError("--no-double-quant is for 4-bit weights", hint="add --quantize nf4 or fp4")
+        if self.quantize is None:
+            return
+        if self.npt is not None:
+            raise UsageError("--quantize does not go with --npt", value=self.quantize, hint="leave out one of them")
+        if self.mode is Mode.TRAIN and self.adapter is None:
+            raise UsageError(
+                "quantized weights are not trained",
+                value=f"--quantize {self.quantize}",
+                hint="add --adapter lora, or --mode inference",
+            )
 
     def edit(self, **changes: object) -> TargetSpec:
         """A copy with some fields replaced."""

@@ -29,12 +29,12 @@ from memprof.allocator.config import AllocatorConfig, config_from_environment, p
 from memprof.allocator.driver import Driver, SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
-from memprof.allocator.on_card import Card, Needs, OnCard, replay_on_card
+from memprof.allocator.on_card import Card, Needs, OnCard, replay_on_card, without_allocator
 from memprof.allocator.pools import BlockLayout, SegmentLayout
 from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
 from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
 from memprof.allocator.replay import FirstOom, Peak, Timeline, TraceReplay, replay, replay_trace
-from memprof.allocator.settings import Settings
+from memprof.allocator.settings import Settings, SettingsInForce
 from memprof.allocator.streams import Completion
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "Release",
     "SegmentLayout",
     "Settings",
+    "SettingsInForce",
     "SimulatedDriver",
     "Timeline",
     "TraceReplay",
@@ -72,4 +73,5 @@ __all__ = [
     "replay_on_card",
     "replay_snapshot",
     "replay_trace",
+    "without_allocator",
 ]

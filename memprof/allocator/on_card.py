@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OomReport
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.replay import FirstOom, Timeline, TraceReplay
-from memprof.trace.events import Trace
+from memprof.allocator.replay import FirstOom, Peak, Timeline, TraceReplay
+from memprof.trace.events import EventKind, Trace
+
+Layout = tuple[list[SegmentLayout], dict[int, int]]
+"""Segments and blocks at a moment, and the storage in each block by its address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,28 @@ class OnCard:
     """Times that the allocator gave its whole cache back, because the card was full, and went on."""
     required_reserved_bytes: int
     """The most that is reserved on a card without limit: so much, and nothing is ever given back to make room."""
+    rounds: bool = True
+    """Whether requests are rounded to blocks; in host memory they are not."""
+    _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)
+    """By event: those that were asked for, since each takes a replay."""
 
-    def layout_at(self, event: int) -> tuple[list[SegmentLayout], dict[int, int]]:
+    def layout_at(self, event: int) -> Layout:
         """Segments and blocks after `event` of the timeline's run, and the storage in each block by its address."""
+        self.prepare_layouts((event,))
+        return self._layouts[event]
+
+    def prepare_layouts(self, events: Iterable[int]) -> None:
+        """Find the layouts after several events in one replay, for `layout_at`."""
+        wanted = sorted(set(events) - self._layouts.keys())
+        if not wanted:
+            return
         limited = self.card is not None and self.first_oom is None
         replay = _replay(self.trace, self.card if limited else None, self.config, self.release)
-        replay.skip(event + 1)
-        return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
+        for event in wanted:
+            replay.skip(event + 1)
+            self._layouts[event] = _layout(replay)
 
-    def layout_at_oom(self) -> tuple[list[SegmentLayout], dict[int, int]]:
+    def layout_at_oom(self) -> Layout:
         """As `layout_at`, when the card refuses the request, and what could be given back has been.
 
         Raises:
@@ -73,7 +90,7 @@ class OnCard:
         replay = _replay(self.trace, self.card, self.config, self.release)
         replay.skip(self.first_oom.event)
         replay.allocator.empty_cache()
-        return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
+        return _layout(replay)
 
     @property
     def fits(self) -> bool:
@@ -128,6 +145,26 @@ def replay_on_card(
     report: OomReport = dataclasses.replace(oom.report, process_bytes=oom.report.reserved_bytes + card.context_bytes)
     oom = FirstOom(oom.event, report, report.message(release))
     return OnCard(trace, card, config, release, unlimited, oom, max(retries - 1, 0), required)
+
+
+def _layout(replay: TraceReplay) -> Layout:
+    return replay.allocator.segments(), {block.address: ref for ref, block in replay.live.items()}
+
+
+def without_allocator(trace: Trace) -> OnCard:
+    """A run in host memory: what is requested is allocated, and there is no cache to reserve."""
+    timeline = Timeline()
+    now, most = 0, Peak()
+    for time, (kind, ref) in enumerate(trace.events):
+        if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device == trace.device:
+            num_bytes = trace.storages[ref].num_bytes
+            now += num_bytes if kind is EventKind.ALLOC else -num_bytes
+            if now > most.num_bytes:
+                most = Peak(now, time)
+        for column in (timeline.requested, timeline.allocated, timeline.active, timeline.reserved):
+            column.append(now)
+    timeline.peak_requested = timeline.peak_allocated = timeline.peak_active = timeline.peak_reserved = most
+    return OnCard(trace, None, AllocatorConfig(), LATEST, timeline, None, 0, most.num_bytes, rounds=False)
 
 
 def _replay(trace: Trace, card: Card | None, config: AllocatorConfig, release: Release) -> TraceReplay:

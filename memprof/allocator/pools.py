@@ -60,6 +60,22 @@ class SegmentLayout(NamedTuple):
         """Bytes of its largest free block."""
         return max((block.size for block in self.blocks if block.state == "inactive"), default=0)
 
+    def releasable(self, unit: int) -> int:
+        """Free bytes that `torch.cuda.empty_cache()` gives back: the whole segment if nothing is in it.
+
+        Args:
+            unit: bytes that an expandable segment maps at a time; of such a one every free unit goes back
+                (`ExpandableSegment::unmap` of c10/cuda/CUDACachingAllocator.cpp).
+        """
+        free = [block for block in self.blocks if block.state == "inactive"]
+        if not self.expandable:
+            return self.size if len(free) == len(self.blocks) else 0
+        found = 0
+        for block in free:  # runs begin at whole units
+            begin = block.address - self.address
+            found += max((begin + block.size) // unit - -(-begin // unit), 0) * unit
+        return found
+
 
 def state_of(block: Block) -> str:
     """The block's state in a snapshot's words."""

@@ -10,6 +10,8 @@ from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
 from memprof.allocator.releases import LATEST, Release, release_for
 
+_PROGRAM = "the program"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -67,8 +69,39 @@ class Settings:
         """The configuration's text; None: torch's defaults."""
         return self.config.text if self.origin is not None else None
 
+    def changed(self, alloc_conf: str) -> Settings:
+        """What holds once the program has set `alloc_conf` itself: settings that it does not name are the defaults.
+
+        Raises:
+            UsageError: torch would refuse it.
+        """
+        return type(self)(self.torch, parse_config(alloc_conf, self.release, origin=_PROGRAM), _PROGRAM)
+
     def __str__(self) -> str:
         name = f"torch {self.torch}" if self.torch else f"torch {'.'.join(map(str, LATEST.version))} (not recorded)"
         if self.origin is None:
             return f"{name} with its default settings"
         return f"{name} with the settings {self.alloc_conf!r} (from {self.origin})"
+
+
+class SettingsInForce:
+    """The settings of a run that is going on, which its program may read and change.
+
+    Args:
+        settings: those that it begins with.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.now = settings
+
+    def get(self) -> str:
+        """As torch gives them: the text that was set last."""
+        return self.now.alloc_conf or ""
+
+    def set(self, alloc_conf: str) -> None:
+        """As torch takes them.
+
+        Raises:
+            UsageError: torch would refuse them.
+        """
+        self.now = self.now.changed(alloc_conf)

@@ -7,11 +7,14 @@ holds the operator, the innermost wrapped module call the module.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from types import CodeType, TracebackType
+
+import torch
 
 from memprof.capture.modules import MODULE_CALL
 from memprof.capture.recorder import Recorder
-from memprof.trace.events import NONE, Failure, FailureKind, PhaseKind
+from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 
 
 class KernelError(RuntimeError):
@@ -102,6 +105,36 @@ def describe(
         source=lines[-1] if lines else None,
         read=read,
     )
+
+
+def measured_failure(error: BaseException, phase: Phase | None) -> Failure:
+    """The failure that `error` is, raised on a real device in `phase`."""
+    text = str(error)
+    full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
+    lines = [
+        f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno} {step.tb_frame.f_code.co_name}"
+        for step in _steps(error.__traceback__)
+        if Recorder.is_program(step.tb_frame.f_code)
+    ]
+    doing = "the program's own code"
+    if phase is not None:
+        doing = _DOING.get(phase.kind, phase.kind.value) + (f" of step {phase.step}" if phase.step else "")
+    return Failure(
+        kind=FailureKind.OUT_OF_MEMORY if full else FailureKind.ERROR,
+        phase=doing,
+        error=type(error).__name__,
+        message=(text.strip().splitlines() or [""])[0],
+        op=None,
+        module=None,
+        source=lines[-1] if lines else None,
+        read=None,
+    )
+
+
+def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:

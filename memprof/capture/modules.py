@@ -57,6 +57,10 @@ class ModuleTracker:
         """Index of the module that owns `parameter`, NONE if it is not known."""
         return self._parameter_module.get(id(parameter), NONE)
 
+    def known(self) -> Iterator[tuple[nn.Module, int]]:
+        """Every module that is in the table and still alive, and its index."""
+        yield from self._known.items()
+
     def add_root(self, root: nn.Module) -> None:
         """Name all modules below `root`, before its first call (a model that was just built)."""
         if root not in self._known:

@@ -96,6 +96,11 @@ class Recorder:
         """The phase that is running."""
         return self.trace.phases[self._phase]
 
+    @property
+    def phase_index(self) -> int:
+        """Its index in the trace."""
+        return self._phase
+
     def _module_event(self, kind: EventKind, module: int) -> None:
         if not self._closed:
             self.trace.events.append(Event(kind, module))

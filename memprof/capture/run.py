@@ -6,12 +6,14 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 
+from memprof.capture.failure import measured_failure
+from memprof.capture.measured import MeasuredDevice
 from memprof.capture.virtual import VirtualGpu
-from memprof.capture.virtual.facade import MemoryStatistics
+from memprof.capture.virtual.facade import AllocatorSettings, MemoryStatistics
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
-from memprof.trace.events import Trace
+from memprof.trace.events import FailureKind, Trace
 from memprof.workload.step import Workload
 
 
@@ -20,14 +22,21 @@ def capture_virtual(
     gpu: Gpu,
     progress: Callable[[str], None] = lambda doing: None,
     memory: Callable[[Trace], MemoryStatistics] | None = None,
+    allocator_settings: AllocatorSettings | None = None,
 ) -> Trace:
-    """Run `workload` on a virtual `gpu`; `memory` as in VirtualGpu.
+    """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu.
 
     Raises:
         UsageError: the workload cannot be built.
         RunFailedError: the model's own code raised; its `trace` is what happened until then.
     """
-    device = VirtualGpu(gpu, context_bytes=CONTEXT_BYTES, tensors_only=not workload.spec.workspaces, memory=memory)
+    device = VirtualGpu(
+        gpu,
+        context_bytes=CONTEXT_BYTES,
+        tensors_only=not workload.spec.workspaces,
+        memory=memory,
+        allocator_settings=allocator_settings,
+    )
     try:
         with _no_collection(), device:
             workload.run(device, progress)
@@ -45,6 +54,42 @@ def capture_virtual(
         )
         raised.trace = trace
         raise raised from error
+    return device.trace
+
+
+def capture_measured(
+    workload: Workload,
+    name: str,
+    progress: Callable[[str], None] = lambda doing: None,
+    device_used: Callable[[], int | None] = lambda: None,
+    *,
+    detail: bool = False,
+) -> Trace:
+    """Run `workload` for real, on "cpu" or "cuda".
+
+    Raises:
+        UsageError: the workload cannot be built.
+        RunFailedError: the model's code raised, or memory ran out; its `trace` is what happened until then.
+    """
+    device = MeasuredDevice(name, device_used, detail=detail)
+    try:
+        with _no_collection(), device:
+            workload.run(device, progress)
+    except MemprofError:
+        raise
+    except Exception as error:
+        failure = device.trace.failure = measured_failure(error, device.failed_phase)
+        raised = RunFailedError(
+            f"memory ran out in {failure.phase}"
+            if failure.kind is FailureKind.OUT_OF_MEMORY
+            else f"the run failed in {failure.phase} with {failure.error}",
+            value=failure.message,
+            hint="the report says what was alive then; --debug shows the traceback",
+        )
+        raised.trace = device.trace
+        # The exception's frames would keep the model's tensors alive.
+        error.__traceback__ = None
+        raise raised from None
     return device.trace
 
 

@@ -1,15 +1,74 @@
-"""`memprof gpus`: the cards that can be simulated."""
+"""`memprof gpus`: the cards that can be simulated, and those that are here."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
-from memprof.catalog import list_gpus
+from memprof.catalog import find_gpu, list_gpus
+from memprof.device.cards import Card, Reading
+from memprof.errors import UsageError
 from memprof.units import gib
 
+if TYPE_CHECKING:
+    from memprof.device.environment import Environment
 
-def gpus() -> None:
+
+def gpus(
+    present: Annotated[
+        bool, typer.Option("--present", help="Instead the cards of this machine, and which of the catalog they are.")
+    ] = False,
+) -> None:
     """List the catalog's cards: name, capacity as CUDA reports it (GiB), compute capability."""
+    if present:
+        from memprof.device.environment import read_environment
+        from memprof.device.nvml import read_cards
+
+        reading = read_cards()
+        _present(reading, read_environment(reading))
+        return
     for card in list_gpus():
         major, minor = card.compute_capability
         typer.echo(f"{card.key:<24}{gib(card.total_bytes):>8} GiB  sm_{major}{minor:<3} {card.name}")
+
+
+def _present(reading: Reading, environment: Environment) -> None:
+    """What NVML sees: the card's capacity as CUDA reports it (without what the driver keeps), and how much is used."""
+    if reading.cards:
+        cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
+        torch = f"; torch {environment.torch_version}" if environment.torch_version else ""
+        typer.echo(f"driver {environment.driver_version or 'not known'}{cuda}{torch}")
+    for note in reading.notes:
+        typer.echo(note)
+    for card in reading.cards:
+        typer.echo(f"{card.index}  {card.name}: {_memory(card)}; {_catalog(card)}")
+        for piece in card.slices:
+            size = "memory not known" if piece.total_bytes is None else f"{gib(piece.total_bytes)} GiB"
+            option = "" if piece.total_bytes is None else f"; --gpu-vram {gib(piece.total_bytes)}"
+            typer.echo(f"   slice {piece.index}  {piece.name}: {size}{option}")
+        for note in card.notes:
+            typer.echo(f"   {note}")
+    for note in environment.notes:
+        typer.echo(note)
+
+
+def _usable(card: Card) -> int | None:
+    """What CUDA reports as the card's capacity: what the driver keeps is not in it."""
+    return None if card.total_bytes is None else card.total_bytes - (card.reserved_bytes or 0)
+
+
+def _memory(card: Card) -> str:
+    total = _usable(card)
+    if total is None or card.used_bytes is None:
+        return "memory not known"
+    return f"{gib(total)} GiB, {gib(card.used_bytes)} used"
+
+
+def _catalog(card: Card) -> str:
+    try:
+        found = find_gpu(card.name)
+    except UsageError:
+        total = _usable(card)
+        return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")
+    return f"--gpu {found.key} ({gib(found.total_bytes)} GiB)"

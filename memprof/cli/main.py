@@ -1,18 +1,34 @@
 """The command line: one file per command; this one puts them together and turns errors into exit codes.
 
-Exit codes: 0 done, and it fits; 3 it does not fit; 2 wrong use; 1 anything else.
+Exit codes: 0 done, and it fits; 3 it does not fit; 2 wrong use; 1 anything else. `memprof monitor` has its command's.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from typing import Annotated, NoReturn
 
 import typer
 
 import memprof
-from memprof.cli import analyze, export, gpus, models, profile, show, verify
+from memprof.cli import (
+    analyze,
+    compare,
+    doctor,
+    estimate,
+    export,
+    gpus,
+    models,
+    monitor,
+    profile,
+    recipes,
+    recommend,
+    show,
+    verify,
+    vocab,
+)
 from memprof.errors import MemprofError
 
 app = typer.Typer(
@@ -24,12 +40,20 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("profile")(profile.profile)
+app.command("estimate")(estimate.estimate)
+app.command("recommend")(recommend.recommend)
 app.command("show")(show.show)
 app.command("analyze")(analyze.analyze)
+app.command("compare")(compare.compare)
 app.command("export")(export.export)
+app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
 app.command("gpus")(gpus.gpus)
 app.command("verify")(verify.verify)
+app.command("vocab")(vocab.vocab)
+# What follows the command's name is the command's, whatever it looks like.
+app.command("monitor", context_settings={"allow_interspersed_args": False})(monitor.monitor)
+app.add_typer(recipes.app, name="recipes")
 
 
 def _version(value: bool) -> None:
@@ -51,7 +75,11 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     """The console script: run a command, and turn what goes wrong into one message and an exit code."""
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in arguments
+    debug = "--debug" in arguments[: arguments.index("--") if "--" in arguments else None]
+    if ends_process:
+        # What these have to say when transformers imports them is not about the run.
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app(arguments, standalone_mode=True)
     except MemprofError as error:

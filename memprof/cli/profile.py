@@ -24,6 +24,7 @@ from memprof.spec import (
     NPT_MODES,
     OPTIMIZER_IMPLS,
     OPTIMIZERS,
+    QUANTIZATIONS,
     SDPA_BACKENDS,
     ZERO_GRADS,
     Mode,
@@ -54,6 +55,13 @@ def profile(
     amp: Annotated[
         str | None, typer.Option(help=f"Autocast to {' or '.join(AMP_DTYPES)}, with float32 weights.", metavar="DTYPE")
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help=f"Quantize the linear layers with bitsandbytes: {', '.join(QUANTIZATIONS)}.", metavar="NAME"),
+    ] = None,
+    no_double_quant: Annotated[
+        bool, typer.Option("--no-double-quant", help="With 4-bit weights: leave their scales in float32.")
+    ] = False,
     optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS) + ".")] = "adamw",
     zero_grad: Annotated[
         str,
@@ -131,6 +139,13 @@ def profile(
         bool, typer.Option("--activation-checkpointing", help="Recompute each layer's activations in the backward.")
     ] = False,
     gradient_accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    dataset_batches: Annotated[
+        int | None,
+        typer.Option(
+            help="Hold so many batches in host memory, made before training. [default: none, they are streamed]",
+            metavar="COUNT",
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 2,
     alloc_conf: Annotated[
         str | None,
@@ -139,6 +154,27 @@ def profile(
             metavar="SETTINGS",
         ),
     ] = None,
+    fix: Annotated[
+        str | None,
+        typer.Option(
+            help="Run with these remedies, such as chunked-loss,activation-checkpointing or chunked-loss=2048; auto: "
+            "the cheapest set that fits. [docs/remedies.md lists them]",
+            metavar="NAMES",
+        ),
+    ] = None,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="Remedies one after another: what each saves, costs, and what is next.")
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="virtual: simulate; cuda or cpu: measure there; auto: cuda if there is one and the run fits it, "
+            "else virtual.",
+        ),
+    ] = "auto",
+    detail: Annotated[
+        bool, typer.Option("--detail", help="Measured: the line of every allocation as well, which makes steps longer.")
+    ] = False,
     gpu: Annotated[str, typer.Option(help="The virtual card (`memprof gpus` lists them).")] = DEFAULT_GPU,
     gpu_vram: Annotated[
         str | None, typer.Option(help="Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB")
@@ -168,6 +204,8 @@ def profile(
         vocab_size=vocab_size,
         dtype=dtype,
         amp=amp,
+        quantize=quantize,
+        double_quant=not no_double_quant,
         optimizer=optimizer,
         zero_grad=zero_grad,
         adapter=adapter,
@@ -191,8 +229,11 @@ def profile(
         workspaces=not no_workspaces,
         activation_checkpointing=activation_checkpointing,
         gradient_accumulation=gradient_accumulation,
+        dataset_batches=dataset_batches,
         steps=steps,
         alloc_conf=alloc_conf,
+        device="virtual" if device == "auto" else device,
+        detail=detail,
         gpu=gpu,
         gpu_vram_bytes=None if gpu_vram is None else parse_gib(gpu_vram),
     )
@@ -200,15 +241,15 @@ def profile(
         raise UsageError("no such folder to save into", value=save.parent, hint="make it first")
     if save is not None and save.is_dir():
         raise UsageError("this is a folder, not a file to save into", value=save, hint="name a file in it")
+    # A card that was named is to be simulated.
+    resolves = device == "auto" and gpu_vram is None and gpu == DEFAULT_GPU
     # Importing torch and transformers makes millions of objects that live for good; looking for garbage among them
     # costs a fifth of the time that the whole command takes.
     gc.disable()
     failed: RunFailedError | None = None
     with Progress() as progress:
-        from memprof import pipeline
-
         try:
-            trace, document = pipeline.profile(spec, progress)
+            trace, document = _run(spec, fix, ladder, resolves, progress)
         except RunFailedError as error:
             if error.document is None:
                 raise
@@ -223,6 +264,24 @@ def profile(
     if failed is not None:
         raise failed
     raise typer.Exit(exit_code(document))
+
+
+def _run(spec: TargetSpec, fix: str | None, ladder: bool, resolves: bool, progress: Progress):  # type: ignore[no-untyped-def]
+    """The trace and the report that the options ask for."""
+    from memprof import pipeline
+
+    if resolves:
+        spec = pipeline.resolve_device(spec, progress)
+    if fix is None and not ladder:
+        return pipeline.profile(spec, progress)
+    from memprof import ladder as ladders
+    from memprof.remedies.fixes import parse_fixes
+
+    if fix is None:
+        return ladders.climb(spec, progress)
+    if fix.strip() == "auto":
+        return ladders.search(spec, progress)
+    return ladders.apply_fixes(spec, parse_fixes(fix), progress, each=ladder)
 
 
 def print_document(document, *, as_json: bool, explain: bool) -> None:  # type: ignore[no-untyped-def]

@@ -64,7 +64,7 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        remedies = useful(context, ("smaller-micro-batch",))
+        remedies = useful(context, ("micro-batch",))
     return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
 
 

@@ -13,14 +13,14 @@ MIN_SHARE = 0.05
 """A category below this share of the peak is not worth a remedy."""
 
 _REMEDIES = {
-    Category.LOGITS_AND_LOSS: ("chunked-loss", "vocabulary-cap", "smaller-micro-batch"),
-    Category.ACTIVATIONS: ("activation-checkpointing", "smaller-micro-batch"),
-    Category.OPTIMIZER_STATE: ("8-bit-optimizer", "cpu-offload", "lora"),
-    Category.GRADIENTS: ("lora", "cpu-offload"),
-    Category.PARAMETERS: ("lora", "cpu-offload"),
-    Category.KV_CACHE: ("smaller-micro-batch",),
-    Category.INPUTS: ("smaller-micro-batch",),
-    Category.TEMPORARIES: ("smaller-micro-batch",),
+    Category.LOGITS_AND_LOSS: ("chunked-loss", "vocabulary-cap", "micro-batch"),
+    Category.ACTIVATIONS: ("activation-checkpointing", "micro-batch"),
+    Category.OPTIMIZER_STATE: ("8-bit-optimizer", "cpu-offload-optimizer", "lora"),
+    Category.GRADIENTS: ("lora", "cpu-offload-weights"),
+    Category.PARAMETERS: ("lora", "cpu-offload-weights"),
+    Category.KV_CACHE: ("micro-batch",),
+    Category.INPUTS: ("micro-batch",),
+    Category.TEMPORARIES: ("micro-batch",),
 }
 
 

@@ -15,7 +15,9 @@ from memprof.units import format_bytes
 
 HALF_DTYPES = ("bfloat16", "float16")
 
-_TRAINING_ONLY = {"chunked-loss", "activation-checkpointing", "8-bit-optimizer", "fused-optimizer", "lora"}
+_TRAINING_ONLY = {
+    "chunked-loss", "activation-checkpointing", "8-bit-optimizer", "cpu-offload-optimizer", "fused-optimizer", "lora",
+}  # fmt: skip
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _INTEGERS = ("int64", "int32")
@@ -77,7 +79,7 @@ def useful(context: Context, remedies: Iterable[str]) -> tuple[str, ...]:
         if spec.adapter is not None:
             unfit.add("lora")
         if spec.batch_size == 1:
-            unfit.add("smaller-micro-batch")
+            unfit.add("micro-batch")
     return tuple(name for name in remedies if name not in unfit)
 
 

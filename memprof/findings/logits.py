@@ -62,7 +62,7 @@ def find(context: Context) -> list[Finding]:
         num_bytes=at_peak.num_bytes,
     )
     lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    remedies = useful(context, ("chunked-loss", "vocabulary-cap", "smaller-micro-batch"))
+    remedies = useful(context, ("chunked-loss", "vocabulary-cap", "micro-batch"))
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), remedies)]
 
 

@@ -37,6 +37,8 @@ def _title(failure: Failure) -> str:
         return f"The run stops {where}: CUDA was used in a thread that does not see the virtual GPU"
     if failure.kind is FailureKind.UNKNOWN_VALUE:
         return f"The run stops {where}: {failure.error} after a decision by a value that is not computed"
+    if failure.kind is FailureKind.OUT_OF_MEMORY:
+        return f"The run stops {where}: memory ran out"
     return f"The run stops {where}: {failure.error}"
 
 
@@ -56,6 +58,9 @@ _FIXES = {
     FailureKind.UNKNOWN_VALUE: (
         "numbers that derive from floating-point data are not computed (a float reads as 1.0, an integer as 1, a "
         "boolean as False): switch the check off, or make the value depend on shapes and integers alone"
+    ),
+    FailureKind.OUT_OF_MEMORY: (
+        "what was alive then is above; --device virtual --fix auto finds what makes it fit, without running out"
     ),
     FailureKind.ERROR: (
         "mend the line above if the program is at fault; if the same code runs on a real GPU, this is a gap of the "

@@ -58,7 +58,7 @@ def find(context: Context) -> list[Finding]:
         return f"{tokens} tokens x {format_shape((rows, columns))}"
 
     lines = tensors_evidence(context, matches, most.event, label)
-    remedies = useful(context, ("low-rank-npt", "smaller-micro-batch"))
+    remedies = useful(context, ("low-rank-npt", "micro-batch"))
     return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, remedies)]
 
 

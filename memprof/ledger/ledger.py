@@ -194,7 +194,7 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
         for time, event in enumerate(trace.events)
         if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes and trace.storages[event.ref].device != HOST
     )
-    live = _live_tensors(trace, categories, peak_event)
+    live = _live_tensors(trace, categories, peak_event, rounds=run.rounds)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)
     for tensor in live:
         rows[tensor.category, tensor.module or "", tensor.phase] += tensor.allocated_bytes
@@ -273,7 +273,7 @@ def alive_at(trace: Trace, time: int) -> list[int]:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def _live_tensors(trace: Trace, categories: list[Category], time: int) -> list[LiveTensor]:
+def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds: bool) -> list[LiveTensor]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in alive_at(trace, time):
         storage = trace.storages[index]
@@ -305,7 +305,7 @@ def _live_tensors(trace: Trace, categories: list[Category], time: int) -> list[L
             LiveTensor(
                 num_bytes=storage.num_bytes,
                 count=len(indices),
-                allocated_bytes=len(indices) * round_size(storage.num_bytes),
+                allocated_bytes=len(indices) * (round_size(storage.num_bytes) if rounds else storage.num_bytes),
                 shape=storage.shape,
                 dtype=storage.dtype,
                 category=categories[indices[0]],

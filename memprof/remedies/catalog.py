@@ -33,7 +33,7 @@ class Remedy:
         options: its options, name to meaning; the defaults are those of `memprof.apply`.
         required: options without which it cannot be applied.
         conflicts: remedies that it does not go with, each with the reason.
-        packages: one of these is needed; empty if torch is enough.
+        packages: what is needed beside torch: of two that do the same, either.
     """
 
     name: str
@@ -47,14 +47,53 @@ class Remedy:
     packages: tuple[str, ...] = ()
 
 
+_NO_AMP = dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32")
+
+_OPTIMIZER = "a function from a list of parameters to an optimizer"
+_ONE_OPTIMIZER_EACH = {
+    "fused-optimizer": {
+        "optimizer-in-backward": "give that a fused one: optimizer=lambda p: torch.optim.AdamW(p, fused=True)",
+        "8-bit-optimizer": "a parameter has one optimizer",
+        "cpu-offload-optimizer": "a parameter has one optimizer",
+    },
+    "cpu-offload-optimizer": {
+        "optimizer-in-backward": "a parameter has one optimizer",
+        "8-bit-optimizer": "a parameter has one optimizer",
+    },
+}
+_FOUR_BITS = {
+    "quant_type": "'nf4' or 'fp4'; nf4 if not given",
+    "double_quant": "whether the scales are quantized in turn; True if not given",
+}
+_LORA = {
+    "lora_rank": "of the matrices; 8 if not given",
+    "lora_targets": "names of the modules to adapt; PEFT's for the architecture if not given",
+}
+
 _REMEDIES = (
+    Remedy(
+        "expandable-segments",
+        "the caching allocator grows its segments in place instead of asking for others",
+        ("fragmentation",),
+        "none to speak of; for the whole process, and what is on the card already stays where it is",
+        Numerics.EXACT,
+    ),
+    Remedy(
+        "device-placement",
+        "tensors that modules hold or make on another device than their parameters' are moved, and made there",
+        (),
+        "what is moved takes bytes on the card; so does what a forward makes without naming a device",
+        Numerics.EXACT,
+        options={"keep_on_host": "patterns of names of tensors that stay where they are; * stands for anything"},
+        conflicts={"cpu-offload-weights": "its layers are in host memory on purpose"},
+    ),
     Remedy(
         "bfloat16",
         "parameters in bfloat16",
         ("parameters", "gradients", "optimizer state", "activations", "logits and loss"),
         "8 bits of precision; updates below 1/256 of a weight are lost without float32 masters",
         Numerics.APPROXIMATE,
-        conflicts={"float16": "a model has one dtype"},
+        conflicts={"float16": "a model has one dtype", **_NO_AMP},
     ),
     Remedy(
         "float16",
@@ -62,7 +101,26 @@ _REMEDIES = (
         ("parameters", "gradients", "optimizer state", "activations", "logits and loss"),
         "numbers above 65,504 overflow and gradients below 6e-8 vanish: scale the loss",
         Numerics.APPROXIMATE,
-        conflicts={"bfloat16": "a model has one dtype"},
+        conflicts={"bfloat16": "a model has one dtype", **_NO_AMP},
+    ),
+    Remedy(
+        "amp-bfloat16",
+        "the forward under autocast: products in bfloat16, parameters in float32",
+        ("activations", "logits and loss"),
+        "8 bits of precision in products; half copies of the weights during the forward",
+        Numerics.APPROXIMATE,
+        conflicts={"amp-float16": "autocast has one dtype"},
+    ),
+    Remedy(
+        "amp-float16",
+        "the forward under autocast: products in float16, parameters in float32",
+        ("activations", "logits and loss"),
+        "gradients below 6e-8 vanish: scale the loss with the GradScaler that is the result",
+        Numerics.APPROXIMATE,
+        conflicts={
+            "amp-bfloat16": "autocast has one dtype",
+            "optimizer-in-backward": "parameters would be updated with scaled gradients",
+        },
     ),
     Remedy(
         "vocabulary-cap",
@@ -72,6 +130,46 @@ _REMEDIES = (
         Numerics.DIFFERENT,
         options={"vocab_size": "tokens that stay"},
         required=("vocab_size",),
+    ),
+    Remedy(
+        "8-bit-weights",
+        "linear layers but the head in bitsandbytes' LLM.int8: one byte a weight, frozen",
+        ("parameters", "gradients", "optimizer state"),
+        "rounded weights and activations; the quantized layers do not learn",
+        Numerics.APPROXIMATE,
+        conflicts={
+            "4-bit-weights": "weights are quantized once",
+            "qlora": "its weights are in 4 bits",
+            "cpu-offload-weights": "quantized weights and their scales stay together on the card",
+        },
+        packages=("bitsandbytes",),
+    ),
+    Remedy(
+        "4-bit-weights",
+        "linear layers but the head in bitsandbytes' 4-bit format: half a byte a weight, frozen",
+        ("parameters", "gradients", "optimizer state"),
+        "16 values a weight; each is unpacked for its product; the quantized layers do not learn",
+        Numerics.APPROXIMATE,
+        options=_FOUR_BITS,
+        conflicts={
+            "qlora": "it quantizes the weights itself",
+            "cpu-offload-weights": "quantized weights and their scales stay together on the card",
+        },
+        packages=("bitsandbytes",),
+    ),
+    Remedy(
+        "qlora",
+        "weights in 4 bits, and PEFT's trained matrices beside them",
+        ("parameters", "gradients", "optimizer state"),
+        "16 values a weight; only the adapter learns",
+        Numerics.APPROXIMATE,
+        options={**_FOUR_BITS, **_LORA},
+        conflicts={
+            "lora": "it attaches LoRA itself",
+            "freeze": "LoRA freezes the whole model itself",
+            "cpu-offload-weights": "quantized weights and their scales stay together on the card",
+        },
+        packages=("bitsandbytes", "peft"),
     ),
     Remedy(
         "freeze",
@@ -88,12 +186,17 @@ _REMEDIES = (
         ("gradients", "optimizer state"),
         "only the adapter learns",
         Numerics.DIFFERENT,
-        options={
-            "lora_rank": "of the matrices; 8 if not given",
-            "lora_targets": "names of the modules to adapt; PEFT's for the architecture if not given",
-        },
+        options=_LORA,
         conflicts={"freeze": "LoRA freezes the whole model itself"},
         packages=("peft",),
+    ),
+    Remedy(
+        "low-rank-npt",
+        "NPT components never make a weight delta: h W + ((h A) * m) B",
+        ("activations", "temporaries"),
+        "none: it is faster",
+        Numerics.EXACT,
+        conflicts={"cpu-offload-npt-delta": "without a delta there is nothing to offload"},
     ),
     Remedy(
         "sdpa-attention",
@@ -124,6 +227,8 @@ _REMEDIES = (
         options={
             "every": "checkpoint every n-th layer; 1 if not given",
             "modules": "checkpoint the modules of these names instead; * stands for anything",
+            "policy": "'selective' keeps the results of matrix products and attention, and runs the rest again; "
+            "'full' keeps nothing; full if not given",
         },
     ),
     Remedy(
@@ -133,6 +238,14 @@ _REMEDIES = (
         "every such byte crosses the bus twice in a step",
         Numerics.EXACT,
         options={"min_bytes": "tensors below this stay on the card; 1 MiB if not given"},
+    ),
+    Remedy(
+        "cpu-offload-npt-delta",
+        "the weight delta of an NPT component waits in host memory between forward and backward",
+        ("activations",),
+        "every delta crosses the bus twice in a step; one is still on the card at a time",
+        Numerics.EXACT,
+        conflicts={"activation-checkpointing": "layers that run again keep no delta"},
     ),
     Remedy(
         "cpu-offload-weights",
@@ -147,12 +260,63 @@ _REMEDIES = (
         },
     ),
     Remedy(
+        "micro-batch",
+        "a batch goes through forward and backward some rows at a time; gradients add up to those of the whole",
+        ("activations", "logits and loss", "inputs"),
+        "kernels work on fewer rows: slower where these do not fill the card",
+        Numerics.EXACT,
+        options={
+            "micro_batch_size": "rows at a time; 1 if not given",
+            "shift_labels": "whether the model's loss compares each position with the next label; found out if not "
+            "given",
+            "ignore_index": "label that the loss leaves out; -100 if not given",
+            "loss": "a function from the model's outputs and the batch to the loss; the outputs' own if not given",
+        },
+        conflicts={"optimizer-in-backward": "it steps after each micro-batch, and not after the last"},
+    ),
+    Remedy(
+        "streamed-batches",
+        "batches are made one at a time instead of all of them before training",
+        ("host memory",),
+        "each batch is put together while the card waits, unless workers do it",
+        Numerics.EXACT,
+        options={
+            "dataset": "the samples: a Dataset, a list, a tensor, or a dictionary of tensors by sample",
+            "batch_size": "samples of a batch; 1 if not given",
+        },
+        required=("dataset",),
+    ),
+    Remedy(
+        "fused-optimizer",
+        "an optimizer step is one kernel for many parameters, which needs no temporaries",
+        ("temporaries",),
+        "none: it is faster",
+        Numerics.EXACT,
+        options={"optimizer": _OPTIMIZER + ", or an optimizer that is there; AdamW at 1e-4 if not given"},
+        conflicts=_ONE_OPTIMIZER_EACH["fused-optimizer"],
+    ),
+    Remedy(
+        "cpu-offload-optimizer",
+        "optimizer state and the step in host memory; the card has parameters and gradients alone",
+        ("optimizer state", "temporaries"),
+        "gradients and parameters cross the bus once a step each; the CPU computes the step",
+        Numerics.EXACT,
+        options={
+            "optimizer": _OPTIMIZER + "; AdamW at 1e-4 if not given",
+            "offload_gradients": "True: gradients go to host memory, and are freed, as soon as they are there",
+        },
+        conflicts={
+            **_ONE_OPTIMIZER_EACH["cpu-offload-optimizer"],
+            "cpu-offload-weights": "any optimizer over layers in host memory steps there",
+        },
+    ),
+    Remedy(
         "optimizer-in-backward",
         "each parameter is updated as soon as its gradient is there, and the gradient freed",
         ("gradients",),
         "no gradient accumulation, clipping by norm or loss scaling",
         Numerics.EXACT,
-        options={"optimizer": "a function from a list of parameters to an optimizer"},
+        options={"optimizer": _OPTIMIZER},
         required=("optimizer",),
     ),
     Remedy(

@@ -43,10 +43,10 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Precision:
-    """What lower precision does to the same model and inputs, against float32.
+    """What lower precision does to the same model and inputs, against float64.
 
     Args:
-        precision: "float16", "bfloat16" or "int8 weights".
+        precision: "float32", "float16", "bfloat16", "amp-float16", "amp-bfloat16" or "int8 weights".
         model: the model it was tried on.
         logits_max: largest deviation of a logit, over the largest logit.
         logits_rms: root mean square of the deviations, over that of the logits.
@@ -70,13 +70,58 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class OptimizerRow:
+    """Some steps of an optimizer, against AdamW in float64 from the same weights and on the same batches.
+
+    Args:
+        optimizer: "float32 AdamW", "bfloat16 AdamW" (weights and states) or that of a package.
+        model: what it trained.
+        steps: how many.
+        update_rms: root mean square of the deviations of all parameters, over that of the way they went in float64.
+        largest: largest deviation of a parameter, over the learning rate.
+        loss: deviation of the loss after the steps.
+        state_bytes: of the optimizer's state.
+        bound: what `update_rms` may be; None for a row that is there to compare with.
+    """
+
+    optimizer: str
+    model: str
+    steps: int
+    update_rms: float
+    largest: float
+    loss: float
+    state_bytes: int
+    bound: float | None
+
+    @property
+    def passed(self) -> bool:
+        """Within the bound."""
+        return self.bound is None or self.update_rms <= self.bound
+
+
+@dataclass(frozen=True)
 class Peak:
-    """Simulated peak of a training step, in bytes: as the model is, and with the remedy."""
+    """Peak of a training step, in bytes: as the model is, and with the remedy.
+
+    Args:
+        remedy: its name.
+        workload: what is trained.
+        original_bytes: simulated, as it is.
+        fixed_bytes: simulated, with the remedy.
+        measured_on: "cpu", where card and host are one memory, or "cuda".
+        measured_original_bytes: as `original_bytes`, really run there.
+        measured_fixed_bytes: as `fixed_bytes`, really run there; None if it did not run.
+        not_measured: why it did not.
+    """
 
     remedy: str
     workload: str
     original_bytes: int
     fixed_bytes: int
+    measured_on: str = "cpu"
+    measured_original_bytes: int | None = None
+    measured_fixed_bytes: int | None = None
+    not_measured: str = ""
 
 
 @dataclass
@@ -86,20 +131,24 @@ class Verification:
     Args:
         deviations: of the remedies that promise the same numbers.
         precisions: of those that do not.
+        optimizers: of those that change the optimizer's numbers.
         peaks: what each saves in one workload.
         skipped: remedy and model to the reason why it was not tried there.
+        narrow: model to the operators of its float64 reference that gave numbers of a smaller dtype; should be none.
     """
 
     deviations: list[Deviation] = field(default_factory=list)
     precisions: list[Precision] = field(default_factory=list)
+    optimizers: list[OptimizerRow] = field(default_factory=list)
     peaks: list[Peak] = field(default_factory=list)
     skipped: dict[tuple[str, str], str] = field(default_factory=dict)
+    narrow: dict[str, tuple[str, ...]] = field(default_factory=dict)
     seeds: int = 0
 
     @property
     def passed(self) -> bool:
         """Everything that was tried is within its bound, and something was tried."""
-        rows: list[Deviation | Precision] = [*self.deviations, *self.precisions]
+        rows: list[Deviation | Precision | OptimizerRow] = [*self.deviations, *self.precisions, *self.optimizers]
         return bool(rows or self.peaks) and all(row.passed for row in rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,11 +157,13 @@ class Verification:
             "schema": SCHEMA,
             "memprof_version": __version__,
             "command": "verify",
-            "source": "measured on the CPU; peaks simulated",
+            "source": "measured on the CPU; peaks simulated and measured",
             "passed": self.passed,
             "seeds": self.seeds,
             "deviations": [{**dataclasses.asdict(row), "passed": row.passed} for row in self.deviations],
             "precisions": [{**dataclasses.asdict(row), "passed": row.passed} for row in self.precisions],
+            "optimizers": [{**dataclasses.asdict(row), "passed": row.passed} for row in self.optimizers],
+            "reference_below_float64": {model: list(ops) for model, ops in self.narrow.items()},
             "peaks": [dataclasses.asdict(row) for row in self.peaks],
             "skipped": [
                 {"remedy": remedy, "model": model, "reason": why} for (remedy, model), why in self.skipped.items()

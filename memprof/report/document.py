@@ -6,13 +6,16 @@ All sizes are integer bytes. A value that is not known is None, and `assumptions
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.allocator import Settings
 from memprof.findings import Finding
+from memprof.ledger.bridge import Bridge
 from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Stage
-from memprof.trace.events import NONE
+from memprof.ledger.state import ModelState, model_state
+from memprof.report.ladder import Rung
+from memprof.trace.events import CPU, NONE, FailureKind, Trace
 from memprof.version import __version__
 
 SCHEMA = 2
@@ -36,8 +39,8 @@ class StageRow:
     reserved_bytes: int
     """At the end of the stage; `peak_reserved_bytes` the highest within it."""
     peak_reserved_bytes: int
-    device_used_bytes: int
-    """At the end: reserved and the CUDA context."""
+    device_used_bytes: int | None
+    """At the end: reserved and the CUDA context; of a measured run what NVML says, None on a CPU."""
     seconds: float | None
     host_allocated_bytes: int = 0
     """Of tensors in host memory, at the end of the stage; `peak_host_bytes` the highest within it."""
@@ -47,6 +50,12 @@ class StageRow:
     index: int = NONE
     oom: bool = False
     """The request that the card refuses is made here."""
+    resident_bytes: int | None = None
+    """Measured runs: resident memory of the process, as last read in the stage."""
+    measured_allocated_bytes: int | None = None
+    """Measured on CUDA: torch's own counters, as last read in the stage; the peak is since the reading before."""
+    measured_peak_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +165,20 @@ class Document:
     stages: tuple[StageRow, ...]
     peak: Peak
     host_peak_bytes: int
+    bridge: Bridge | None
+    """From what tensors asked for to what the card has in use; None where there is no card."""
+    model_state: ModelState
     findings: tuple[Finding, ...]
-    ladder: tuple[Any, ...]
+    ladder: tuple[Rung, ...]
+    """Runs with remedies in force, where they were asked for."""
     verdict: Verdict
     assumptions: tuple[str, ...]
     failure: FailureRow | None = None
     """Why the run ended before its time; None if it came to its end."""
+    ladder_reason: str = ""
+    """Why the ladder's remedies were chosen, if they were (`--fix auto`)."""
+    ladder_left_out: dict[str, str] = field(default_factory=dict)
+    """Remedy -> why it is no row."""
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
@@ -178,12 +195,15 @@ class Document:
         return render_text(self)
 
 
-def build_document(ledger: Ledger, findings: list[Finding], settings: Settings) -> Document:
-    """The report on a ledger; `settings` are those of its replay."""
+def build_document(
+    ledger: Ledger, findings: list[Finding], settings: Settings, bridge: Bridge | None = None
+) -> Document:
+    """The report on a ledger; `settings` are those of its replay, and `bridge` its own, if there is one."""
     trace = ledger.trace
     facts: dict[str, Any] = trace.facts
     device = facts["device"]
     context = device["context_bytes"]
+    on_cpu = trace.device == CPU
     first = StageRow("context", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, context, None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
     return Document(
@@ -194,7 +214,10 @@ def build_document(ledger: Ledger, findings: list[Finding], settings: Settings) 
         target=facts["target"],
         device=device,
         allocator=settings.facts(),
-        stages=(first, *(_stage_row(stage, context, ledger.out_of_memory) for stage in ledger.stages)),
+        stages=(
+            *(() if on_cpu else (first,)),
+            *(_measured(_stage_row(stage, context, ledger.out_of_memory), stage, trace) for stage in ledger.stages),
+        ),
         peak=Peak(
             stage=peak.name,
             step=peak.step,
@@ -211,20 +234,68 @@ def build_document(ledger: Ledger, findings: list[Finding], settings: Settings) 
             rows=tuple(LedgerRow(r.category.value, r.module, r.phase, r.allocated_bytes) for r in ledger.rows),
         ),
         host_peak_bytes=ledger.host_peak_bytes,
+        bridge=bridge,
+        model_state=model_state(trace),
         findings=tuple(findings),
         ladder=(),
         verdict=_verdict(ledger, context),
         assumptions=(
             *trace.assumptions,
-            f"The CUDA context takes {context >> 20} MiB (measured on one card; it varies by card and driver).",
-            f"Reserved memory is that of the caching allocator of {settings}, replayed request by request"
-            + (
-                "; after the request that the card refuses, as on a card without limit."
-                if ledger.out_of_memory
-                else "."
-            ),
+            *(() if on_cpu else _card_assumptions(ledger, settings, context)),
+            *_outside(bridge),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
+    )
+
+
+def _outside(bridge: Bridge | None) -> tuple[str, ...]:
+    """What the bridge cannot know."""
+    if bridge is None or not bridge.outside_is_unknown:
+        return ()
+    return (
+        "What libraries take outside the allocator and beyond the context (handles of cuBLAS and cuDNN, NCCL), and "
+        "other processes on the card, are not known and not in device used.",
+    )
+
+
+def _fits(trace: Trace, oom: OutOfMemory | None) -> bool | None:
+    """False also if memory ran out while it was measured."""
+    if oom or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY):
+        return False
+    return None if trace.failure else True
+
+
+def _card_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[str, ...]:
+    beyond = "; after the request that the card refuses, as on a card without limit." if ledger.out_of_memory else "."
+    return (
+        f"The CUDA context takes {context >> 20} MiB (measured on one card; it varies by card and driver).",
+        f"Reserved memory is that of the caching allocator of {settings}, replayed request by request{beyond}",
+    )
+
+
+def _measured(row: StageRow, stage: Stage, trace: Trace) -> StageRow:
+    """The row with what was read off the device and the clock; as it is if nothing was."""
+    if not trace.times:
+        return row
+    span = stage.span
+    last = span.end if span.end < len(trace.times) else len(trace.times) - 1
+    samples = [sample for sample in trace.samples if span.begin <= sample.event <= span.end]
+    # On a card the program runs ahead of the work: only what was synchronised with has a time.
+    seconds = (trace.times[last] - trace.times[span.begin]) / 1e9
+    if trace.device != CPU:
+        inside = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
+        seconds = inside[-1].seconds - inside[0].seconds if len(inside) > 1 and not span.stack else float("nan")
+    row = dataclasses.replace(row, seconds=None if seconds != seconds else seconds)
+    if not samples:
+        return dataclasses.replace(row, device_used_bytes=None)
+    sample = samples[-1]
+    return dataclasses.replace(
+        row,
+        device_used_bytes=sample.device_used_bytes,
+        resident_bytes=sample.resident_bytes,
+        measured_allocated_bytes=sample.allocated_bytes,
+        measured_peak_bytes=max((s.peak_allocated_bytes for s in samples if s.peak_allocated_bytes), default=None),
+        measured_reserved_bytes=sample.reserved_bytes,
     )
 
 
@@ -232,7 +303,7 @@ def _verdict(ledger: Ledger, context: int) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
     return Verdict(
-        fits=False if oom else None if trace.failure else True,
+        fits=_fits(trace, oom),
         oom_stage=oom.stage.name if oom else None,
         oom_step=oom.stage.step if oom else None,
         oom_op=trace.op(storage) if storage else None,

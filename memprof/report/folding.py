@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from memprof.report.document import Document, StageRow
@@ -28,6 +28,10 @@ class ShownStage:
     """Equal layers in the row; `delta_bytes` is that of all of them."""
     oom: bool = False
     """The request that the card refuses is made here."""
+    resident_bytes: int | None = None
+    """Measured runs: highest resident memory that was read."""
+    seconds: float | None = None
+    """Measured runs: of all that is in the row."""
 
 
 def shown_step(document: Document) -> int:
@@ -76,14 +80,16 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
             yield alike[0]
         else:
             first, last = alike[0].name, alike[-1].name.removeprefix("micro-batch ")
-            yield ShownStage(
-                f"{first}-{last}".replace("batch ", "batches "),
-                alike[-1].allocated_bytes,
-                sum(row.delta_bytes for row in alike),
-                max(row.peak_bytes for row in alike),
-                max(row.reserved_bytes for row in alike),
-                max(row.host_bytes for row in alike),
+            yield replace(
+                alike[-1],
+                name=f"{first}-{last}".replace("batch ", "batches "),
+                delta_bytes=sum(row.delta_bytes for row in alike),
+                peak_bytes=max(row.peak_bytes for row in alike),
+                reserved_bytes=max(row.reserved_bytes for row in alike),
+                host_bytes=max(row.host_bytes for row in alike),
                 oom=any(row.oom for row in alike),
+                resident_bytes=max((row.resident_bytes for row in alike if row.resident_bytes), default=None),
+                seconds=_sum(row.seconds for row in alike),
             )
 
 
@@ -106,34 +112,20 @@ def _cost(row: StageRow) -> tuple[int, int]:
 
 
 def _row(row: StageRow) -> ShownStage:
-    return ShownStage(
-        row.name,
-        row.allocated_bytes,
-        row.delta_bytes,
-        row.peak_allocated_bytes,
-        row.peak_reserved_bytes,
-        row.peak_host_bytes,
-        oom=row.oom,
-    )
+    return _joined(row.name, [row])
 
 
 def _layers(run: list[StageRow]) -> ShownStage:
     prefix = run[0].name.rpartition(" ")[0]
-    name = f"{prefix}s {run[0].index}-{run[-1].index}"
-    return ShownStage(
-        name,
-        run[-1].allocated_bytes,
-        sum(row.delta_bytes for row in run),
-        max(row.peak_allocated_bytes for row in run),
-        max(row.peak_reserved_bytes for row in run),
-        max(row.peak_host_bytes for row in run),
-        len(run),
-        any(row.oom for row in run),
-    )
+    return replace(_joined(f"{prefix}s {run[0].index}-{run[-1].index}", run), count=len(run))
 
 
 def _summary(name: str, rows: Iterable[StageRow]) -> ShownStage:
-    rows = list(rows)
+    return _joined(name, list(rows))
+
+
+def _joined(name: str, rows: list[StageRow]) -> ShownStage:
+    """One row for several stages that follow each other."""
     return ShownStage(
         name,
         rows[-1].allocated_bytes,
@@ -142,4 +134,11 @@ def _summary(name: str, rows: Iterable[StageRow]) -> ShownStage:
         max(row.peak_reserved_bytes for row in rows),
         max(row.peak_host_bytes for row in rows),
         oom=any(row.oom for row in rows),
+        resident_bytes=max((row.resident_bytes for row in rows if row.resident_bytes), default=None),
+        seconds=_sum(row.seconds for row in rows),
     )
+
+
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    known = [value for value in seconds if value is not None]
+    return sum(known) if known else None

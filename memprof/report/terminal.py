@@ -12,10 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from memprof.findings import Evidence, Finding, Severity
+from memprof.report.bridge_terminal import render_bridge
 from memprof.report.document import Document, TensorRow
 from memprof.report.folding import shown_stages, shown_step
+from memprof.report.ladder_terminal import render_ladder
+from memprof.report.units import Unit, unit_for
 from memprof.trace.events import short_source
-from memprof.units import GIB, MIB, format_bytes, format_count, gib
+from memprof.units import MIB, format_bytes, format_count, gib
 
 MAX_TENSORS = 10
 MAX_EVIDENCE = 6
@@ -45,7 +48,11 @@ def print_report(document: Document, *, explain: bool = False) -> None:
 def renderable(document: Document, *, explain: bool) -> RenderableType:
     """The report, to be printed on a console."""
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), _categories(document)]
+    if document.bridge is not None:
+        parts.append(render_bridge(document.bridge, _unit(document)))
     parts += [_tensors(document), _findings(document)]
+    if document.ladder:
+        parts.append(render_ladder(document))
     if explain:
         parts.append(_assumptions(document))
     else:
@@ -53,28 +60,16 @@ def renderable(document: Document, *, explain: bool) -> RenderableType:
     return Group(*parts)
 
 
-class _Unit:
-    """The unit of a report's tables: GiB, or MiB for a run that would be all zeros in GiB."""
-
-    def __init__(self, name: str, num_bytes: int) -> None:
-        self.name = name
-        self._num_bytes = num_bytes
-
-    def amount(self, num_bytes: int, *, sign: bool = False) -> str:
-        """`num_bytes` with two decimals, never as minus zero."""
-        value = round(num_bytes / self._num_bytes, 2) + 0.0
-        return f"{value:+,.2f}" if sign else f"{value:,.2f}"
-
-
-def _unit(document: Document) -> _Unit:
-    return _Unit("GiB", GIB) if document.peak.allocated_bytes >= GIB else _Unit("MiB", MIB)
+def _unit(document: Document) -> Unit:
+    return unit_for(document.peak.allocated_bytes)
 
 
 def _heading(document: Document) -> RenderableType:
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     title = Text("memprof", style="bold")
-    title.append(f" {document.command}: {kind} {device['name']} ({gib(device['total_bytes'])} GiB)", style="default")
+    size = "" if device["total_bytes"] is None else f" ({gib(device['total_bytes'])} GiB)"
+    title.append(f" {document.command}: {kind} {device['name']}{size}", style="default")
     lines = [title]
     if target:
         lines.append(Text(_describe(target)))
@@ -101,6 +96,7 @@ def _describe(target: dict[str, Any]) -> str:
             parts.append("gradients zeroed, not freed")
         if target.get("evaluate"):
             parts.append("evaluation after each step")
+        parts += target.get("fixes", ())
     else:
         parts.append(_what_is_trained(target))
         new = target.get("new_tokens")
@@ -123,23 +119,32 @@ def _what_is_trained(target: dict[str, Any]) -> str:
     return ""
 
 
+def _is_on_cpu(document: Document) -> bool:
+    return document.source == "measured" and document.target.get("device") == "cpu"
+
+
 def _stages(document: Document) -> RenderableType:
     usable = document.device["usable_bytes"]
     amount = _unit(document).amount
     step = shown_step(document)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("stage" + (f" (step {step})" if step else ""))
-    for header in ("allocated", "delta", "peak", "reserved"):
+    on_cpu = _is_on_cpu(document)
+    measured = document.source == "measured"
+    for header in ("allocated", "delta", "peak", "resident" if on_cpu else "reserved"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("on this card", justify="right", no_wrap=True)
+    if not on_cpu:
+        table.add_column("on this card", justify="right", no_wrap=True)
+    if measured:
+        table.add_column("seconds", justify="right", no_wrap=True)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
     if shows_host:
         table.add_column("host peak", justify="right", no_wrap=True)
     rows = shown_stages(document)
     peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
     for position, row in enumerate(rows):
-        fits = row.peak_bytes <= usable and not row.oom
-        if row.peak_bytes > usable:
+        fits = usable is None or (row.peak_bytes <= usable and not row.oom)
+        if usable is not None and row.peak_bytes > usable:
             verdict = Text(f"{amount(row.peak_bytes - usable)} over", style="red")
         else:
             verdict = Text("out of memory", style="red") if row.oom else Text("fits")
@@ -149,11 +154,19 @@ def _stages(document: Document) -> RenderableType:
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
         delta = amount(row.delta_bytes, sign=True)
-        figures = (amount(row.allocated_bytes), delta, amount(row.peak_bytes), amount(row.reserved_bytes))
-        cells: list[RenderableType] = [name, *figures, verdict]
+        fourth = row.resident_bytes if on_cpu else row.reserved_bytes
+        figures = (amount(row.allocated_bytes), delta, amount(row.peak_bytes))
+        cells: list[RenderableType] = [name, *figures, "" if fourth is None else amount(fourth)]
+        if not on_cpu:
+            cells.append(verdict)
+        if measured:
+            cells.append("" if row.seconds is None else f"{row.seconds:,.3f}")
         if shows_host:
             cells.append(amount(row.host_bytes))
         table.add_row(*cells)
+    if on_cpu:
+        what = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
+        return Group(table, Text(f"{_unit(document).name}. {what}.", style="dim"))
     note = (
         f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
         f"{format_bytes(usable)} usable beside the CUDA context."
@@ -163,6 +176,11 @@ def _stages(document: Document) -> RenderableType:
 
 def _verdict(document: Document) -> RenderableType:
     verdict, device = document.verdict, document.device
+    if _is_on_cpu(document) and document.failure is None:
+        resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
+        process = "" if resident is None else f"; the process had up to {format_bytes(resident)} resident"
+        most = format_bytes(document.peak.allocated_bytes)
+        return Text(f"\nMeasured: tensors took up to {most} of host memory{process}.")
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
     if document.failure is not None:
         failure = document.failure
@@ -209,18 +227,7 @@ def _categories(document: Document) -> RenderableType:
         table.add_row(category, amount(num_bytes), f"{share:.1%}", Text(bar, style="blue"))
     where = document.peak.stage + (f" of step {document.peak.step}" if document.peak.step else "")
     title = Text(f"\nAt the peak, {format_bytes(total)} in {where}", style="bold")
-    return Group(title, Padding(table, (0, 0, 0, 2)), Padding(_reserved(document), (0, 0, 1, 2)))
-
-
-def _reserved(document: Document) -> Text:
-    """What the allocator holds beside what it has handed out, where that is most."""
-    peak = document.peak
-    where = peak.reserved_stage + (f" of step {peak.reserved_step}" if peak.reserved_step else "")
-    return Text(
-        f"reserved from the driver: up to {format_bytes(peak.reserved_bytes)}, in {where}; "
-        f"{format_bytes(peak.device_used_bytes)} with the CUDA context",
-        style="dim",
-    )
+    return Group(title, Padding(table, (0, 0, 1, 2)))
 
 
 def _tensors(document: Document) -> RenderableType:

@@ -35,9 +35,16 @@ def _renderable(found: Verification) -> RenderableType:
     if found.deviations:
         parts += [_deviations(found), *(_failure(row) for row in found.deviations if not row.passed)]
     if found.precisions:
-        parts.append(_precisions(found))
+        parts += [_precisions(found), _layers(found)]
+    if found.optimizers:
+        parts.append(_optimizers(found))
     if found.peaks:
-        parts.append(_peaks(found))
+        parts += [_peaks(found), *_peak_notes(found)]
+    parts += [
+        Text(f"the float64 reference of {model} has smaller numbers: {', '.join(operators)}", style="yellow")
+        for model, operators in found.narrow.items()
+        if operators
+    ]
     parts += [
         Text(f"not tried: {remedy} on {model}: {why}", style="dim") for (remedy, model), why in found.skipped.items()
     ]
@@ -75,25 +82,75 @@ def _failure(row: Deviation) -> Text:
 
 
 def _precisions(found: Verification) -> Table:
-    table = _table("Precision against accuracy: deviation from float32, relative")
+    table = _table("Precision against accuracy: deviation from float64, relative")
     for name in ("precision", "model"):
         table.add_column(name)
-    for name in ("logits, largest", "logits, rms", "bound", "same argmax", "layers, rms"):
+    for name in ("logits, largest", "logits, rms", "bound", "same argmax"):
         table.add_column(name, justify="right")
     table.add_column("")
     for row in found.precisions:
-        layers = f"{row.layers_rms[0]:.1e} to {row.layers_rms[-1]:.1e}" if row.layers_rms else "-"
         numbers = (f"{row.logits_max:.1e}", f"{row.logits_rms:.1e}", f"{row.bound:.1e}")
-        table.add_row(row.precision, row.model, *numbers, f"{row.argmax_agreement:.1%}", layers, _verdict(row.passed))
+        table.add_row(row.precision, row.model, *numbers, f"{row.argmax_agreement:.1%}", _verdict(row.passed))
+    return table
+
+
+_SHOWN_LAYERS = 8
+
+
+def _layers(found: Verification) -> Table:
+    """Every layer of a shallow model; of a deep one some, evenly, with the first and the last."""
+    table = _table("Deviation of each layer's output, rms, relative")
+    for name in ("precision", "model"):
+        table.add_column(name)
+    for _ in range(min(_SHOWN_LAYERS, max(len(row.layers_rms) for row in found.precisions))):
+        table.add_column("layer", justify="right")
+    for row in found.precisions:
+        count = len(row.layers_rms)
+        shown = min(count, _SHOWN_LAYERS)
+        places = [index * (count - 1) // max(shown - 1, 1) for index in range(shown)]
+        table.add_row(row.precision, row.model, *(f"{place}: {row.layers_rms[place]:.1e}" for place in places))
+    return table
+
+
+def _optimizers(found: Verification) -> Table:
+    first = found.optimizers[0]
+    table = _table(f"Optimizers: {first.steps} steps of {first.model}, deviation from float64 AdamW")
+    table.add_column("optimizer")
+    for name in ("of the way, rms", "largest, learning rates", "loss", "bound", "states, MiB"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for row in found.optimizers:
+        bound = "-" if row.bound is None else f"{row.bound:.1e}"
+        numbers = (f"{row.update_rms:.1e}", f"{row.largest:.1e}", f"{row.loss:.1e}", bound)
+        table.add_row(row.optimizer, *numbers, f"{row.state_bytes / MIB:,.2f}", _verdict(row.passed))
     return table
 
 
 def _peaks(found: Verification) -> Table:
-    table = _table(f"Simulated peak of a training step, MiB: {found.peaks[0].workload}")
+    first = found.peaks[0]
+    table = _table(f"Peak of a training step, MiB: {first.workload}")
     table.add_column("remedy")
-    for name in ("original", "fixed", "saved"):
+    where = "the CPU" if first.measured_on == "cpu" else "CUDA"
+    for name in ("simulated: original", "fixed", "saved", f"measured on {where}: original", "fixed", "saved"):
         table.add_column(name, justify="right")
     for row in found.peaks:
-        values = (row.original_bytes, row.fixed_bytes, row.original_bytes - row.fixed_bytes)
-        table.add_row(row.remedy, *(f"{value / MIB:,.2f}" for value in values))
+        other = "" if row.workload == first.workload else f" ({row.workload})"
+        simulated = _saving(row.original_bytes, row.fixed_bytes)
+        table.add_row(row.remedy + other, *simulated, *_saving(row.measured_original_bytes, row.measured_fixed_bytes))
     return table
+
+
+def _saving(original: int | None, fixed: int | None) -> list[str]:
+    saved = None if original is None or fixed is None else original - fixed
+    return ["-" if value is None else f"{value / MIB:,.2f}" for value in (original, fixed, saved)]
+
+
+def _peak_notes(found: Verification) -> list[Text]:
+    notes = [f"not measured: {row.remedy}: {row.not_measured}" for row in found.peaks if row.not_measured]
+    if found.peaks[0].measured_on == "cpu":
+        notes.insert(
+            0,
+            "On the CPU, card and host are one memory: what a remedy moves to the host is counted still. Kernels of "
+            "the two differ in what they take for a moment: softmax's backward has a product more on CUDA.",
+        )
+    return [Text(note, style="dim") for note in notes]

@@ -19,6 +19,9 @@ GPU = "cuda:0"
 
 HOST = "cpu"
 
+CPU = "cpu:0"
+"""The device of a run that is measured on the CPU. What belongs to the host on any device stays `HOST`."""
+
 
 class EventKind(enum.IntEnum):
     """What happened; the comment says what the event's `ref` indexes."""
@@ -125,6 +128,44 @@ class Owner(NamedTuple):
     name: str
 
 
+class Work(NamedTuple):
+    """What equal calls of one operator did in one phase."""
+
+    phase: int
+    """Index in Trace.phases."""
+    op: int
+    """Index in Trace.ops."""
+    device: str
+    dtype: str
+    operations: int
+    """Floating-point operations of one call: a product and its sum are two; 0 for what is no product of matrices."""
+    num_bytes: int
+    """Read and written by one call."""
+    to_device_bytes: int
+    """Copied from host memory to the card by one call."""
+    to_host_bytes: int
+    calls: int
+    """How many there were."""
+
+
+class Sample(NamedTuple):
+    """Counters of a measured run, read between two events; None: not known."""
+
+    event: int
+    """The last event before it; -1 before the first."""
+    seconds: float
+    """Since the run's beginning."""
+    allocated_bytes: int | None
+    """As torch counts it."""
+    peak_allocated_bytes: int | None
+    """The highest since the sample before."""
+    reserved_bytes: int | None
+    device_used_bytes: int | None
+    """Of the whole card, by everybody."""
+    resident_bytes: int | None
+    """Resident memory of the process."""
+
+
 class Operand(NamedTuple):
     """One tensor of a device mismatch: where it is, what it is, and the line that made it (NONE if not seen)."""
 
@@ -149,6 +190,7 @@ class FailureKind(enum.StrEnum):
 
     ERROR = "error"  # the program's own, or one that memprof does not know
     NO_META_KERNEL = "no meta kernel"  # an operator that cannot run without data
+    OUT_OF_MEMORY = "out of memory"  # on a real device
     CUSTOM_KERNEL = "custom kernel"  # code below torch: Triton, a C++ or CUDA extension
     OTHER_THREAD = "other thread"  # CUDA was asked for where the virtual GPU is not seen
     UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
@@ -183,6 +225,8 @@ class Trace:
     """
 
     source: str = "simulated"
+    device: str = GPU
+    """The device whose memory is profiled: GPU, or CPU."""
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
@@ -191,6 +235,12 @@ class Trace:
     phases: list[Phase] = field(default_factory=list)
     owners: dict[int, Owner] = field(default_factory=dict)
     mismatches: list[DeviceMismatch] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    """Of a measured run."""
+    times: list[int] = field(default_factory=list)
+    """Of a measured run: when each event happened, in nanoseconds since the first."""
+    work: list[Work] = field(default_factory=list)
+    """Empty if it was not counted."""
     assumptions: list[str] = field(default_factory=list)
     facts: dict[str, object] = field(default_factory=dict)
     failure: Failure | None = None

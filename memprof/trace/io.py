@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from memprof.errors import UsageError
 from memprof.trace.events import (
+    GPU,
     DeviceMismatch,
     Event,
     EventKind,
@@ -26,8 +27,10 @@ from memprof.trace.events import (
     Phase,
     PhaseKind,
     Role,
+    Sample,
     Storage,
     Trace,
+    Work,
 )
 from memprof.trace.files import write_whole
 
@@ -57,6 +60,10 @@ def save_trace(trace: Trace, path: Path) -> None:
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
         "mismatches": trace.mismatches,
         "failure": trace.failure,
+        "work": trace.work,
+        "device": trace.device,
+        "samples": trace.samples,
+        "times": trace.times,
         "storages": trace.storages,
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
@@ -121,6 +128,10 @@ def _trace(document: dict[str, Any]) -> Trace:
         facts=document["facts"],
         # Captures of earlier releases have none.
         failure=None if document.get("failure") is None else _failure(document["failure"]),
+        device=document.get("device", GPU),
+        samples=[Sample(*row) for row in document.get("samples", ())],
+        times=document.get("times", []),
+        work=[Work(*row) for row in document.get("work", ())],
     )
     _check(trace)
     return trace
@@ -151,6 +162,11 @@ def _check(trace: Trace) -> None:
     for event in trace.events:
         if not 0 <= event.ref < sizes[event.kind]:
             raise ValueError(f"an event points to {event.kind.name} {event.ref}")
+    if trace.times and len(trace.times) != len(trace.events):
+        raise ValueError("there is not one time for each event")
+    for work in trace.work:
+        if not (0 <= work.phase < len(trace.phases) and 0 <= work.op < len(trace.ops)):
+            raise ValueError("some work points outside its tables")
     for storage in trace.storages:
         if not (
             storage.op < len(trace.ops)

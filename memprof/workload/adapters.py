@@ -71,6 +71,17 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         ) from None
 
 
+def add_qlora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
+    """`add_lora` on a quantized model, prepared as PEFT does: what is not quantized becomes float32.
+
+    Checkpointing, which PEFT's function switches on by default, is left to `--activation-checkpointing`.
+    """
+    import peft
+
+    prepared = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return add_lora(prepared, spec, source)
+
+
 def let_gradients_reach_checkpoints(model: nn.Module) -> None:
     """Have the frozen embedding's output ask for a gradient.
 

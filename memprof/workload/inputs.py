@@ -32,12 +32,26 @@ class Feeder:
         }
         self._make = makers.get(source.task) or self._custom()
         self._custom_task = source.task == "custom"
+        self._dataset: Batch = {}
 
     def _default_length(self, source: ModelSource) -> int:
         length = min(2048, source.max_positions or 2048)
         if source.task in ("causal-lm", "masked-lm", "seq2seq-lm", "custom"):
             self.assumptions.append(f"Context length {length:,} (no --context-length was given).")
         return length
+
+    def build_dataset(self, batches: int) -> None:
+        """Make so many batches and hold them in host memory, a tensor [batches, ...] for each input.
+
+        Each step's batch is then a copy of one, as a DataLoader makes it.
+        """
+        example = self._make()
+        self._dataset = {
+            name: torch.zeros(batches, *value.shape, dtype=value.dtype)
+            for name, value in example.items()
+            if isinstance(value, torch.Tensor)
+        }
+        self.assumptions.append(f"{batches:,} batches are held in host memory, made before training.")
 
     def host_batch(self) -> Batch:
         """A batch in host memory, as a data loader gives it."""

@@ -61,6 +61,10 @@ def find_source(spec: TargetSpec) -> ModelSource:
         return _from_entry(find_model(name), spec)
     target, separator, factory = name.rpartition(":")
     if separator and factory.isidentifier():
+        if spec.quantize is not None:
+            raise UsageError(
+                "--quantize is for models of transformers", value=name, hint="let the factory build quantized layers"
+            )
         return _from_factory(target, factory, spec)
     path = Path(name).expanduser()
     if path.exists() or name.endswith(".json"):
@@ -185,6 +189,8 @@ def _hugging_face(
     def build() -> nn.Module:
         import torch
 
+        from memprof.workload.quantization import load_quantized
+
         model_class = _class(architecture)
         raw = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
         configuration = _configuration(model_class, raw)
@@ -192,6 +198,8 @@ def _hugging_face(
         if spec.attention is not None:
             arguments["attn_implementation"] = spec.attention
         try:
+            if spec.quantize is not None:
+                return load_quantized(model_class, configuration, arguments, spec)
             model = model_class._from_config(configuration, **arguments)
         except (ValueError, ImportError, TypeError, KeyError) as error:
             raise UsageError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,11 +17,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
-from memprof.workload import adapters, generate, npt_layers
+from memprof.workload import adapters, generate, npt_layers, quantization
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.models import ModelSource
-from memprof.workload.optimizers import make_optimizer
+from memprof.workload.optimizers import make_optimizer, optimizer_over, require_optimizer
+
+SwitchOn = Callable[[nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str], Any]
+"""Applies the spec's fixes to a model in host memory, and moves it to a device; returns an optimizer if one is made.
+
+Remedies stand above this package, so that the pipeline hands this in."""
 
 
 class Workload:
@@ -27,24 +34,35 @@ class Workload:
 
     After `run`, its attributes say what was run.
 
+    Args:
+        spec: what to run.
+        source: its model.
+        switch_on: needed if the spec has `fixes`.
+
     Raises:
         UsageError: the spec asks for an adapter, and PEFT is not installed.
     """
 
-    def __init__(self, spec: TargetSpec, source: ModelSource) -> None:
+    def __init__(self, spec: TargetSpec, source: ModelSource, switch_on: SwitchOn | None = None) -> None:
         self.spec = spec
+        self._switch_on = switch_on
         self.source = source
         self.num_parameters = 0
         self.num_trainable_parameters = 0
         # Kept beyond the run: its state is no part of what the last stage frees.
         self._optimizer: torch.optim.Optimizer | None = None
+        self._made: Any = None
+        if spec.quantize is not None:
+            quantization.require_bitsandbytes()
         if spec.adapter is not None:
             adapters.require_peft()
+        if spec.mode is Mode.TRAIN:
+            require_optimizer(spec.optimizer)
         self.context_length: int | None = None
         self.dtype: str | None = source.dtype
 
     def run(self, device: Device, progress: Callable[[str], None] = lambda doing: None) -> None:
-        """Run every step on `device`, whose tensors are at "cuda".
+        """Run every step on `device`.
 
         Raises:
             UsageError: the model cannot be built or fed.
@@ -58,14 +76,12 @@ class Workload:
 
     def _run(self, device: Device, progress: Callable[[str], None]) -> None:
         spec = self.spec
-        for note in self.source.notes:
+        for note in (*self.source.notes, *quantization.assumptions(spec)):
             device.assume(note)
         progress("building the model")
         with device.phase(PhaseKind.MODEL):
-            model, base = self._build()
+            model, base = self._build(device.name)
         device.adopt(model)
-        if spec.freeze is not None:
-            _freeze(model, spec.freeze)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.num_trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.dtype is None:
@@ -73,6 +89,9 @@ class Workload:
             self.dtype = None if first is None else str(first).removeprefix("torch.")
         feeder = Feeder(self.source, base, spec.batch_size, spec.context_length)
         self.context_length = feeder.context_length
+        if spec.dataset_batches is not None:
+            with device.phase(PhaseKind.INPUTS):
+                feeder.build_dataset(spec.dataset_batches)
         if spec.mode is Mode.INFERENCE:
             model.eval()
             for step in range(1, spec.steps + 1):
@@ -82,9 +101,9 @@ class Workload:
             model.train()
             self._prepare_training(device, model, base)
             with device.phase(PhaseKind.OPTIMIZER):
-                optimizer = self._optimizer = make_optimizer(spec, model)
+                optimizer = self._optimizer = self._made or make_optimizer(spec, model)
                 # Disabled, a scaler passes everything through.
-                scaler = torch.amp.GradScaler("cuda", enabled=spec.amp == "float16")
+                scaler = torch.amp.GradScaler(device.name, enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
                 progress(f"training step {step} of {spec.steps}")
                 for micro_batch in range(1, spec.gradient_accumulation + 1):
@@ -100,7 +119,7 @@ class Workload:
         for sentence in feeder.assumptions:
             device.assume(sentence)
 
-    def _build(self) -> tuple[nn.Module, nn.Module]:
+    def _build(self, device: str) -> tuple[nn.Module, nn.Module]:
         """The model to call, and the model itself, which an adapter wraps."""
         # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
         model = self.source.build()
@@ -108,10 +127,18 @@ class Workload:
             model = model.to(getattr(torch, self.source.dtype))
         if self.spec.npt is not None:
             npt_layers.add_npt(model, self.spec)
-        if self.spec.adapter is None:
-            model = model.to("cuda")
-            return model, model
-        return adapters.add_lora(model, self.spec, self.source).to("cuda"), model
+        if self.spec.freeze is not None:
+            _freeze(model, self.spec.freeze)
+        if self.spec.quantize is not None:  # it is on the card already
+            whole = model if self.spec.adapter is None else adapters.add_qlora(model, self.spec, self.source)
+        else:
+            whole = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
+        if self.spec.fixes and self._switch_on is not None:
+            # An adapter's parameters are in the model; what wraps it has none of its own.
+            self._made = self._switch_on(model, self.spec, functools.partial(optimizer_over, spec=self.spec), device)
+        elif self.spec.quantize is None:
+            whole = whole.to(device)
+        return whole, model
 
     def _prepare_training(self, device: Device, model: nn.Module, base: nn.Module) -> None:
         if not self.num_trainable_parameters:
@@ -153,8 +180,8 @@ class Workload:
     ) -> None:
         """One forward and backward; what it leaves behind is the gradients, as in a function of its own."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
-            batch = _on_gpu(feeder.host_batch())
-        with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast():
+            batch = _moved(feeder.host_batch(), device.name)
+        with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
             outputs = model(**batch)
             loss = feeder.loss(outputs, batch)
             if self.spec.gradient_accumulation > 1:
@@ -168,8 +195,8 @@ class Workload:
         """One batch of a validation loop: its outputs and its loss live until the next one."""
         model.eval()
         with device.phase(PhaseKind.EVALUATION, step):
-            batch = _on_gpu(feeder.host_batch())
-            with torch.no_grad(), self._autocast():
+            batch = _moved(feeder.host_batch(), device.name)
+            with torch.no_grad(), self._autocast(device.name):
                 outputs = model(**batch)
                 loss = feeder.loss(outputs, batch)
             # A validation loop sums its losses up as numbers.
@@ -177,41 +204,49 @@ class Workload:
             del batch, outputs, loss
         model.train()
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def _autocast(self, device: str) -> AbstractContextManager[object]:
         if self.spec.amp is None:
             return contextlib.nullcontext()
-        return torch.autocast("cuda", dtype=getattr(torch, self.spec.amp))
+        return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
     def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int) -> None:
         with device.phase(PhaseKind.INPUTS, step, 1):
-            batch = _on_gpu(feeder.host_batch())
+            batch = _moved(feeder.host_batch(), device.name)
             if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
             generate.check(base, self.source.task)
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), self._autocast(device.name):
                 generate.generate(device, model, base, batch, self.spec.new_tokens, step)
             return
-        with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast():
+        with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast(device.name):
             outputs = model(**batch)
         del outputs
 
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """transformers' notices on building a model are not about the user's run."""
-    from transformers.utils import logging
+    """transformers' notices on building a model are not about the user's run, nor bitsandbytes' on every layer."""
+    from transformers.utils import logging as notices
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    verbosity = notices.get_verbosity()
+    showed_bars = notices.is_progress_bar_enabled()
+    bitsandbytes = logging.getLogger("bitsandbytes")
+    level = bitsandbytes.level
+    notices.set_verbosity_error()
+    notices.disable_progress_bar()
+    bitsandbytes.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        notices.set_verbosity(verbosity)
+        if showed_bars:
+            notices.enable_progress_bar()
+        bitsandbytes.setLevel(level)
 
 
-def _on_gpu(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to("cuda") if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+def _moved(batch: dict[str, Any], device: str) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 _SDPA_BACKENDS = {

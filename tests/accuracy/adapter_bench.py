@@ -1,13 +1,14 @@
-"""The benchmark of can-i-finetune-this: LoRA on a checkpointed model, three steps, one batch each.
+"""The benchmark of can-i-finetune-this: LoRA on a checkpointed model, in half precision or in 4 bits, one batch a step.
 
 Written after src/canifinetune/bench/runner.py of github.com/DaoyuanLi2816/can-i-finetune-this at 053ce9e: the model in
-bfloat16 is moved to the card, checkpointing is switched on, PEFT attaches its float32 adapters, and the loop keeps
-batch and outputs until the next ones replace them. The optimizer is bitsandbytes' paged 8-bit AdamW; below 100,000
-elements its state is not paged (bitsandbytes/optim/optimizer.py), and all adapters here are smaller.
+bfloat16 is moved to the card, or loaded onto it in 4 bits and prepared by PEFT; checkpointing is switched on, PEFT
+attaches its float32 adapters, and the loop keeps batch and outputs until the next ones replace them. The optimizer is
+bitsandbytes' paged 8-bit AdamW; below 100,000 elements its state is not paged (bitsandbytes/optim/optimizer.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-BLOCK = 256
-"""Elements that share a scale in the 8-bit state."""
-SMALLEST_QUANTISED = 4096
-"""Elements from which on the state has 8 bits."""
+from memprof.spec import TargetSpec
 
 
 @dataclass(frozen=True)
@@ -31,50 +29,59 @@ class Bench:
     rank: int
     targets: tuple[str, ...]
     steps: int = 3
+    in_4_bits: bool = False
+    """`build` gives a quantized model that is on the card."""
+    checkpointing: bool = True
+    batch_size: int = 1
 
 
-class EightBitAdamW(torch.optim.Optimizer):
-    """What the 8-bit AdamW keeps on the card: codes, their scales, and one table of 256 numbers for each moment."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-        self.tables: list[torch.Tensor] = []
 
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        if not self.tables:
-            self.tables = [torch.zeros(256, device="cuda") for _ in range(2)]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    self.state[parameter].update(self._first_state(parameter))
+def causal_lm(key: str, quantize: str | None = None) -> nn.Module:
+    """A model of the catalog in bfloat16; quantized, it is on the card as transformers loads it for an adapter."""
+    from memprof.workload.models import find_source
 
-    def _first_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        if parameter.numel() < SMALLEST_QUANTISED:
-            return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
-        blocks = -(-parameter.numel() // BLOCK)
-        return {
-            **{name: torch.zeros_like(parameter, dtype=torch.uint8) for name in ("state1", "state2")},
-            **{name: torch.zeros(blocks, device="cuda") for name in ("absmax1", "absmax2")},
-        }
+    adapter = None if quantize is None else "lora"
+    return find_source(TargetSpec(model=key, dtype="bfloat16", quantize=quantize, adapter=adapter)).build()
+
+
+def _tiny_gpt2() -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=2, n_embd=2, n_head=2)
+    model: nn.Module = transformers.GPT2LMHeadModel._from_config(config, dtype=torch.bfloat16)
+    return model
+
+
+QWEN = Bench(lambda: causal_lm("qwen2.5-0.5b"), 151_936, 1024, 16, ATTENTION)
+QLORA = Bench(lambda: causal_lm("qwen2.5-0.5b", "nf4"), 151_936, 1024, 16, ATTENTION, in_4_bits=True)
+QLORA_1B = dataclasses.replace(QLORA, build=lambda: causal_lm("qwen2.5-1.5b", "nf4"))
+QLORA_7B = dataclasses.replace(QLORA, build=lambda: causal_lm("qwen2.5-7b", "nf4"), vocabulary=152_064)
+TINY = Bench(_tiny_gpt2, 50_257, 128, 8, ("c_attn", "c_proj"))
 
 
 def train(bench: Bench, snapshot: Callable[[str], None]) -> None:
     """The benchmark on "cuda"; `snapshot` is called with the names that it gives to its readings."""
+    import bitsandbytes
     import peft
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = bench.build().to("cuda")
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+        model = bench.build()
+        if bench.in_4_bits:
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=bench.checkpointing)
+        else:
+            model = model.to("cuda")
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
         snapshot("after_load")
         config = peft.LoraConfig(r=bench.rank, lora_alpha=16, target_modules=list(bench.targets), task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)  # type: ignore[arg-type]
     snapshot("after_lora_attach")
-    optimizer = EightBitAdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = bitsandbytes.optim.PagedAdamW8bit([p for p in model.parameters() if p.requires_grad], lr=2e-4)
     model.train()
     for step in range(bench.steps):
-        tokens = torch.randint(0, bench.vocabulary, (1, bench.length))
+        tokens = torch.randint(0, bench.vocabulary, (bench.batch_size, bench.length))
         batch = {name: tokens.clone() for name in ("input_ids", "labels")}
         batch["attention_mask"] = torch.ones_like(tokens)
         batch = {name: value.to("cuda") for name, value in batch.items()}

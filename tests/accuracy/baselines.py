@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ CARDS = {
 }
 PREDICTED = ("huggingface", "torch", "baseline")
 """The methods that are plain PyTorch, run eagerly."""
+OWN_KERNELS = ("liger", "cce")
+"""The methods that are those libraries' own Triton kernels: published/operators.py runs their packages."""
 NOT_PREDICTED = {
-    "liger": "Triton kernels of that library, whose allocations are no PyTorch operator's",
-    "cce": "Triton kernels of that library, whose allocations are no PyTorch operator's",
     "torch_compile": "torch.compile fuses operators: what it allocates is decided by the code that it generates",
 }
 
@@ -76,6 +76,9 @@ class Published:
         return 0.5 * 10**-self.digits + single
 
 
+Setup = Callable[[Published], Step]
+
+
 @dataclass(frozen=True)
 class Compared:
     """A published row beside its simulation, in MiB."""
@@ -100,26 +103,28 @@ class Compared:
 
 def published(folder: Path) -> list[Published]:
     """Every row of the two projects' tables, whatever its method."""
-    rows = []
     with (folder / "published_memory.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            digits = len(row["value"].partition(".")[2])
-            if "Liger-Kernel" in row["source"]:
-                axis, _, x = row["seq"].partition("=")
-                config = json.JSONDecoder().raw_decode(row["note"])[0]
-                kernel, library, digits = row["model"], "Liger-Kernel", 3  # trailing zeros are left out
-            elif "ml-cross-entropy" in row["source"]:
-                axis, x = row["task"].removeprefix("op "), row["batch"].removesuffix(" tokens")
-                sizes = (part.split("=") for part in row["seq"].split())
-                config = {name: int(size) for name, size in sizes}
-                kernel, library = "cut cross-entropy", "ml-cross-entropy"
-            else:
-                continue
-            assert row["unit"] == "MiB", row
-            rows.append(
-                Published(library, kernel, row["method"], axis, int(x), row["gpu"], float(row["value"]), digits, config)
-            )
-    return rows
+        lines = [row for row in csv.DictReader(file) if any(name in row["source"] for name in PROJECTS)]
+    return [published_row(line) for line in lines]
+
+
+PROJECTS = ("Liger-Kernel", "ml-cross-entropy")
+
+
+def published_row(row: Mapping[str, str]) -> Published:
+    """A line of the table, by its columns, of one of these projects."""
+    digits = len(row["value"].partition(".")[2])
+    if "Liger-Kernel" in row["source"]:
+        axis, _, x = row["seq"].partition("=")
+        config = json.JSONDecoder().raw_decode(row["note"])[0]
+        kernel, library, digits = row["model"], "Liger-Kernel", 3  # trailing zeros are left out
+    else:
+        axis, x = row["task"].removeprefix("op "), row["batch"].removesuffix(" tokens")
+        sizes = (part.split("=") for part in row["seq"].split())
+        config = {name: int(size) for name, size in sizes}
+        kernel, library = "cut cross-entropy", "ml-cross-entropy"
+    assert row["unit"] == "MiB", row
+    return Published(library, kernel, row["method"], axis, int(x), row["gpu"], float(row["value"]), digits, config)
 
 
 def compared(row: Published) -> Compared:
@@ -182,8 +187,20 @@ def layer_norm(row: Published) -> Step:
     return step
 
 
-def rope(row: Published) -> Step:
-    """Rotary embedding of queries and keys; frequencies and positions stay alive."""
+@dataclass(frozen=True)
+class RotaryInputs:
+    """What a rotary embedding of queries and keys is given, and what else stays alive beside it."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    cosine: torch.Tensor
+    sine: torch.Tensor
+    gradients: tuple[torch.Tensor, torch.Tensor]
+    positions: torch.Tensor
+    frequencies: torch.Tensor
+
+
+def rotary_inputs(row: Published) -> RotaryInputs:
     hidden = row.x if row.axis == "H" else row.config["hidden_size"]
     length = row.x if row.axis == "T" else row.config["seq_len"]
     heads = {"query": row.config["num_q_heads"], "key": row.config["num_kv_heads"]}
@@ -195,14 +212,18 @@ def rope(row: Published) -> Step:
     gradients = torch.randn_like(query), torch.randn_like(key)
     positions = torch.arange(length, device="cuda").unsqueeze(0)
     frequencies = (10000.0 ** (-torch.arange(0, size, 2) / size)).to("cuda")
+    # A matrix product, as in transformers: it brings a cuBLAS workspace of 8.125 MiB with it.
+    angles = (frequencies[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    cosine, sine = angles.cos().bfloat16(), angles.sin().bfloat16()
+    return RotaryInputs(query, key, cosine, sine, gradients, positions, frequencies)
 
-    def tables() -> tuple[torch.Tensor, torch.Tensor]:
-        # A matrix product, as in transformers: it brings a cuBLAS workspace of 8.125 MiB with it.
-        angles = (frequencies[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().bfloat16().unsqueeze(1), angles.sin().bfloat16().unsqueeze(1)
 
-    cosine, sine = tables()
+def rope(row: Published) -> Step:
+    """Rotary embedding of queries and keys; frequencies and positions stay alive."""
+    inputs = rotary_inputs(row)
+    size = inputs.query.shape[-1]
+    cosine, sine = inputs.cosine.unsqueeze(1), inputs.sine.unsqueeze(1)
 
     def turned(states: torch.Tensor) -> torch.Tensor:
         # Two slices, as transformers writes it: chunk() has another backward, which takes less.
@@ -210,9 +231,9 @@ def rope(row: Published) -> Step:
         return states * cosine + half * sine
 
     def step() -> object:
-        outputs = turned(query), turned(key)
-        torch.autograd.grad(outputs, (query, key), gradients, retain_graph=True)
-        return positions, frequencies
+        outputs = turned(inputs.query), turned(inputs.key)
+        torch.autograd.grad(outputs, (inputs.query, inputs.key), inputs.gradients, retain_graph=True)
+        return inputs
 
     return step
 
@@ -269,7 +290,7 @@ def softmax(row: Published) -> Step:
     return step
 
 
-WORKLOADS: dict[tuple[str, str], Callable[[Published], Step]] = {
+WORKLOADS: dict[tuple[str, str], Setup] = {
     ("fused_linear_cross_entropy", "BT"): fused_linear_cross_entropy,
     ("cross_entropy", "V"): cross_entropy,
     ("layer_norm", "N"): layer_norm,

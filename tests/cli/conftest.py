@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 
 from memprof.cli.main import run
+
+# As the console script has it (cli/main.py); here transformers may import them while a stream of pytest's is closed.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 @dataclass

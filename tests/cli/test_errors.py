@@ -42,6 +42,7 @@ def assert_refused(result, *parts):
         (("--model", "gpt2", "--steps", "0"), ("--steps must be at least 1",)),
         (("--model", "gpt2", "--vocab-size", "-5"), ("--vocab-size must be at least 1",)),
         (("--model", "gpt2", "--gradient-accumulation", "0"), ("--gradient-accumulation must be at least 1",)),
+        (("--model", "gpt2", "--dataset-batches", "0"), ("--dataset-batches must be at least 1",)),
         (("--model", "vit-base", "--vocab-size", "10"), ("--vocab-size does not apply",)),
         (("--model", "gpt2", "--save", "/nowhere/run.memprof"), ("no such folder",)),
         (("--model", "gpt2", "--save", "/"), ("this is a folder",)),

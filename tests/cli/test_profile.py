@@ -356,3 +356,15 @@ class TestNpt:
         assert result.exit_code == 2
         assert message in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_a_dataset_in_host_memory(memprof):
+    """Case study 2: batches made before training are host memory, and none of the card's."""
+    base = ("profile", "--model", "pythia-70m", "--batch-size", 32, "--context-length", 128, "--steps", 1, "--json")
+    streamed, held = memprof(*base).json, memprof(*base, "--dataset-batches", 20_000).json
+    dataset = 20_000 * 2 * 32 * 128 * 8  # ids and labels, int64
+    assert held["host_peak_bytes"] >= dataset > streamed["host_peak_bytes"]
+    assert held["peak"]["host_allocated_bytes"] - streamed["peak"]["host_allocated_bytes"] == dataset
+    assert held["peak"]["allocated_bytes"] == streamed["peak"]["allocated_bytes"]
+    assert [text for text in held["assumptions"] if "20,000 batches are held in host memory" in text]
+    assert not [text for text in streamed["assumptions"] if "batches are held" in text]

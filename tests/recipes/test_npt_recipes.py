@@ -3,48 +3,19 @@
 from __future__ import annotations
 
 import re
-import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 120
-
-
-def run(name: str, *arguments: str) -> str:
-    """What the recipe prints, without the line breaks of its paragraphs."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:audit", ROOT / "recipes" / name / "run.py", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=8 * LIMIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    # Two minutes on two idle cores; the wall clock of a machine that does other things too would say nothing.
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime < 2 * LIMIT_SECONDS
-    return re.sub(r"\n  (?=\S)", " ", done.stdout)
-
-
-def claim(text: str, output: str) -> str:
-    """The line on a claim that begins so."""
-    (line,) = [line for line in output.splitlines() if line.startswith(f"* {text}")]
-    return line
-
 
 @pytest.fixture(scope="module")
-def weight_delta() -> str:
+def weight_delta(run):
     return run("1-npt-weight-delta")
 
 
 class TestWeightDelta:
+    def test_the_page_shows_it(self, weight_delta, check_page):
+        check_page(1, weight_delta)
+
     def test_dense_is_reported_with_its_true_bytes(self, weight_delta):
         assert re.search(r"^dense +448\.00 GiB .* out of memory in layer 0$", weight_delta, re.MULTILINE)
         assert re.search(r"Finding: A 4096 x 14336 weight delta for each of 2048\s+tokens: 448.00 GiB", weight_delta)
@@ -52,48 +23,48 @@ class TestWeightDelta:
         assert "low-rank-npt" in weight_delta
 
     def test_448_gib_are_of_another_d_ffn(self, weight_delta):
-        found = claim("4 x 512 tokens, 4096 x 11008", weight_delta)
+        found = weight_delta.claim("4 x 512 tokens, 4096 x 11008")
         assert 4 * 512 * 4096 * 11008 * 4 == 344 * 2**30 and 4 * 512 * 4096 * 14336 * 4 == 448 * 2**30
         assert "DOES NOT HOLD" in found and "344.00 GiB in float32" in found and "448.00 GiB is d_ffn = 14336" in found
 
     def test_one_token_is_180_megabytes(self, weight_delta):
-        found = claim("delta of one token", weight_delta)
+        found = weight_delta.claim("delta of one token")
         assert 4096 * 11008 * 4 == 180_355_072 == 172 * 2**20
         assert found.startswith("* delta of one token: ~180 MB: HOLDS 180.4 MB = 172.00 MiB")
 
     def test_a_loop_saves_nothing_in_training(self, weight_delta):
-        found = claim("new approach", weight_delta)
+        found = weight_delta.claim("new approach")
         kept, recomputed = map(float, re.findall(r"([\d.]+) GiB", found))
         assert kept > 448 and recomputed < 2.5
 
     def test_low_rank_cuts_the_component_more_than_400_times(self, weight_delta):
-        found = claim("reduction", weight_delta)
+        found = weight_delta.claim("reduction")
         per_token, low_rank = (int(number.replace(",", "")) for number in re.findall(r"\(([\d,]+)x\)", found))
         assert per_token > 400 and low_rank > 4000
 
     def test_other_claims(self, weight_delta):
-        assert "AT BATCH 1 128.00 KiB at batch 4, 32.00 KiB at batch 1" in claim("modulation", weight_delta)
-        assert "HOLDS the same in float64 to 12 digits" in claim("h W + ((h A) * m) B", weight_delta)
+        assert "AT BATCH 1 128.00 KiB at batch 4, 32.00 KiB at batch 1" in weight_delta.claim("modulation")
+        assert "HOLDS the same in float64 to 12 digits" in weight_delta.claim("h W + ((h A) * m) B")
 
 
 @pytest.fixture(scope="module")
-def high_num_ranks() -> str:
-    return run("4-npt-high-num-ranks")
+def high_num_ranks(run):
+    return run("4")
 
 
 class TestHighNumRanks:
     def test_claims(self, high_num_ranks):
         output = high_num_ranks
         assert (4096 + 4096 + 14336) * 64 * 128 * 4 == 704 * 2**20
-        memory = claim("memory of the component", output)
+        memory = output.claim("memory of the component")
         assert "HOLDS, IN MIB, AT REST 184,549,376 parameters, 704.00 MiB" in memory
-        unchanged = claim("memory unchanged by batching", output)
+        unchanged = output.claim("memory unchanged by batching")
         assert "DOES NOT HOLD" in unchanged
         stacked = float(re.search(r"([\d.]+) GiB stacked", unchanged)[1])
         # Vectors u and v of 128 components and 256 tokens, and a copy of every parameter.
         assert stacked >= (2 * 128 * 128 * (4096 + 14336) * 4 + 704 * 2**20) / 2**30 - 0.01
-        assert "DOES NOT HOLD" in claim("orthogonal initialisation", output)
-        assert "AND THE LAYERS EQUAL" in claim("a seed for each component", output)
+        assert "DOES NOT HOLD" in output.claim("orthogonal initialisation")
+        assert "AND THE LAYERS EQUAL" in output.claim("a seed for each component")
 
     def test_times(self, high_num_ranks):
         """The order of the times alone: by how much is tests/benchmarks/npt.py's to say."""

@@ -44,10 +44,21 @@ def _imported(code: str) -> set[str]:
         pytest.param("import memprof.allocator", id="memprof.allocator"),
         pytest.param("import memprof.capture.snapshot", id="memprof.capture.snapshot"),
         pytest.param("import memprof.report.document", id="memprof.report.document"),
+        pytest.param("import memprof.device.nvml, memprof.device.environment", id="memprof.device"),
+        pytest.param("import memprof.report.monitor", id="memprof.report.monitor"),
+        pytest.param(HELP.replace("--help", "monitor"), id="memprof monitor"),
+        pytest.param("import memprof.compare", id="memprof.compare"),
+        pytest.param("import memprof.report.estimate", id="memprof.report.estimate"),
         pytest.param(HELP, id="memprof --help"),
+        pytest.param(
+            HELP.replace('"--help"', '"estimate", "--params", "1.2B", "--dtype", "float16", "--explain"'),
+            id="memprof estimate",
+        ),
         pytest.param(HELP.replace("--help", "models"), id="memprof models"),
         pytest.param(HELP.replace('"--help"', '"profile", "--help"'), id="memprof profile --help"),
         pytest.param(HELP.replace('"--help"', '"verify", "--help"'), id="memprof verify --help"),
+        pytest.param(HELP.replace('"--help"', '"compare", "--help"'), id="memprof compare --help"),
+        pytest.param(HELP.replace('"--help"', '"recipes", "ls"'), id="memprof recipes ls"),
     ],
 )
 def test_imports_nothing_heavy(code):

@@ -31,6 +31,13 @@ _MIXES_DEVICES = frozenset(
     }
 )  # fmt: skip
 """Operators whose tensors may live on different devices (of index and its like, operators.py checks what may not)."""
+_LIKE = frozenset(
+    {
+        _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
+        _aten.randint_like,
+    }
+)  # fmt: skip
+_NEW = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided})
 
 
 class Kind(enum.Enum):
@@ -100,12 +107,19 @@ class Call:
         return HOST if self.on_host else None
 
     def factory_bytes(self) -> int:
-        """Bytes of what a factory is about to make; 0 if its first argument is not a shape."""
+        """Bytes of what a factory is about to make, by a shape or after a tensor; 0 if this is none."""
+        packet = self.func.overloadpacket
         shape = self.args[0] if self.args else ()
+        dtype = self.kwargs.get("dtype")
+        if isinstance(shape, torch.Tensor):
+            dtype = dtype or shape.dtype
+            if packet in _LIKE:
+                shape = shape.shape
+            elif packet in _NEW:
+                shape = self.args[1]
         if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) for size in shape):
             return 0
-        dtype = self.kwargs.get("dtype") or torch.get_default_dtype()
-        return int(torch.Size(shape).numel() * dtype.itemsize)
+        return int(torch.Size(shape).numel() * (dtype or torch.get_default_dtype()).itemsize)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

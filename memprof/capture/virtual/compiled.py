@@ -1,7 +1,8 @@
 """Compiled and hand-written kernels: torch.compile, CUDA graphs, flex attention, Triton.
 
 There is no card to compile for. What torch.compile would have compiled runs eagerly, and the run's assumptions say so;
-flex attention allocates as its compiled kernel does; a Triton kernel is named at its first call and ends the run.
+flex attention allocates as its compiled kernel does; a Triton kernel is named at its first call and ends the run, or,
+where the caller of VirtualGpu vouches for the kernels, is not launched.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ from memprof.capture.failure import KernelError
 
 _EAGER = "torch.compile runs eagerly here: compiled code fuses operators and as a rule needs less."
 _GRAPHS = "CUDA graphs run as plain code here; the memory pool that a real graph keeps is not counted."
+_FUSED = {
+    "single_param_adam": (
+        "torchao's optimizers update each parameter in one compiled kernel: nothing is allocated beside their state."
+    )
+}
+"""Functions of torchao (torchao/optim/adam.py) that only write into their arguments, and are always compiled. Inductor
+makes one kernel of this one: all else is elementwise around two maxima over a block of state. Run eagerly it would hold
+a dozen float32 and int64 tensors of the parameter's size."""
 
 
 class CudaGraph:
@@ -43,6 +52,9 @@ def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
 
     def compile_(model: Any = None, **options: Any) -> Any:
         """`torch.compile` as a function and as a decorator, with and without options."""
+        if getattr(model, "__name__", None) in _FUSED and model.__module__.partition(".")[0] == "torchao":
+            assume(_FUSED[model.__name__])
+            return lambda *args, **kwargs: None
         assume(_EAGER)
         return (lambda function: function) if model is None else model
 
@@ -75,15 +87,20 @@ def eager() -> Iterator[None]:
         yield
 
 
-def triton_patches() -> Iterator[tuple[Any, str, Any]]:
-    """The patches that name a Triton kernel when it is launched; nothing while Triton is not imported."""
+def triton_patches(written: Callable[[torch.Tensor], None] | None = None) -> Iterator[tuple[Any, str, Any]]:
+    """The patches of Triton's launchers; nothing while Triton is not imported.
+
+    Args:
+        written: None: a kernel is named when it is launched, and the run ends. Else kernels are not launched, and this
+            is told of each tensor on the card that one was given: what it holds is not known from then on.
+    """
     for module_name, names in _LAUNCHERS.items():
         module = sys.modules.get(module_name)
         for name, method in names.items():
             launcher = getattr(module, name, None)
             if launcher is not None and method in vars(launcher):
                 wrap = _subscript if method == "__getitem__" else _run
-                yield launcher, method, wrap(getattr(launcher, method))
+                yield launcher, method, wrap(getattr(launcher, method), written)
 
 
 _LAUNCHERS = {
@@ -94,10 +111,14 @@ _LAUNCHERS = {
 some releases make `run` an attribute of the instance, which the first of them precedes."""
 
 
-def _subscript(original: Callable[..., Any]) -> Callable[..., Any]:
+_Written = Callable[[torch.Tensor], None] | None
+
+
+def _subscript(original: Callable[..., Any], written: _Written) -> Callable[..., Any]:
     def __getitem__(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
-            _refuse(kernel, args, kwargs)
+            if _without_data(kernel, args, kwargs, written):
+                return None
             return original(kernel, grid)(*args, **kwargs)
 
         return launch
@@ -105,19 +126,27 @@ def _subscript(original: Callable[..., Any]) -> Callable[..., Any]:
     return __getitem__
 
 
-def _run(original: Callable[..., Any]) -> Callable[..., Any]:
+def _run(original: Callable[..., Any], written: _Written) -> Callable[..., Any]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse(kernel, args, kwargs)
-        return original(kernel, *args, **kwargs)
+        return None if _without_data(kernel, args, kwargs, written) else original(kernel, *args, **kwargs)
 
     return run
 
 
-def _refuse(kernel: Any, args: Any, kwargs: Any) -> None:
-    """A kernel that is given tensors without data is named, and the run ends."""
+def _without_data(kernel: Any, args: Any, kwargs: Any, written: _Written) -> bool:
+    """Whether a kernel is given tensors without data, so that it cannot be launched.
+
+    Raises:
+        KernelError: it is, and kernels are not to be passed over.
+    """
     with torch._C.DisableTorchFunction():
-        if not any(isinstance(value, torch.Tensor) and value.is_meta for value in (*args, *kwargs.values())):
-            return
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_meta]
+    if not given:
+        return False
+    if written is not None:
+        for tensor in given:
+            written(tensor)
+        return True
     function = kernel
     while hasattr(function, "fn"):  # an autotuner has a kernel, a kernel a function
         function = function.fn

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ _PLAIN_TORCH_FUNCTION = _Tensor.__torch_function__.__func__  # type: ignore[attr
 _META = torch.device("meta")
 _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
+_CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _aten = torch.ops.aten
 _functorch = torch._C._functorch
 _NoTorchFunction = torch._C.DisableTorchFunction
@@ -124,6 +125,21 @@ class DeviceMode(TorchFunctionMode):
             return func(*self._moved(args), **self._moved(kwargs or {}))
         return result
 
+    def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
+        """For tensors on the card, run what is registered for CUDA of these operators, which is Python code."""
+        for operator in operators:
+            run = functools.partial(self._run_cuda_kernel, operator)
+            self._handlers[operator] = run
+            if operator._overloadname == "default":
+                self._handlers[operator.overloadpacket] = run
+
+    def _run_cuda_kernel(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_of([*args, *kwargs.values()])
+        with self:
+            if any(self._believed(tensor) == GPU for tensor in tensors):
+                return operator.redispatch(_CUDA_KERNEL, *args, **kwargs)
+        return operator(*args, **kwargs)
+
     def _writable(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
         assignment cannot be taken back, so that it is tried without first."""
@@ -183,10 +199,24 @@ class DeviceMode(TorchFunctionMode):
             if tensor.is_meta == value.is_meta:
                 tensor.data = value
                 return
+            # The swap exchanges classes and attributes too (bitsandbytes' parameters have some); they stay.
             other: torch.Tensor = value.detach().requires_grad_(tensor.requires_grad)
             if isinstance(tensor, torch.nn.Parameter):
-                other = torch.nn.Parameter(value.detach(), tensor.requires_grad)
+                other = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)  # type: ignore[attr-defined]
+                vars(other).update(vars(tensor))
         torch.utils.swap_tensors(tensor, other)
+
+    def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides
+        whether its parameters stay the same objects: between host and card they do, also if only one is virtual."""
+
+        def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+            with _NoTorchFunction():
+                one_is_virtual = tensor.is_meta != other.is_meta
+                believed = {self._recording.device_of(tensor), self._recording.device_of(other)}
+            return (one_is_virtual and "meta" not in believed) or original(tensor, other)
+
+        return compatible
 
     def _on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
         recording = self._recording
@@ -428,6 +458,8 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
     """The arguments of a `.to()`; a bare index is an index of CUDA devices."""
     if args and isinstance(args[0], int) and not isinstance(args[0], bool):
         args = (torch.device("cuda", args[0]), *args[1:])
+    if isinstance(kwargs.get("device"), int):
+        kwargs["device"] = torch.device("cuda", kwargs["device"])
     return torch._C._nn._parse_to(*args, **kwargs)
 
 

@@ -90,6 +90,31 @@ class MemoryStatistics(Protocol):
         """As `torch.cuda.reset_accumulated_memory_stats()`."""
 
 
+class AllocatorSettings(Protocol):
+    """The caching allocator's settings, as the program reads and sets them."""
+
+    def get(self) -> str:
+        """The text that was set last; empty for torch's defaults."""
+
+    def set(self, alloc_conf: str) -> None:
+        """As PYTORCH_CUDA_ALLOC_CONF."""
+
+
+class UnusedSettings:
+    """Settings where there is no allocator: a text."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def get(self) -> str:
+        """What was set last."""
+        return self._text
+
+    def set(self, alloc_conf: str) -> None:
+        """Remembered."""
+        self._text = alloc_conf
+
+
 class _LivingTensors:
     """Statistics without an allocator: the bytes of the tensors that are alive."""
 
@@ -113,7 +138,11 @@ class _LivingTensors:
 
 
 def cuda_facade(
-    gpu: Gpu, recorder: Recorder, context_bytes: int, memory: Callable[[Trace], MemoryStatistics] | None = None
+    gpu: Gpu,
+    recorder: Recorder,
+    context_bytes: int,
+    memory: Callable[[Trace], MemoryStatistics] | None,
+    settings: AllocatorSettings,
 ) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) that make `torch.cuda` describe `gpu`.
 
@@ -122,6 +151,7 @@ def cuda_facade(
         recorder: who writes the trace.
         context_bytes: what the CUDA context takes of the card.
         memory: see VirtualGpu; called at the program's first question, so that a run without one pays nothing.
+        settings: of the caching allocator.
     """
     major, minor = gpu.compute_capability
     properties = SimpleNamespace(
@@ -147,6 +177,10 @@ def cuda_facade(
         if not asked:
             asked.append(_LivingTensors(recorder) if memory is None else memory(recorder.trace))
         return asked[0]
+
+    def set_settings(alloc_conf: str) -> None:
+        settings.set(alloc_conf)
+        asked.clear()  # it follows other settings now
 
     def one(name: str) -> Callable[..., int]:
         return lambda device=None: statistics().stats()[name]
@@ -260,7 +294,15 @@ def cuda_facade(
     yield torch.cuda.nvtx, "_nvtx", nvtx
     yield torch.cuda.memory, "_record_memory_history", _distinct(nothing)
     yield torch.cuda.memory, "_dump_snapshot", _distinct(nothing)
+    yield torch.cuda.memory, "_set_allocator_settings", _distinct(set_settings)
+    for name, value in (
+        ("_accelerator_setAllocatorSettings", set_settings),
+        ("_accelerator_getAllocatorSettings", settings.get),
+    ):
+        if hasattr(torch._C, name):  # releases differ
+            yield torch._C, name, value
     yield torch.cuda, "device_of", _Device
+    yield torch._C, "_cuda_getCurrentRawStream", returning(0)
     yield torch.backends.cudnn, "is_available", returning(True)
     yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
     yield torch.backends.cudnn, "is_acceptable", is_acceptable

@@ -20,11 +20,11 @@ from memprof.capture.failure import describe
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual import compiled
+from memprof.capture.virtual import compiled, quantized
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
-from memprof.capture.virtual.facade import MemoryStatistics, cuda_facade
+from memprof.capture.virtual.facade import AllocatorSettings, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.capture.virtual.hidden import CublasWorkspace
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.capture.virtual.values import Values
@@ -46,10 +46,17 @@ class VirtualGpu:
         tensors_only: count neither these nor any other memory that no tensor shows.
         memory: what answers a program that asks for memory statistics, given the trace that is being recorded; asked
             for only then. None: the bytes of living tensors.
+        passes_kernels: what a Triton kernel's launch does. False: the run ends there, with the kernel's name. True: it
+            is passed over, which is right for kernels that only write tensors that they are given: memory is theirs to
+            fill and not to allocate. What autotuning allocates for its timings is not counted.
+        allocator_settings: what the program reads and sets as the settings of its caching allocator.
 
     Raises:
         MemprofError: a virtual GPU is already active.
     """
+
+    name = "cuda"
+    """Where its tensors are, as the program says it."""
 
     def __init__(
         self,
@@ -59,6 +66,8 @@ class VirtualGpu:
         workspaces: bool = True,
         tensors_only: bool = False,
         memory: Callable[[Trace], MemoryStatistics] | None = None,
+        passes_kernels: bool = False,
+        allocator_settings: AllocatorSettings | None = None,
     ) -> None:
         self.gpu = gpu
         self.modules = ModuleTracker()
@@ -71,12 +80,15 @@ class VirtualGpu:
         """The `id` of what was raised last inside a phase, and the phase; the exception itself would keep tensors."""
         self._unknown_read: tuple[int, str] | None = None
         self._watches_kernels = False
+        self._passes_kernels = passes_kernels
+        self._watches_quantized = False
         self._step = 0
         self._automatic_phases = True
         self._patches = Patches()
         self._modes = contextlib.ExitStack()
         self._context_bytes = context_bytes
         self._memory = memory
+        self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self.recorder, self.assume)
         card = Card.of(gpu)
         workspace = CublasWorkspace.of(card.compute_capability, card.release)
         self._values = Values(self.assume)
@@ -91,6 +103,7 @@ class VirtualGpu:
         """What has been recorded."""
         trace = self.recorder.trace
         trace.assumptions = list(self._assumptions)
+        trace.work = self.recording.meter.finish()
         return trace
 
     def assume(self, sentence: str) -> None:
@@ -125,11 +138,21 @@ class VirtualGpu:
         self._remove()
 
     def _watch_kernels(self) -> None:
-        """Triton may be imported with the model, after this GPU was entered."""
+        """Triton and bitsandbytes may be imported with the model, after this GPU was entered."""
         if not self._watches_kernels and "triton.runtime.jit" in sys.modules:
             self._watches_kernels = True
-            for owner, name, value in compiled.triton_patches():
+            for owner, name, value in compiled.triton_patches(self._written if self._passes_kernels else None):
                 self._patches.set(owner, name, value)
+        if not self._watches_quantized and quantized.is_loaded():
+            self._watches_quantized = True
+            for owner, name, value in quantized.patches(self.assume):
+                self._patches.set(owner, name, value)
+            self._function_mode.run_cuda_kernels_of(quantized.operators())
+
+    def _written(self, tensor: torch.Tensor) -> None:
+        """A kernel that is passed over was given `tensor`, and may have written it."""
+        self.assume("Triton kernels are not launched: what they write is unknown, and they allocate nothing.")
+        self._values.drop(tensor.untyped_storage()._cdata)
 
     def _note_failed(self, error: BaseException) -> None:
         if self._failed is None or self._failed[0] != id(error):  # the innermost phase knows best
@@ -141,10 +164,12 @@ class VirtualGpu:
     def _install(self) -> None:
         patches = self._patches
         composites = Composites(self.recording, self.assume).handlers()
-        function_mode = DeviceMode(self.recording, composites)
+        function_mode = self._function_mode = DeviceMode(self.recording, composites)
         for owner, name, value in python_functions_run_inside():
             patches.set(owner, name, value)
-        for owner, name, value in cuda_facade(self.gpu, self.recorder, self._context_bytes, self._memory):
+        for owner, name, value in cuda_facade(
+            self.gpu, self.recorder, self._context_bytes, self._memory, self._allocator_settings
+        ):
             patches.set(owner, name, value)
         for owner, name, value in function_mode.interchange.patches():
             patches.set(owner, name, value)
@@ -152,12 +177,12 @@ class VirtualGpu:
             patches.set(owner, name, value)
         self._modes.enter_context(compiled.eager())
         self._watch_kernels()
+        self._modes.enter_context(quantized.import_watched(self._watch_kernels))
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
         by_device = "_group_tensors_by_device_and_dtype"
         patches.set(torch._C, by_device, function_mode.grouping(getattr(torch._C, by_device)))
-        # A module built on the host and moved must keep its parameters' identity (ties, optimizers); between a real and
-        # a meta tensor only a swap can.
-        patches.set(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+        compatible = "_has_compatible_shallow_copy_type"
+        patches.set(torch, compatible, function_mode.shares_data(getattr(torch, compatible)))
         patches.set(nn.Module, "__call__", self.modules.wrap_call(nn.Module.__call__))
         self._patch_backward()
         self._patch_saved_tensor_hooks(function_mode)
@@ -223,6 +248,8 @@ class VirtualGpu:
         for root in [root for known in self._roots if (root := known()) is not None]:
             for name, parameter in root.named_parameters():
                 self.recorder.own(parameter.data, Owner(Role.PARAMETER, name))
+                for part in quantized.parts(parameter):
+                    self.recorder.own(part, Owner(Role.PARAMETER, name))
                 if parameter.grad is not None:
                     self.recorder.own(parameter.grad, Owner(Role.GRADIENT, name))
             for name, buffer in root.named_buffers():
@@ -233,7 +260,8 @@ class VirtualGpu:
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    self.recorder.own(value, Owner(Role.OPTIMIZER_STATE, str(key)))
+                    for part in quantized.parts(value) or [value]:
+                        self.recorder.own(part, Owner(Role.OPTIMIZER_STATE, str(key)))
 
     # -- what is watched --------------------------------------------------------------------------------------------
 
@@ -301,13 +329,42 @@ class VirtualGpu:
     def _watch_optimizers(self) -> None:
         """Optimizer steps are seen through torch's own global hooks, which every optimizer class honours."""
 
+        outermost: list[Optimizer] = []
+        """The optimizer that steps; one that steps another inside is still one step."""
+
         def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            # A step that raised has not ended; the same optimizer then begins again.
+            if outermost and outermost[0] is not optimizer:
+                return
+            outermost[:] = [optimizer]
             self._begin(PhaseKind.OPTIMIZER_STEP)
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self.name_optimizer_state(optimizer)
+            if not outermost or outermost[0] is not optimizer:
+                return
+            outermost.clear()
             self._begin(PhaseKind.OTHER)
             self._step += 1
 
         for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             self._modes.callback(handle.remove)
+
+
+class _Settings:
+    """The allocator's settings; a run has one configuration, and says so where the program changes it late."""
+
+    def __init__(self, settings: AllocatorSettings, recorder: Recorder, assume: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._recorder = recorder
+        self._assume = assume
+        self.get = settings.get
+
+    def set(self, alloc_conf: str) -> None:
+        """For the whole run."""
+        self._settings.set(alloc_conf)
+        if self._recorder.peak_bytes:
+            self._assume(
+                f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "
+                f"{self._recorder.live_bytes:,} bytes were on the card."
+            )

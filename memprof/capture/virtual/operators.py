@@ -58,6 +58,17 @@ def _equal(mode: RecordingMode, operator: Operator, call: Call, place: Place) ->
     return False if known is None else known
 
 
+def _lift_fresh(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+    """The last act of `torch.tensor` and its like (utils/tensor_new.cpp), which make the tensor where no mode sees it.
+
+    Memory that belongs to another library (torch.from_numpy) cannot be resized: it is not counted.
+    """
+    made = call.args[0]
+    if not made.is_meta and made.dim() and made.device.type == "cpu" and made.untyped_storage().resizable():
+        mode.record_real(made, operator.name, place)
+    return call.func(*call.args, **call.kwargs)
+
+
 def _grouped_mm(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
     """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone."""
     dtype = call.args[0].dtype
@@ -271,6 +282,7 @@ HANDLERS: dict[Any, Any] = {
     _aten.add: _add,
     _aten._local_scalar_dense: _local_scalar,
     _aten.equal: _equal,
+    _aten.lift_fresh: _lift_fresh,
     _aten._to_copy: _to_copy,
     _aten.copy_: _copy,
     _aten.nonzero: _nonzero,

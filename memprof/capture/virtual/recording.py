@@ -32,6 +32,7 @@ from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.engine import FILLS_ZEROS, Accumulation, called_by_engine, in_backward
 from memprof.capture.virtual.operators import HANDLERS
 from memprof.capture.virtual.values import Values
+from memprof.capture.virtual.work import Meter
 from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
 
 _META = torch.device("meta")
@@ -68,6 +69,7 @@ class RecordingMode(TorchDispatchMode):
         self.empty_meta: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         """Storages without bytes that are genuinely on the meta device."""
         self.accumulation = Accumulation()
+        self.meter = Meter(recorder, self.device_of)
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
         self.adds_bias = False
@@ -135,10 +137,14 @@ class RecordingMode(TorchDispatchMode):
             if operator.handler is not None:
                 result = operator.handler(self, operator, call, place)
                 if result is not NotImplemented:
+                    self.meter.count(operator, call, result)
                     return result
             if operator.kind is Kind.IN_PLACE:
-                return self._in_place(operator, call, place)
-            return self.allocating(operator, call, place)
+                result = self._in_place(operator, call, place)
+            else:
+                result = self.allocating(operator, call, place)
+            self.meter.count(operator, call, result)
+            return result
 
     def _operator(self, func: Any) -> Operator:
         operator = self._operators.get(func)
@@ -311,7 +317,7 @@ class RecordingMode(TorchDispatchMode):
         """A host operator: really run, unless its result is large; then it is virtual as well."""
         # Pinning asks the CUDA driver; to the card it makes no difference.
         kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
-        if not call.tensors and call.factory_bytes() >= HOST_VIRTUAL_BYTES:
+        if call.factory_bytes() >= HOST_VIRTUAL_BYTES:
             result = call.func(*call.args, **{**kwargs, "device": _META})
             self.record(tensors_of(result), operator.name, place, HOST)
             return result

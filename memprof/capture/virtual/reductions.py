@@ -183,7 +183,11 @@ def _reduction(
 def reduction_buffers(
     tensor: torch.Tensor, dims: Any, accumulator_bytes: int, card: Card, values_per_load: int = 4
 ) -> list[int]:
-    """Buffers of every launch of a reduction; where half precision takes several, first the sums between them."""
+    """Buffers of a reduction; where half precision takes several launches, first the sums between them.
+
+    Launches follow one another, and each gives its buffers back before the next (Reduce.cuh, gpu_reduce_kernel, calls
+    itself for every part): what is held at once is the largest launch's.
+    """
     if tensor.numel() < 2:
         return []
     whole = Reduction.of(tensor, dims, accumulator_bytes, values_per_load)
@@ -191,7 +195,7 @@ def reduction_buffers(
     sums = []
     if len(parts) > 1 and tensor.dtype in (torch.float16, torch.bfloat16):
         sums = [accumulator_bytes * math.prod(size for size, _ in whole.kept)]
-    return sums + [size for part in parts for size in _buffers(part, card.num_sms, card.threads_per_sm)]
+    return [*sums, *max((_buffers(part, card.num_sms, card.threads_per_sm) for part in parts), key=sum)]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -77,7 +77,7 @@ class Values:
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`func` really computed on the CPU, or None if an input is not known."""
-        known_args = self._known(args)
+        known_args = self._known(_shapes_only(args) if func.overloadpacket in _LIKE else args)
         known_kwargs = self._known({k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")})
         if known_args is None or known_kwargs is None:
             return None
@@ -172,6 +172,10 @@ def _ones(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
+def _shapes_only(args: Any) -> Any:
+    return (torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype), *args[1:])
+
+
 def _balanced(output: torch.Tensor, args: Any) -> torch.Tensor:
     """Indices into the last dimension of `args[0]`, so that each is chosen equally often over all rows."""
     choices = max(1, args[0].shape[-1] if args[0].dim() else 1)
@@ -197,4 +201,6 @@ _POLICIES: dict[Any, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     _aten.multinomial: _balanced,
     _aten.all: _true,
 }
+_LIKE = frozenset({_aten.zeros_like, _aten.ones_like, _aten.full_like})
+"""These take the shape of a tensor and not what it holds: the gradient of a loss is 1, whatever the loss is."""
 _OVERWRITING = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})

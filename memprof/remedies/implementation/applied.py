@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,16 +17,29 @@ from memprof.remedies.catalog import check_conflicts, find_remedies, options_by_
 
 _PACKAGE = "memprof.remedies.implementation"
 _INSTALLERS = {
+    "expandable-segments": "expandable_segments.install",
+    "device-placement": "device_placement.install",
     "bfloat16": "precision.install",
     "float16": "precision.install",
+    "amp-bfloat16": "autocast.install",
+    "amp-float16": "autocast.install",
     "vocabulary-cap": "vocabulary.install",
+    "8-bit-weights": "quantized_weights.install_8_bit",
+    "4-bit-weights": "quantized_weights.install_4_bit",
+    "qlora": "quantized_weights.install_qlora",
     "freeze": "trained.install_freeze",
     "lora": "trained.install_lora",
+    "low-rank-npt": "npt.install_low_rank",
     "sdpa-attention": "attention.install",
     "chunked-loss": "chunked_loss.install",
     "activation-checkpointing": "checkpointing.install",
     "cpu-offload-activations": "offload_activations.install",
+    "cpu-offload-npt-delta": "npt.install_offload",
     "cpu-offload-weights": "offload_weights.install",
+    "micro-batch": "micro_batch.install",
+    "streamed-batches": "streamed_batches.install",
+    "fused-optimizer": "fused_optimizer.install",
+    "cpu-offload-optimizer": "offload_optimizer.install",
     "optimizer-in-backward": "backward_optimizer.install",
     "8-bit-optimizer": "eight_bit.install",
 }
@@ -49,8 +63,8 @@ class Change:
 class Applied:
     """What `apply` did.
 
-    Its `changes` say it in words; `undo` takes it back; `results` holds what a remedy made, by the remedy's name (the
-    optimizer of "optimizer-in-backward" and "8-bit-optimizer").
+    Its `changes` say it in words; `undo` takes it back; `results` holds what a remedy made, by the remedy's name (an
+    optimizer, the GradScaler of "amp-float16", the step of "micro-batch", the batches of "streamed-batches").
     """
 
     def __init__(self, model: nn.Module, remedies: Sequence[str], keeps_originals: bool) -> None:
@@ -58,6 +72,7 @@ class Applied:
         self._undo: list[Callable[[], None]] = []
         self._keeps_originals = keeps_originals
         self._lost = ""
+        self._on = False
         self.remedies = tuple(remedies)
         self.changes: list[Change] = []
         self.results: dict[str, Any] = {}
@@ -81,9 +96,10 @@ class Applied:
             MemprofError: another `apply` came later and is to be undone first, or originals were not kept.
         """
         model = self._model()
-        if model is None or not self._undo:
+        if not self._on:
             return
-        stack = _applied.get(model, [])
+        # What was changed outside the model outlives it.
+        stack = [] if model is None else _applied.get(model, [])
         if stack and stack[-1] is not self:
             raise MemprofError(
                 "remedies are undone last first",
@@ -94,15 +110,19 @@ class Applied:
             raise MemprofError(
                 "this cannot be undone: the originals were not kept", value=self._lost, hint="apply(..., undoable=True)"
             )
-        self._roll_back()
+        self._on = False
         if stack:
             stack.pop()
-        if not stack:
+        if not stack and model is not None:
             _applied.pop(model, None)
+        self._roll_back()
 
     def _roll_back(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        """All of it, though one action fails."""
+        with contextlib.ExitStack() as actions:
+            for action in self._undo:
+                actions.callback(action)  # the last runs first
+            self._undo = []
 
 
 class Changes:
@@ -135,6 +155,12 @@ class Changes:
             self.on_undo(lambda: attributes.pop(name, None))
         attributes[name] = value
 
+    def set_item(self, owner: dict[str, Any], key: str, value: Any) -> None:
+        """Give a dictionary another value for a key that it has."""
+        before = owner[key]
+        self.on_undo(lambda: owner.__setitem__(key, before))
+        owner[key] = value
+
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """Give a parameter other data. The original waits in host memory if this is to be undone."""
         applied = self._applied
@@ -151,6 +177,27 @@ class Changes:
             applied._lost = self.remedy
             self.on_undo(lambda: None)
         parameter.data = value
+
+    def set_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        """Put `module` in the place of a child, which waits, its parameters in host memory, if it is to be undone."""
+        applied, before = self._applied, parent._modules[name]
+        assert before is not None
+        if applied._keeps_originals:
+            homes = [(parameter, parameter.device) for parameter in before.parameters(recurse=False)]
+
+            def restore() -> None:
+                for parameter, device in homes:
+                    parameter.data = parameter.data.to(device)
+                parent._modules[name] = before
+
+            self.on_undo(restore)
+            parent._modules[name] = module
+            for parameter, _ in homes:
+                parameter.data = parameter.data.to("cpu")
+        else:
+            applied._lost = self.remedy
+            self.on_undo(lambda: None)
+            parent._modules[name] = module
 
     def result(self, value: Any) -> None:
         """What the user gets from this remedy."""
@@ -178,6 +225,7 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
     """
     if not isinstance(model, nn.Module):
         raise UsageError("remedies are applied to a torch.nn.Module", value=type(model).__name__)
+    _refuse_wrappers(model)
     chosen = find_remedies(remedies)
     sorted_options = options_by_remedy(chosen, options)
     active = {name for applied in _applied.get(model, []) for name in applied.remedies}
@@ -194,5 +242,30 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
     except BaseException:
         applied._roll_back()
         raise
+    applied._on = True
     _applied.setdefault(model, []).append(applied)
     return applied
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise UsageError(
+            "remedies are applied before torch.compile", value=type(model).__name__,
+            hint="apply them to the model, then compile it",
+        )  # fmt: skip
+    if isinstance(model, nn.DataParallel):
+        raise UsageError(
+            "remedies do not go with torch.nn.DataParallel, whose replicas would run the first card's layers",
+            value=type(model).__name__,
+            hint="use DistributedDataParallel, and apply them to the model before it is wrapped",
+        )
+
+
+def runs_in(module: nn.Module, kind: type) -> bool:
+    """Whether a forward of class `kind` was put in place of the module's own, here or in what it was copied from."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        if isinstance(forward, kind):
+            return True
+        forward = getattr(forward, "_forward", None)
+    return False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from memprof.errors import UsageError
 from memprof.remedies.implementation.applied import Changes
@@ -28,9 +29,16 @@ def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.
             value=type(model).__name__,
             hint="call model.zero_grad() first",
         )
-    optimizers = [_make(optimizer, parameter) for parameter in parameters]
+    optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    changes.on_undo(remove)
     for parameter, own in zip(parameters, optimizers, strict=True):
-        changes.on_undo(parameter.register_post_accumulate_grad_hook(_Step(own)).remove)
+        handles.append(parameter.register_post_accumulate_grad_hook(_Step(own)))
     changes.result(BackwardOptimizer(optimizers))
     changes.note(f"{len(parameters)} parameters are updated in the backward by {type(optimizers[0]).__name__}")
 
@@ -74,8 +82,13 @@ class BackwardOptimizer:
             optimizer.load_state_dict(state)
 
 
-def _make(factory: Callable[[list[nn.Parameter]], Optimizer], parameter: nn.Parameter) -> Optimizer:
-    made = factory([parameter]) if callable(factory) else None
+def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimizer that a user's function makes of `parameters`.
+
+    Raises:
+        UsageError: it makes none.
+    """
+    made = factory(parameters) if callable(factory) else None
     if not isinstance(made, Optimizer):
         raise UsageError(
             "optimizer must make a torch optimizer from a list of parameters",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.remedies.implementation.applied import Changes
+from memprof.remedies.implementation.applied import Changes, runs_in
 from memprof.remedies.implementation.layers import find_layers
 
 MIN_BYTES = 1 << 20
@@ -25,12 +25,14 @@ def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -
     if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
         raise UsageError("min_bytes must be at least 0", value=repr(min_bytes))
     layers = find_layers(model, changes.remedy)
-    for _, module in layers:
-        changes.set_attribute(module, "forward", _Offloaded(module.forward, min_bytes))
+    for name, module in layers:
+        if runs_in(module, Offloaded):
+            raise UsageError("cpu-offload-activations is already on", value=name)
+        changes.set_attribute(module, "forward", Offloaded(module.forward, min_bytes))
     changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
 
 
-class _Offloaded:
+class Offloaded:
     """The forward of a layer, under hooks that move what autograd saves.
 
     Parameters, and views of them, stay: they are on the card anyway. (`torch.autograd.graph.save_on_cpu` copies those
@@ -43,14 +45,18 @@ class _Offloaded:
         self._min_bytes = min_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward."""
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             return self._forward(*args, **kwargs)
 
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() * tensor.element_size() < self._min_bytes
+
     def _pack(self, tensor: torch.Tensor) -> Any:
         base = tensor._base if tensor._base is not None else tensor
-        if isinstance(base, nn.Parameter) or tensor.numel() * tensor.element_size() < self._min_bytes:
+        if isinstance(base, nn.Parameter) or self._stays(tensor):
             return tensor
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
         host.copy_(tensor)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
-from memprof.remedies.implementation.applied import Changes
+from memprof.remedies.implementation.applied import Changes, runs_in
 from memprof.remedies.implementation.layers import find_layers, without_caches
 
 
@@ -27,7 +27,9 @@ def install(model: nn.Module, changes: Changes) -> None:
     """
     layers = find_layers(model, changes.remedy)
     counts: dict[int, int] = {}
-    for _, layer in layers:
+    for name, layer in layers:
+        if runs_in(layer, _Streamed):
+            raise UsageError("cpu-offload-weights is already on", value=name)
         for parameter in layer.parameters():
             counts[id(parameter)] = counts.get(id(parameter), 0) + 1
             if parameter.grad is not None:
@@ -123,7 +125,8 @@ class _Layer(torch.autograd.Function):
         inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
         for place, tensor in zip(ctx.places, inputs, strict=True):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, ctx.tree)
+        # The forward has filled the cache, in evaluation with gradients: once more would be twice.
+        args, kwargs = without_caches(*tree_unflatten(leaves, ctx.tree))
         with _Fetched(ctx.layer, ctx.device), torch.enable_grad():
             now = _random_state(ctx.device)
             _set_random_state(ctx.device, ctx.random)

@@ -25,11 +25,12 @@ class Specimen:
     Args:
         name: as the user writes it.
         build: the model in float32, its weights drawn from torch's generator.
-        build_large: one for the simulated peak; None where the model itself serves.
+        build_large: one for the peak.
         vocab_size: token ids are below it.
         cases: the kinds of batches that it takes; see `batches`.
         tokens: of a sequence.
-        peak_tokens: of the sequence in the simulated step.
+        peak_tokens: of the sequence in the step whose peak is simulated and measured.
+        remedies: it is for these alone; empty: for all that are for no other.
     """
 
     name: str
@@ -38,7 +39,12 @@ class Specimen:
     vocab_size: int
     cases: tuple[str, ...]
     tokens: int = TOKENS
-    peak_tokens: int = 1024
+    peak_tokens: int = 512
+    remedies: tuple[str, ...] = ()
+
+    def is_for(self, remedy: str) -> bool:
+        """Whether `remedy` is verified on it where no model is named."""
+        return remedy in self.remedies or not (self.remedies or remedy in _NPT_REMEDIES)
 
 
 class Handwritten(nn.Module):
@@ -91,6 +97,7 @@ class _Block(nn.Module):
         return x + mlp
 
 
+_NPT_REMEDIES = ("low-rank-npt", "cpu-offload-npt-delta")
 _ALL_CASES = ("plain", "ignored labels", "padding", "accumulation", "all ignored")
 _OWN_CASES = ("plain", "ignored labels", "all ignored")
 
@@ -119,9 +126,9 @@ _SMALL = {
     "attn_implementation": "eager",
 }
 _LARGE = {
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 8000,
@@ -132,6 +139,14 @@ def _llama(**large: Any) -> nn.Module:
     import transformers
 
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SMALL, "tie_word_embeddings": False, **large}))
+
+
+def _npt(**large: Any) -> nn.Module:
+    from memprof.workload.npt_layers import add_npt
+
+    model = _llama(**large)
+    add_npt(model, TargetSpec(model="llama", npt="dense", npt_rank=4))
+    return model
 
 
 def _gemma2(**large: Any) -> nn.Module:
@@ -147,15 +162,17 @@ SPECIMENS = {
     "gpt2": Specimen(
         "gpt2",
         _gpt2,
-        lambda: _gpt2(n_embd=256, n_layer=8, vocab_size=8000, n_positions=1024),
+        lambda: _gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024),
         VOCAB,
         _ALL_CASES,
     ),
     "llama": Specimen("llama", _llama, lambda: _llama(**_LARGE), VOCAB, _ALL_CASES),
-    "gemma2": Specimen("gemma2", _gemma2, lambda: _gemma2(**_LARGE, head_dim=64), VOCAB, _ALL_CASES),
-    "handwritten": Specimen("handwritten", Handwritten, lambda: Handwritten(8000, 256, 8, 1024), VOCAB, _OWN_CASES),
+    "gemma2": Specimen("gemma2", _gemma2, lambda: _gemma2(**_LARGE, head_dim=32), VOCAB, _ALL_CASES),
+    "handwritten": Specimen("handwritten", Handwritten, lambda: Handwritten(8000, 128, 4, 1024), VOCAB, _OWN_CASES),
+    "npt": Specimen("npt", _npt, lambda: _npt(**_LARGE), VOCAB, _ALL_CASES, peak_tokens=256, remedies=_NPT_REMEDIES),
 }
-"""A tied head; a head of its own; a tied head under a soft cap; a head with a bias in a model that returns tuples."""
+"""A tied head; a head of its own; a tied head under a soft cap; a head with a bias in a model that returns tuples;
+and a frozen model with NPT components whose weight delta is dense."""
 
 
 def find_specimen(name: str) -> Specimen:
@@ -176,7 +193,7 @@ def find_specimen(name: str) -> Specimen:
         )  # fmt: skip
     limit = source.max_positions or 1024
     return Specimen(
-        source.name, source.build, source.build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(1024, limit)
+        source.name, source.build, source.build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(512, limit)
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,17 +19,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.catalog import DEFAULT_GPU
 from memprof.errors import UsageError
 from memprof.remedies.catalog import REMEDIES, Numerics, Remedy, find_remedies
 from memprof.remedies.implementation.applied import apply
-from memprof.remedies.implementation.precision_table import precision_rows
+from memprof.remedies.implementation.micro_batch import MicroBatches
+from memprof.remedies.implementation.optimizer_table import optimizer_rows
+from memprof.remedies.implementation.peaks import adamw, measured_peak, simulated_peak, train
+from memprof.remedies.implementation.precision_table import PRECISIONS, QUANTIZED, precision_rows, quantized_row
+from memprof.remedies.implementation.reference import float64_throughout
 from memprof.remedies.implementation.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
 from memprof.remedies.verification import Deviation, Peak, Verification
 
 OWN_ERRORS = 4
 """How many times the original's own deviation the fixed model may have, ..."""
-UNITS = 16
+UNITS = 4
 """... beside this many float32 units of the largest number in the tensor, ..."""
 _EPS = torch.finfo(torch.float32).eps
 _LEARNING_RATE, _MOMENTUM, _STEPS = 0.1, 0.9, 3
@@ -39,11 +44,14 @@ _TRIED: dict[str, dict[str, Any]] = {
     "vocabulary-cap": {"vocab_size": _CAP},
     "cpu-offload-activations": {"min_bytes": 0},
     "lora": {"lora_rank": 4},
+    "streamed-batches": {"dataset": range(2)},
+    "qlora": {"lora_rank": 4},
 }
 """The options that remedies are verified with. Seven divides no number of tokens here."""
 _TRIED_ON: dict[tuple[str, str], dict[str, Any]] = {
     ("freeze", "gpt2"): {"frozen": "*wte*,*h.0.*"},
     ("lora", "handwritten"): {"lora_targets": "all-linear"},
+    ("qlora", "handwritten"): {"lora_targets": "qkv,out"},
 }
 """The same for one model."""
 
@@ -71,15 +79,19 @@ def verify(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What transformers has to say of a configuration is not about the remedies."""
-    from transformers.utils import logging
+    """What transformers has to say of a configuration is not about the remedies, nor what bitsandbytes says."""
+    from transformers.utils import logging as notices
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    verbosity = notices.get_verbosity()
+    bitsandbytes = logging.getLogger("bitsandbytes")
+    level = bitsandbytes.level
+    notices.set_verbosity_error()
+    bitsandbytes.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        notices.set_verbosity(verbosity)
+        bitsandbytes.setLevel(level)
 
 
 def _verify(
@@ -94,18 +106,33 @@ def _verify(
         originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
         for remedy in chosen:
             progress(f"{remedy.name} on {specimen.name}")
-            if remedy.numerics is Numerics.APPROXIMATE:
+            if remedy.numerics is Numerics.APPROXIMATE or not (models or specimen.is_for(remedy.name)):
                 continue
             try:
-                found.deviations += _deviations(remedy, specimen, seeds, originals)
+                found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
             except UsageError as error:
                 found.skipped[remedy.name, specimen.name] = f"{error.problem} ({error.value})"
-    precisions = [r.name for r in chosen if r.name in ("float16", "bfloat16")]
-    if precisions:
+    if any(remedy.name.removeprefix("amp-") in PRECISIONS for remedy in chosen):
         for specimen in specimens:
+            if not models and specimen.remedies:
+                continue
             progress(f"precision on {specimen.name}")
-            found.precisions += precision_rows(specimen, [*precisions, "int8 weights"])
-    _add_peaks(found, chosen, specimens[0] if models else SPECIMENS["llama"], progress)
+            found.precisions += precision_rows(specimen)
+    large = specimens[0] if models else SPECIMENS["llama"]
+    for remedy in chosen:
+        if remedy.name in QUANTIZED:
+            progress(f"{remedy.name} on {large.name}")
+            try:
+                found.precisions.append(quantized_row(large, remedy.name))
+            except UsageError as error:
+                found.skipped[remedy.name, large.name] = f"{error.problem} ({error.value})"
+    if any(remedy.name == "8-bit-optimizer" for remedy in chosen):
+        progress("steps of the 8-bit optimizer")
+        try:
+            found.optimizers += optimizer_rows(large)
+        except UsageError as error:
+            found.skipped["8-bit-optimizer", large.name] = f"{error.problem} ({error.value})"
+    _add_peaks(found, chosen, specimens[0] if models else None, progress)
     return found
 
 
@@ -132,7 +159,11 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _deviations(
-    remedy: Remedy, specimen: Specimen, seeds: int, originals: dict[tuple[int, str], tuple[_Run, _Run]]
+    remedy: Remedy,
+    specimen: Specimen,
+    seeds: int,
+    originals: dict[tuple[int, str], tuple[_Run, _Run]],
+    narrow: dict[str, tuple[str, ...]],
 ) -> list[Deviation]:
     """The worst rows of one remedy on one model: loss, gradients and parameters."""
     # Capped, the original is another model: its head's first rows.
@@ -146,15 +177,21 @@ def _deviations(
             model = _build(specimen, seed)
             key = (seed, case)
             if cap is not None or key not in originals:
-                pair = (_run(copy.deepcopy(model).double(), steps, cap=cap), _run(copy.deepcopy(model), steps, cap=cap))
+                # Watched once for each model: it is the same code every time.
+                below: set[str] | None = None if specimen.name in narrow else set()
+                reference = copy.deepcopy(model).double()
+                with float64_throughout(below):
+                    exact = _run(reference, steps, cap=cap)
+                narrow.setdefault(specimen.name, tuple(sorted(below or ())))
+                pair = (exact, _run(copy.deepcopy(model), steps, cap=cap))
                 if cap is None:
                     originals[key] = pair
             exact, original = pair if cap is not None else originals[key]
             options = _options(remedy.name, specimen.name, _TRIED)
-            if remedy.name == "optimizer-in-backward":
+            if "optimizer" in remedy.options:
                 options["optimizer"] = _sgd
             applied = apply(model, remedy.name, **options)
-            fixed = _run(model, steps, stepped=applied.results.get(remedy.name) is not None)
+            fixed = _run(model, steps, result=applied.results.get(remedy.name))
             for row in _compare(remedy.name, specimen.name, f"{case}, seed {seed}", exact, original, fixed):
                 before = worst.get(row.quantity)
                 if before is None or _badness(row) > _badness(before):
@@ -166,24 +203,29 @@ def _badness(row: Deviation) -> float:
     return math.inf if math.isnan(row.fixed) else row.fixed / row.bound
 
 
-def _run(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, stepped: bool = False) -> _Run:
-    """Some steps on the same micro-batches; loss and gradients are the first step's."""
+def _run(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None) -> _Run:
+    """Some steps on the same micro-batches; loss and gradients are the first step's.
+
+    `result` is what the remedy made: an optimizer, or what does forward and backward.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = None if stepped else _sgd(list(trained.values()))
+    optimizer = result if hasattr(result, "param_groups") else _sgd(list(trained.values()))
     first: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor] = {}
     for step in range(_STEPS):
         total = torch.zeros((), dtype=torch.float64)
         for batch in steps:
-            loss = _loss(model, batch, cap)
-            loss.backward()
+            if isinstance(result, MicroBatches):
+                loss = result(**batch)
+            else:
+                loss = _loss(model, batch, cap)
+                loss.backward()
             total += loss.detach().double()
         if step == 0:
             first = total
             gradients = {name: p.grad.detach().double().clone() for name, p in trained.items() if p.grad is not None}
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     assert first is not None
     return _Run(first, gradients, {name: p.detach().double().clone() for name, p in trained.items()})
 
@@ -251,23 +293,53 @@ def _deviation(
 
 
 def _add_peaks(
-    found: Verification, chosen: Sequence[Remedy], specimen: Specimen, progress: Callable[[str], None]
+    found: Verification, chosen: Sequence[Remedy], named: Specimen | None, progress: Callable[[str], None]
 ) -> None:
-    progress("simulating the peak of the original")
-    workload = f"{specimen.name}, {specimen.peak_tokens:,} tokens, float32, AdamW"
-    original = _peak(specimen, None)
-    for remedy in chosen:
-        progress(f"simulating the peak with {remedy.name}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def both(specimen: Specimen, rows: int, reserved: bool, remedy: Remedy | None) -> _Both:
+        options = {}
+        if remedy is not None:
+            options = _options(remedy.name, specimen.name, _PEAK_OPTIONS)
+            if "optimizer" in remedy.options:
+                options["optimizer"] = adamw
+        program = functools.partial(train, specimen, remedy, options, rows)
+        name = "of the original" if remedy is None else f"with {remedy.name}"
+        progress(f"simulating the peak {name}")
+        simulated = simulated_peak(program, workspaces=device == "cuda", reserved=reserved)
+        if reserved and device == "cpu":
+            return simulated, None, "a CPU's allocator reserves nothing"
+        progress(f"measuring the peak {name}")
         try:
-            fixed = _peak(specimen, remedy)
+            return simulated, measured_peak(program, device, reserved=reserved), ""
+        except (UsageError, RuntimeError, NotImplementedError) as error:
+            # What runs on a card alone: the reason stands in the table's place.
+            return simulated, None, str(error).splitlines()[0]
+
+    originals: dict[tuple[str, int, bool], _Both] = {}
+    for remedy in chosen:
+        if not set(remedy.saves) - {"host memory"}:  # nothing on the card
+            continue
+        specimen = named or next((s for s in SPECIMENS.values() if remedy.name in s.remedies), SPECIMENS["llama"])
+        rows = 2 if remedy.name == "micro-batch" else 1
+        reserved = remedy.saves == ("fragmentation",)
+        key = (specimen.name, rows, reserved)
+        if key not in originals:
+            originals[key] = both(specimen, rows, reserved, None)
+        try:
+            fixed, measured_fixed, reason = both(specimen, rows, reserved, remedy)
         except UsageError as error:
             found.skipped.setdefault((remedy.name, specimen.name), f"{error.problem} ({error.value})")
             continue
-        found.peaks.append(Peak(remedy.name, workload, original, fixed))
+        original, measured, _ = originals[key]
+        batch = f"{rows} rows of " if rows > 1 else ""
+        workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
+        workload += ", reserved" if reserved else ""
+        found.peaks.append(Peak(remedy.name, workload, original, fixed, device, measured, measured_fixed, reason))
 
 
-def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters)
+_Both = tuple[int, int | None, str]
+"""Simulated and measured bytes, and why it was not measured."""
 
 
 _PEAK_OPTIONS: dict[str, dict[str, Any]] = {
@@ -275,26 +347,4 @@ _PEAK_OPTIONS: dict[str, dict[str, Any]] = {
     "chunked-loss": {"chunk_size": 128},
     "cpu-offload-activations": {},
     "vocabulary-cap": {"vocab_size": 4000},
-    "optimizer-in-backward": {"optimizer": _adamw},
 }
-
-
-def _peak(specimen: Specimen, remedy: Remedy | None) -> int:
-    """Peak bytes of two training steps on a virtual card."""
-    from memprof.capture.virtual import VirtualGpu
-    from memprof.catalog import find_gpu
-
-    with VirtualGpu(find_gpu(DEFAULT_GPU)) as gpu:
-        model = specimen.build_large().to("cuda").train()
-        optimizer: Any = None
-        if remedy is not None:
-            options = _options(remedy.name, specimen.name, _PEAK_OPTIONS)
-            optimizer = apply(model, remedy.name, undoable=False, **options).results.get(remedy.name)
-        if optimizer is None:
-            optimizer = _adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
-        for _ in range(2):
-            ids = torch.zeros(1, specimen.peak_tokens, dtype=torch.int64, device="cuda")
-            model(input_ids=ids, labels=ids)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return gpu.recorder.peak_bytes

@@ -22,6 +22,12 @@ def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
     _, head = find_head(model)
     if not isinstance(head, nn.Linear):
         raise UsageError("vocabulary-cap does not apply: the head is no torch.nn.Linear", value=type(head).__name__)
+    for name, owner in (("embedding", embedding), ("head", head)):
+        if owner._parameters.get("weight") is None:
+            raise UsageError(
+                f"vocabulary-cap does not apply: the {name}'s weight is computed", value=type(owner).__name__,
+                hint="apply it before the weight is parametrized",
+            )  # fmt: skip
     before = embedding.num_embeddings
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 1 <= vocab_size < before:
         raise UsageError("vocab_size is out of range", value=repr(vocab_size), hint=f"1 to {before - 1:,}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 
+from memprof.capture.failure import KernelError
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind
@@ -137,3 +139,57 @@ def test_data_parallel_on_one_card(gpu: VirtualGpu) -> None:
     model = nn.DataParallel(nn.Linear(16, 16).cuda())
     model(torch.ones(4, 16, device="cuda")).sum().backward()
     assert model.module.weight.grad is not None and model.module.weight.grad.is_cuda
+
+
+# -- Triton
+# --------------------------------------------------------------------------------------------------------------
+
+
+class KernelInterface:
+    """The part of triton/runtime/jit.py that a launch passes through."""
+
+    launched = 0
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
+
+
+class JITFunction(KernelInterface):
+    def run(self, *args, grid, warmup, **kwargs):
+        KernelInterface.launched += 1
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A kernel, with Triton as far as it is looked at; CPU builds of torch come without it."""
+    pytest.importorskip("torch._dynamo")  # asks for the real Triton when it is first imported
+    jit = types.ModuleType("triton.runtime.jit")
+    jit.KernelInterface, jit.JITFunction = KernelInterface, JITFunction
+    monkeypatch.setitem(sys.modules, jit.__name__, jit)
+    monkeypatch.setattr(KernelInterface, "launched", 0)
+    return JITFunction()
+
+
+def test_a_kernel_that_is_passed_over_allocates_nothing_and_what_it_may_write_is_unknown(kernel) -> None:
+    with VirtualGpu(CARD, workspaces=False, passes_kernels=True) as gpu:
+        counts, other = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.arange(4, device="cuda")
+        before = len(gpu.trace.events)
+        assert kernel[(1,)](counts, counts.numel(), BLOCK=64) is None
+        assert len(gpu.trace.events) == before
+        # Zeros were known; what a kernel may have written there is not, and 1 is the policy. The other is still known.
+        assert counts.tolist() == [1, 1, 1, 1]
+        assert other.tolist() == [0, 1, 2, 3]
+    assert KernelInterface.launched == 0
+    assert any("Triton kernels are not launched" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_unless_asked_a_kernel_ends_the_run(kernel) -> None:
+    with pytest.raises(KernelError, match="was launched with tensors that have no data"), VirtualGpu(CARD):
+        kernel[(1,)](torch.zeros(4, device="cuda"))
+
+
+def test_a_kernel_on_the_host_is_launched(kernel) -> None:
+    """Triton's interpreter, for one, works on real tensors."""
+    with VirtualGpu(CARD, passes_kernels=True):
+        kernel[(1,)](torch.zeros(4))
+    assert KernelInterface.launched == 1

@@ -9,7 +9,7 @@ import memprof
 from memprof.capture.virtual import VirtualGpu, copies, hidden, norms, sorting
 from memprof.capture.virtual.card import Card, max_threads_per_sm
 from memprof.capture.virtual.hidden import CublasWorkspace
-from memprof.capture.virtual.reductions import Reduction
+from memprof.capture.virtual.reductions import Reduction, reduction_buffers
 from memprof.catalog import find_gpu
 from memprof.ledger.ledger import build_ledger
 
@@ -104,6 +104,14 @@ def test_a_tensor_beyond_32_bit_offsets_is_reduced_in_halves() -> None:
     assert len(Reduction.of(empty(1 << 29), None, 4).split()) == 1
     parts = Reduction.of(empty((1 << 29) + 1), None, 4).split()
     assert [part.reduced for part in parts] == [((1 << 28, 1),), (((1 << 28) + 1, 1),)]
+
+
+def test_launches_that_follow_one_another_hold_one_buffer_at_a_time() -> None:
+    """Liger-Kernel's published jsd rows (H100 PCIe): twice the vocabulary, from 2 GiB to 4 GiB, rises by the tensors
+    alone and not by another staging buffer."""
+    card = Card.of(find_gpu("h100-pcie"))
+    one, two = (reduction_buffers(empty(8192, vocabulary), None, 4, card) for vocabulary in (65_536, 131_072))
+    assert one == two != []
 
 
 @pytest.mark.parametrize(

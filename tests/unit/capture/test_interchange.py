@@ -100,6 +100,30 @@ def test_arrays_of_unknown_numbers_take_no_memory(gpu: VirtualGpu) -> None:
     assert (torch.zeros(1 << 36, device="cuda") > 0).cpu().numpy()[7] == False  # noqa: E712
 
 
+@pytest.mark.parametrize(
+    ("make", "num_bytes"),
+    [
+        (lambda: torch.tensor([1] * 1000), 8000),
+        (lambda: torch.tensor([1.0] * (1 << 18)), 1 << 20),  # large, and real all the same: the numbers are given
+        (lambda: torch.as_tensor([[1, 2]] * 1000, dtype=torch.int32), 8000),
+        (lambda: torch.LongTensor([1] * 1000), 8000),
+        (lambda: torch.ones(2).new_tensor([1.0] * 2000), 8000),
+        (lambda: torch.tensor(np.ones(1000)), 8000),
+        (lambda: torch.from_numpy(np.ones(1000)), 0),  # numpy's memory
+        (lambda: torch.as_tensor(np.ones(1000)), 0),
+        (lambda: torch.tensor([1] * 500), 0),  # below 4 KiB
+    ],
+)
+def test_tensors_of_lists_are_counted_on_the_host(gpu: VirtualGpu, make: Any, num_bytes: int) -> None:
+    tensors = [make() for _ in range(3)]
+    assert host_bytes(gpu) == 3 * num_bytes
+    moved = [tensor.to("cuda") for tensor in tensors]
+    assert host_bytes(gpu) == 3 * num_bytes
+    assert all(tensor.tolist() == other.tolist() for tensor, other in zip(tensors, moved, strict=True))
+    tensors.pop()
+    assert host_bytes(gpu) == 2 * num_bytes
+
+
 def test_dlpack(gpu: VirtualGpu) -> None:
     tensor = torch.zeros(8, device="cuda")
     assert torch.from_dlpack(tensor).device == CUDA

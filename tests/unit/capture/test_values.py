@@ -245,3 +245,26 @@ def test_a_float_write_makes_integers_unknown_again(gpu: VirtualGpu) -> None:
     assert counts[0].item() == 1
     counts.zero_()
     assert counts[0].item() == 0
+
+
+def test_what_has_the_shape_of_an_unknown_tensor_is_known(gpu: VirtualGpu) -> None:
+    """The gradient that a backward begins with is 1, whatever the loss is: code that asks takes its short cut."""
+    loss = torch.randn(8, device="cuda").sum()
+    assert torch.equal(torch.ones_like(loss), torch.tensor(1.0, device="cuda"))
+    unknown = torch.randn(2, 3, device="cuda")
+    assert torch.zeros_like(unknown).tolist() == [[0.0] * 3] * 2
+    assert torch.full_like(unknown, 7.0).t().tolist() == [[7.0] * 2] * 3
+    seen: list[bool] = []
+
+    class Short(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.equal(gradients[0], torch.tensor(1.0, device="cuda")))
+            return gradients[0].expand(2, 3)
+
+    Short.apply(unknown.requires_grad_()).backward()
+    assert seen == [True]

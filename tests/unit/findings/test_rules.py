@@ -61,7 +61,7 @@ class TestDoesNotFit:
         died = finding.evidence[0]
         assert (died.shape, died.dtype, died.source) == ((1, 4096, 32000), "float32", "loss.py:5 loss")
         assert finding.remedies[0] == "chunked-loss"
-        assert "smaller-micro-batch" not in finding.remedies  # the batch is 1 already
+        assert "micro-batch" not in finding.remedies  # the batch is 1 already
 
     def test_names_the_layer(self) -> None:
         (finding,) = of(training(4096, 1000, layers=4).context(60 * MIB), "does-not-fit")
@@ -71,7 +71,7 @@ class TestDoesNotFit:
     def test_inference_is_not_told_to_checkpoint(self) -> None:
         spec = TargetSpec(model="x", mode=Mode.INFERENCE, batch_size=2)
         (finding,) = of(training(4096, 1000, layers=4).context(50 * MIB, spec=spec), "does-not-fit")
-        assert "activation-checkpointing" not in finding.remedies and "smaller-micro-batch" in finding.remedies
+        assert "activation-checkpointing" not in finding.remedies and "micro-batch" in finding.remedies
 
     @pytest.mark.parametrize("usable", [None, GIB])
     def test_silent_when_it_fits_or_there_is_no_card(self, usable: int | None) -> None:
@@ -130,7 +130,7 @@ class TestWeightDelta:
         (finding,) = of(b.context(), "weight-delta-per-token")
         assert finding.num_bytes == 4 * 512 * 4096 * 14336 * 4
         assert "448.00 GiB" in finding.title and "npt.py:13" in finding.title
-        assert finding.remedies == ("low-rank-npt", "smaller-micro-batch")
+        assert finding.remedies == ("low-rank-npt", "micro-batch")
 
     @pytest.mark.parametrize(
         "shape",

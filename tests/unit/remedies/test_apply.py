@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import importlib.util
 import sys
 import types
 
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memprof
 from memprof.errors import MemprofError, UsageError
 from memprof.remedies.catalog import REMEDIES, Numerics, find_remedies
+from memprof.spec import TargetSpec
+from memprof.workload.npt_layers import add_npt
 from tests.unit.remedies import models
 
 
@@ -24,11 +29,27 @@ OPTIONS = {
     "vocabulary-cap": {"vocab_size": 50},
     "freeze": {"frozen": "*embed_tokens*"},
     "lora": {"lora_rank": 2},
+    "qlora": {"lora_rank": 2},
     "chunked-loss": {"chunk_size": 4},
     "optimizer-in-backward": {"optimizer": adamw},
+    "fused-optimizer": {"optimizer": adamw},
+    "cpu-offload-optimizer": {"optimizer": adamw, "offload_gradients": True},
 }
-TORCH_ALONE = [name for name in REMEDIES if name != "8-bit-optimizer"]
-EXACT = [name for name, remedy in REMEDIES.items() if remedy.numerics is Numerics.EXACT]
+OUTSIDE = {"micro-batch", "streamed-batches", "fused-optimizer", "expandable-segments"}
+"""What these make or change is not in the model."""
+NPT = {"low-rank-npt", "cpu-offload-npt-delta"}
+HERE = [
+    name
+    for name, remedy in REMEDIES.items()
+    if name not in {"8-bit-optimizer", *OUTSIDE}
+    and ("bitsandbytes" not in remedy.packages or importlib.util.find_spec("bitsandbytes"))
+]
+"""All that change the model, and whose packages are installed."""
+EXACT = [
+    name
+    for name, remedy in REMEDIES.items()
+    if remedy.numerics is Numerics.EXACT and name not in {"micro-batch", "streamed-batches", "expandable-segments"}
+]
 
 
 def options(*names):
@@ -37,6 +58,14 @@ def options(*names):
 
 def llama(**config):
     return models.llama(attn_implementation="eager", **config)
+
+
+def model_for(name, **config):
+    """The remedies of NPT need components."""
+    model = llama(**config)
+    if name in NPT:
+        add_npt(model, TargetSpec(model="llama", npt="dense", npt_rank=2))
+    return model
 
 
 def train(model, steps=3, optimizer=None):
@@ -52,9 +81,9 @@ def train(model, steps=3, optimizer=None):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("name", TORCH_ALONE)
+@pytest.mark.parametrize("name", HERE)
 def test_undo_restores_everything(name):
-    model = llama()
+    model = model_for(name)
     before, wanted = models.state(model), model(**models.batch(vocab=50)).logits.detach()
     applied = memprof.apply(model, [name], **options(name))
     assert applied.changes
@@ -73,8 +102,9 @@ def test_undo_restores_everything(name):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_remedies_train_alike(name):
-    wanted = train(llama())
-    model = llama()
+    torch.manual_seed(5)
+    model = model_for(name)
+    wanted = train(copy.deepcopy(model))
     applied = memprof.apply(model, [name], **options(name))
     torch.testing.assert_close(train(model, optimizer=applied.results.get(name)), wanted, rtol=2e-6, atol=0)
 
@@ -95,16 +125,17 @@ def test_with_dropout_and_a_cache(name):
         return train(model, optimizer=optimizer)
 
     def make():
-        return llama(attention_dropout=0.3, use_cache=True).train()
+        return model_for(name, attention_dropout=0.3, use_cache=True).train()
 
     if name == "sdpa-attention":
         pytest.skip("another kernel draws other numbers")
     model = make()
+    original = copy.deepcopy(model)
     extra = {"frozen": "model.norm*"} if name == "freeze" else options(name)
     applied = memprof.apply(model, [name], **extra)
     found = losses(model, applied.results.get(name))
     if name in EXACT:
-        torch.testing.assert_close(found, losses(make()), rtol=2e-6, atol=0)
+        torch.testing.assert_close(found, losses(original), rtol=2e-6, atol=0)
     assert found[-1] < found[0]
 
 
@@ -135,6 +166,69 @@ def test_every_nth_layer_runs_again(every, again):
     memprof.apply(model, "activation-checkpointing", every=every)
     model(**models.batch()).loss.backward()
     assert len(calls) == 4 + again
+
+
+def test_selective_checkpointing_keeps_products():
+    """Norms run again, matrix products do not; the numbers are the same."""
+
+    class Products(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.counts = collections.Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.counts[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    def counted(policy):
+        model = llama()
+        if policy:
+            memprof.apply(model, "activation-checkpointing", policy=policy)
+        loss = model(**models.batch()).loss
+        with Products() as products:
+            loss.backward()
+        return products.counts, [p.grad for p in model.parameters()]
+
+    (plain, wanted), (selective, found), (full, _) = counted(None), counted("selective"), counted("full")
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert selective["mm"] == plain["mm"] < full["mm"]
+    assert selective["bmm"] == plain["bmm"] < full["bmm"]
+    assert selective["rsqrt"] == full["rsqrt"] > plain["rsqrt"]
+
+
+@pytest.mark.parametrize("name", ["amp-bfloat16", "amp-float16"])
+def test_autocast(name):
+    """Products in half precision, masters and their gradients in float32."""
+    dtype = getattr(torch, name.removeprefix("amp-"))
+    model, seen = llama().to(torch.bfloat16), []
+    original = copy.deepcopy(model).float()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    applied = memprof.apply(model, name)
+    scaler = applied.results.get(name)
+    assert isinstance(scaler, torch.amp.GradScaler) == (name == "amp-float16")
+    loss = model(**models.batch()).loss
+    (loss if scaler is None else scaler.scale(loss) / scaler.get_scale()).backward()
+    assert seen == [dtype] and all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+    wanted = original(**models.batch()).loss
+    assert loss != wanted
+    torch.testing.assert_close(loss, wanted, rtol=torch.finfo(dtype).eps, atol=0)
+    applied.undo()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_autocast_follows_the_model_to_the_card():
+    def dtypes(amp):
+        found = []
+        with memprof.virtual_gpu("h100-80gb"):
+            model = llama()
+            model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: found.append(output.dtype))
+            if amp:
+                memprof.apply(model, "amp-bfloat16")
+            model.to("cuda")
+            model(input_ids=torch.zeros(1, 8, dtype=torch.int64, device="cuda"))
+        return found
+
+    assert dtypes(True) == [torch.bfloat16] and dtypes(False) == [torch.float32]
 
 
 def test_checkpointing_by_name():
@@ -175,6 +269,10 @@ def test_an_optimizer_of_8_bit_comes_from_its_package(monkeypatch):
         (["vocabulary-cap"], {}, "needs an option", "vocab_size="),
         (["vocabulary-cap"], {"vocab_size": 97}, "out of range", "1 to 96"),
         (["vocabulary-cap"], {"vocab_size": 0}, "out of range", "1 to 96"),
+        (["activation-checkpointing"], {"policy": "selectiv"}, "unknown policy", "did you mean 'selective'"),
+        (["amp-bfloat16", "bfloat16"], {}, "do not go together", "float32"),
+        (["amp-bfloat16", "amp-float16"], {}, "do not go together", "one dtype"),
+        (["amp-float16", "optimizer-in-backward"], {"optimizer": adamw}, "do not go together", "scaled"),
         (["activation-checkpointing"], {"every": 0}, "out of range", "1 to 4"),
         (["activation-checkpointing"], {"every": 5}, "out of range", "1 to 4"),
         (["activation-checkpointing"], {"modules": "nothing*"}, "names no module", "named like"),
@@ -230,6 +328,8 @@ def test_already_on():
 def test_gradients_stand_in_the_way():
     model = llama()
     model(**models.batch()).loss.backward()
+    with pytest.raises(UsageError, match="there are gradients"):
+        memprof.apply(model, "cpu-offload-optimizer", offload_gradients=True)
     for name in ("bfloat16", "optimizer-in-backward", "cpu-offload-weights"):
         with pytest.raises(UsageError, match="there are gradients"):
             memprof.apply(model, name, **options(name))
@@ -300,7 +400,10 @@ def original() -> int:
         ("activation-checkpointing", {}, 6 * 2 * SCORES),
         ("activation-checkpointing", {"every": 2}, 3 * 2 * SCORES),
         ("activation-checkpointing", {"modules": "self_attn"}, 7 * SCORES),
+        # The scores are a product and stay, their softmax runs again; so do norms and what the MLP multiplies.
+        ("activation-checkpointing", {"policy": "selective"}, 5 * SCORES),
         ("cpu-offload-activations", {}, 6 * 2 * SCORES),
+        ("cpu-offload-optimizer", {}, 2 * 4 * PARAMETERS * 0.9),
         ("cpu-offload-weights", {}, 6 * 2 * SCORES),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -347,3 +450,60 @@ def test_a_deep_copy_runs_its_own_layers():
             parameter.fill_(float("nan"))
     assert twin(**models.batch()).loss.isnan()
     assert not model(**models.batch()).loss.isnan()
+
+
+# -- quantized weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "bytes_per_weight", "largest"),
+    [
+        ("8-bit-weights", {}, 1, 0.02),
+        ("4-bit-weights", {}, 0.5, 0.4),
+        ("4-bit-weights", {"quant_type": "fp4", "double_quant": False}, 0.5, 0.5),
+        ("qlora", {"lora_rank": 2}, 0.5, 0.4),
+    ],
+)
+@pytest.mark.parametrize("build", [llama, models.gpt2])
+def test_quantized_weights_compute_nearly_the_same(build, name, given, bytes_per_weight, largest):
+    """With the library's own kernels on the CPU: of gpt2, whose layers keep their weights transposed, too."""
+    pytest.importorskip("bitsandbytes")
+    model = build()
+    head = model.get_output_embeddings().weight
+    # What the embedding and a head of its own have is not quantized, nor are vectors.
+    kept = {id(p) for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()} | {id(head)}
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in kept)
+    wanted = model(**models.batch(vocab=50)).logits.detach()
+    memprof.apply(model, [name], **given)
+    found = model(**models.batch(vocab=50)).logits.detach()
+    assert 0 < (found - wanted).norm() / wanted.norm() < largest
+    assert model.get_output_embeddings().weight is head
+    quantized = [p for p in model.parameters() if p.dtype in (torch.int8, torch.uint8)]
+    assert sum(p.nbytes for p in quantized) == matrices * bytes_per_weight
+    model(**models.batch(vocab=50)).loss.backward()
+    assert all(p.grad is None for p in quantized)
+    assert any(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "problem"),
+    [
+        ("4-bit-weights", {"quant_type": "nf3"}, "unknown quant_type"),
+        ("8-bit-weights,4-bit-weights", {}, "do not go together"),
+        ("qlora,lora", {}, "do not go together"),
+        ("qlora", {"lora_rank": 0}, "lora_rank must be at least 1"),
+    ],
+)
+def test_wrong_use_of_quantized_weights(names, given, problem):
+    pytest.importorskip("bitsandbytes")
+    model = llama()
+    before = models.state(model)
+    with pytest.raises(UsageError, match=problem):
+        memprof.apply(model, names, **given)
+    assert models.state(model) == before
+
+
+def test_quantized_weights_need_their_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UsageError, match="needs bitsandbytes"):
+        memprof.apply(llama(), "4-bit-weights")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -80,6 +81,50 @@ def test_all_modes_agree(form, batch, tokens, d_model, d_ffn, rank, num_ranks, c
         for one, other in zip(found, wanted, strict=True):
             # Sums of at most 7^4 products of numbers of size 1, in another order.
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["modulated", "rank-one"])
+@settings(max_examples=200, deadline=None)
+@given(
+    batch=sizes,
+    tokens=sizes,
+    d_model=sizes,
+    d_ffn=sizes,
+    rank=sizes,
+    num_ranks=sizes,
+    chunk=sizes,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_every_mode_is_as_near_to_float64_as_its_precision(
+    form, batch, tokens, d_model, d_ffn, rank, num_ranks, chunk, dtype, seed
+):
+    """In the dtypes that are used, against dense in float64 of the same numbers."""
+    torch.manual_seed(seed)
+    made = component(form, d_model, d_ffn, min(rank, d_model), num_ranks, chunk=chunk)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_((parameter / 4).to(dtype))
+    hidden, attention = (torch.randn(batch, tokens, d_model).to(dtype).double() for _ in range(2))
+    weights = torch.randn(batch, tokens, d_ffn).to(dtype).double()
+    made.mode, made.combine = "dense", "batched"
+    wanted = result_and_gradients(made, made, hidden, attention, weights)
+    # The same sums over absolute values: no intermediate is larger, and each rounding is a share of one.
+    largest = copy.deepcopy(made)
+    with torch.no_grad():
+        for parameter in largest.parameters():
+            parameter.abs_()
+    bounds = result_and_gradients(largest, largest, hidden.abs(), attention.abs(), weights.abs())
+    small = copy.deepcopy(made).to(dtype)
+    for small.mode, small.combine in itertools.product(NPT_MODES, NPT_COMBINES if form == "rank-one" else [""]):
+        found = result_and_gradients(small, small, hidden.to(dtype), attention.to(dtype), weights.to(dtype))
+        # Products of five numbers, summed over at most four indices of 7: each is rounded about a dozen times, and sums
+        # of n numbers n times more at the worst.
+        roundings = 12 + batch * tokens + d_model + d_ffn + rank + num_ranks
+        floor = 2**-14 if dtype == torch.float16 else 1e-30  # below it float16 has fewer digits
+        for one, exact, bound in zip(found, wanted, bounds, strict=True):
+            apart = (one.double() - exact).abs()
+            assert bool((apart <= roundings * torch.finfo(dtype).eps * bound + floor).all())
 
 
 @pytest.mark.parametrize("mode", NPT_MODES)

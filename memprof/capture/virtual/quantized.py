@@ -1,0 +1,171 @@
+"""bitsandbytes on the virtual GPU: 8-bit and 4-bit weights, optimizers whose state is quantized or paged.
+
+Its operators are Python functions that allocate with torch and then call a native library. On the virtual GPU those
+for CUDA (bitsandbytes/backends/cuda/ops.py) run as they are, so that sizes, order and temporaries are the library's
+own; only the native calls do nothing. They are given every buffer that they use; cuBLASLt is given no workspace.
+
+Paged state is managed memory (`get_paged` in bitsandbytes/functional.py): not the caching allocator's, and moved
+between host and card by the driver. It is counted as host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_KERNELS = "bitsandbytes.backends.cuda.ops"
+_FUNCTIONS = "bitsandbytes.functional"
+_NAMESPACE = "bitsandbytes::"
+_PAGED = (
+    "Paged optimizer state is managed memory: counted in the host's, outside the caching allocator. What of it the "
+    "driver keeps on the card at a time is not simulated."
+)
+
+
+class NoKernels:
+    """A native library every function of which does nothing and reports success."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def kernel(*args: Any) -> int:
+            return 0
+
+        return kernel
+
+
+def is_loaded() -> bool:
+    """Whether the program has imported bitsandbytes."""
+    return _FUNCTIONS in sys.modules
+
+
+@contextlib.contextmanager
+def import_watched(then: Callable[[], None]) -> Iterator[None]:
+    """Call `then` when the program imports bitsandbytes inside, as soon as that is done."""
+    finder = _Finder(then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._looking = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """That of the other finders; running the module ends with `then`."""
+        if name != "bitsandbytes" or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                self._then()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that let bitsandbytes run without its native library.
+
+    Nothing if it has not been imported, or is of a release without torch operators (before 0.46).
+    """
+    functions = sys.modules.get(_FUNCTIONS)
+    if functions is None or not hasattr(torch.ops.bitsandbytes, "quantize_4bit"):
+        return
+    kernels = _cuda_kernels()
+    if kernels is None:
+        return
+    native = NoKernels()
+    yield functions, "lib", native
+    yield kernels, "lib", native
+    if hasattr(kernels, "_get_raw_stream"):
+        yield kernels, "_get_raw_stream", lambda index: 0
+    for name, value in list(vars(kernels).items()):
+        if name.startswith("str2optimizer"):
+            table = {optimizer: tuple(native.kernel for _ in entries) for optimizer, entries in value.items()}
+            yield kernels, name, table
+        elif isinstance(value, functools._lru_cache_wrapper):  # it remembers the facts of a card
+            yield kernels, name, functools.cache(value.__wrapped__)
+    yield functions, "get_paged", _paged(assume)
+    if hasattr(functions, "name2qmap"):  # tables, which stay where they were first wanted
+        yield functions, "name2qmap", {}
+    for name in ("GlobalPageManager", "CUBLAS_Context"):  # what they hold is this card's
+        if hasattr(functions, name):
+            yield getattr(functions, name), "_instance", None
+
+
+def operators() -> Iterator[Any]:
+    """The operators of bitsandbytes that have a kernel for CUDA; after `patches`, which has them registered."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith(_NAMESPACE) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"):
+            packet, _, overload = name.removeprefix(_NAMESPACE).partition(".")
+            yield getattr(getattr(torch.ops.bitsandbytes, packet), overload or "default")
+
+
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a quantized one consists of beside its own data; none for an ordinary tensor.
+
+    A parameter of bitsandbytes has its scales as attributes (`quant_state`, with another inside when they are quantized
+    in turn, or `SCB`); tensors that wrap others, as torchao's do, name them.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [getattr(tensor, name) for name in names]
+    found: list[torch.Tensor] = []
+    holder = getattr(tensor, "quant_state", None)
+    while holder is not None:
+        found += [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]
+        holder = vars(holder).get("state2")
+    scales = getattr(tensor, "SCB", None)
+    return [*found, scales] if isinstance(scales, torch.Tensor) else found
+
+
+def _cuda_kernels() -> ModuleType | None:
+    """The module of the CUDA kernels; bitsandbytes itself imports it only where there is a card.
+
+    It looks for `torch._C._cuda_getCurrentRawStream`, which the facade gives to builds without CUDA.
+    """
+    loaded = sys.modules.get(_KERNELS)
+    if loaded is not None:
+        return loaded
+    extension: Any = sys.modules["bitsandbytes.cextension"]
+    library, extension.lib = extension.lib, NoKernels()
+    try:
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(_KERNELS)
+    finally:
+        extension.lib = library
+    return None
+
+
+def _paged(assume: Callable[[str], None]) -> Callable[..., torch.Tensor]:
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
+        """A tensor in managed memory, which torch takes for one of the host."""
+        assume(_PAGED)
+        made: Any = torch.empty(shape, dtype=dtype, device="cpu")
+        made.is_paged = True
+        made.page_deviceid = 0 if device is None else device.index
+        return made  # type: ignore[no-any-return]
+
+    return get_paged

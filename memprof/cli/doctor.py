@@ -1,0 +1,95 @@
+"""`memprof doctor [FILE]`: what an error message says and what to do; `memprof doctor --env`: the installation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from memprof.errors import UsageError
+
+
+def doctor(
+    file: Annotated[
+        str | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
+    ] = None,
+    env: Annotated[bool, typer.Option("--env", help="Check this installation instead.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model that ran, of the catalog or a config.json: its dimensions name the tensor.", metavar="NAME"
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Sequences of its batch.", min=1, metavar="N")] = None,
+    context_length: Annotated[int | None, typer.Option(help="Tokens of each.", min=1, metavar="TOKENS")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Say why a run died for memory, or for tensors on two devices, which tensor it was, and what to do in order.
+
+    Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 2: no such error is in it.
+    """
+    if env:
+        _check(as_json, [("FILE", file), ("--model", model), ("--batch-size", batch_size)])
+        return
+    from memprof.doctor import Known, diagnose
+    from memprof.report.doctor import render_diagnoses
+
+    known = Known(model, batch_size, context_length)
+    with _open(file) as stream:
+        found = diagnose(stream, _name(file), known)
+    if not found:
+        raise UsageError(
+            "no memory or device error is in it",
+            value=_name(file),
+            hint="paste the whole traceback; of a process that vanished, its exit code (137 is a kill)",
+        )
+    if as_json:
+        json.dump(
+            {"file": _name(file), "diagnoses": [diagnosis.to_json() for diagnosis in found]}, sys.stdout, indent=1
+        )
+        sys.stdout.write("\n")
+    else:
+        typer.echo(render_diagnoses(found), nl=False)
+
+
+def _check(as_json: bool, others: list[tuple[str, object]]) -> None:
+    from memprof.doctor.installation import check_installation
+    from memprof.report.doctor import render_installation
+
+    for name, value in others:
+        if value is not None:
+            raise UsageError("--env looks at this machine, not at a log", value=name, hint="leave out one of them")
+    checked = check_installation()
+    if as_json:
+        json.dump(checked.to_json(), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        typer.echo(render_installation(checked), nl=False)
+
+
+def _name(file: str | None) -> str:
+    return "standard input" if file in (None, "-") else str(file)
+
+
+def _open(file: str | None) -> AbstractContextManager[BinaryIO]:
+    if file in (None, "-"):
+        stream: BinaryIO = sys.stdin.buffer
+        if sys.stdin.isatty():
+            typer.echo("paste the error, then press Ctrl-D on an empty line", err=True)
+        return nullcontext(stream)
+    path = Path(str(file))
+    if path.is_dir():
+        raise UsageError("this is a folder, not a log", value=str(path), hint="name a file in it")
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise UsageError(
+            "no such file", value=str(path), hint="an error message itself goes to standard input"
+        ) from None
+    except OSError as error:
+        raise UsageError("the file cannot be read", value=f"{path}: {error.strerror}") from None

@@ -1,0 +1,46 @@
+"""`memprof monitor [-- COMMAND]`: cards and a command's allocator, live."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memprof.errors import MemprofError, UsageError
+
+MIN_INTERVAL = 0.05
+
+
+def monitor(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND", help="What to start and watch. [default: the cards alone]"),
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Between two samples.", metavar="SECONDS")] = 1.0,
+    log: Annotated[Path | None, typer.Option(help="Write a line per sample to this CSV file.", metavar="FILE")] = None,
+    once: Annotated[bool, typer.Option("--once", help="One sample of the cards, and no more.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each sample as a line of JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no samples: what is said at the end, alone.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    """Watch the cards, and the memory of a PyTorch command: allocated, reserved, resident, and their peaks.
+
+    The command runs unchanged, with its own input and output; with one, memprof prints to stderr. The exit code is the
+    command's own, 128 + n if signal n killed it.
+    """
+    if interval < MIN_INTERVAL:
+        raise UsageError("the interval is too short", value=interval, hint=f"give {MIN_INTERVAL} seconds or more")
+    if once and command:
+        raise UsageError("--once is of the cards alone", hint="leave the command out, or give a longer --interval")
+    if not hasattr(signal, "sigtimedwait"):
+        raise MemprofError("memprof monitor needs Linux", value=sys.platform)
+    from memprof.monitor.run import monitor as watch
+    from memprof.report.monitor import make_view
+
+    stream = sys.stderr if command else sys.stdout
+    view = make_view(stream, has_command=bool(command), as_json=as_json, quiet=quiet)
+    outcome = watch(command or (), view, interval=interval, log=log, once=once)
+    raise typer.Exit(outcome.exit_code)

@@ -1,0 +1,132 @@
+"""`memprof recipes`: list, run and copy the case studies. They are scripts; nothing of them is imported here."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from memprof.errors import MemprofError, UsageError, unknown_name
+
+app = typer.Typer(help="Case studies of real reports: list them, run them, copy them.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]
+_PACKAGE = Path(__file__).resolve().parents[1]
+_FOLDERS = (_PACKAGE / "_recipes", _PACKAGE.parent / "recipes")
+"""In an installed wheel; in a checkout."""
+
+
+class Recipe(NamedTuple):
+    """One folder with a script."""
+
+    folder: Path
+    title: str
+    """The heading of its README."""
+
+    @property
+    def name(self) -> str:
+        """As the user writes it."""
+        return self.folder.name
+
+    @property
+    def script(self) -> Path:
+        """What runs it; it imports the other files of its folder, and memprof."""
+        return self.folder / "run.py"
+
+
+@app.command("ls")
+def list_recipes() -> None:
+    """List the recipes: name, title, and the line that runs each."""
+    for recipe in find_recipes():
+        typer.echo(f"{recipe.name}\n    {recipe.title}\n    memprof recipes run {recipe.name}")
+
+
+@app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def run_recipe(context: typer.Context, name: Name) -> None:
+    """Run a recipe: what it is about before and after, and which figures of its report hold.
+
+    What follows NAME goes to the recipe's script: its own --help says what it takes.
+    """
+    script = find_recipe(name).script
+    before = sys.argv, list(sys.path)
+    # As `python run.py` does it, so that a copy of the folder behaves the same.
+    sys.argv, sys.path[:0] = [str(script), *context.args], [str(script.parent)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+@app.command("cp")
+def copy_recipe(
+    name: Name,
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A new folder, or one that is there: then the copy is made inside it."),
+    ],
+) -> None:
+    """Copy a recipe's folder, to change it and run it from there. Nothing is overwritten."""
+    recipe = find_recipe(name)
+    target = directory / recipe.name if directory.is_dir() else directory
+    if target.exists() or target.is_symlink():
+        raise UsageError("there is something already: nothing was copied", value=target, hint="name another folder")
+    try:
+        shutil.copytree(recipe.folder, target, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise UsageError(
+            "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
+        ) from error
+    typer.echo(f"copied to {target}; run it with\n    python {target / recipe.script.name}")
+
+
+def find_recipes() -> list[Recipe]:
+    """All recipes, by number.
+
+    Raises:
+        MemprofError: this installation has none.
+    """
+    for folder in _FOLDERS:
+        found = [path.parent for path in folder.glob("*/run.py") if (path.parent / "README.md").is_file()]
+        if found:
+            return [Recipe(path, _title(path / "README.md")) for path in sorted(found, key=_order)]
+    raise MemprofError("this installation has no recipes", hint="install memprof from its wheel, or from a checkout")
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of this name, of this number, or the only one whose name has this part.
+
+    Raises:
+        UsageError: there is none, or there are several.
+    """
+    recipes = find_recipes()
+    wanted = name.strip().strip("/").lower()
+    for recipe in recipes:
+        if wanted in (recipe.name.lower(), _number(recipe.folder)):
+            return recipe
+    found = [recipe for recipe in recipes if wanted in recipe.name.lower()]
+    if wanted and len(found) == 1:
+        return found[0]
+    if wanted and found:
+        raise UsageError(
+            "several recipes have this in their names", value=repr(name), hint=", ".join(r.name for r in found)
+        )
+    raise unknown_name("recipe", name, [recipe.name for recipe in recipes])
+
+
+def _title(readme: Path) -> str:
+    with readme.open(encoding="utf-8") as lines:
+        return next(lines, "").lstrip("#").strip()
+
+
+def _number(folder: Path) -> str | None:
+    match = re.match(r"(\d+)-", folder.name)
+    return match[1] if match else None
+
+
+def _order(folder: Path) -> tuple[int, str]:
+    return int(_number(folder) or sys.maxsize), folder.name

@@ -1,0 +1,266 @@
+"""Count the tokens of a corpus: words, bytes, or those of a tokenizer."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from memprof.corpus.frequencies import Frequencies
+from memprof.corpus.rows import json_rows, parquet_rows
+from memprof.corpus.sources import JSON_LINES, PARQUET, TEXT, Source, find_sources
+from memprof.corpus.spilling import MAX_WORDS, SpillingCounter
+from memprof.corpus.tally import Tally
+from memprof.corpus.text import NoTextError, Progress, blocks, codec_name, pieces
+from memprof.errors import MemprofError, UsageError
+
+WORDS, BYTES = "whitespace", "bytes"
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class CorpusCount:
+    """What was counted."""
+
+    tokenizer: str
+    """whitespace, bytes, or the path of a tokenizer."""
+    num_bytes: int
+    """Of text: of files after decompression, of rows as UTF-8."""
+    frequencies: Frequencies
+    most_common: tuple[tuple[str, int], ...]
+    """The most frequent tokens as text, with their counts."""
+    vocab_size: int | None = None
+    """Ids that the tokenizer has; None for words."""
+    unseen: int | None = None
+    """Of these, how many never occur."""
+    highest_id: int | None = None
+    """A cap that keeps the first ids, as the remedy vocabulary-cap does, must be above it to lose nothing."""
+    unseen_ranges: tuple[tuple[int, int], ...] = ()
+    """First and last of each run of ids that never occur."""
+    special_unseen: tuple[str, ...] = ()
+    """Special tokens among these: a model needs them although no text has them."""
+    reserved: int = 0
+    """Rows that a capped vocabulary needs beside the tokens kept: one for all that is rare, and the special tokens."""
+    files: int = 1
+    rows: int = 0
+    """Of JSON Lines and Parquet that held text."""
+    notes: tuple[str, ...] = ()
+    """Sentences: what was left out, replaced or taken for granted."""
+
+
+def count_corpus(
+    corpus: str | Path | Sequence[str | Path],
+    tokenizer: str = WORDS,
+    *,
+    encoding: str = "utf-8",
+    column: str | None = None,
+    show: int = 10,
+    max_words: int = MAX_WORDS,
+    progress: Progress = lambda done: None,
+) -> CorpusCount:
+    """Count the tokens of a corpus in bounded memory.
+
+    Args:
+        corpus: a file, a folder or a pattern, or several of these: text, JSON Lines or Parquet by their suffix, each
+            but Parquet also compressed by gzip, bzip2 or xz.
+        tokenizer: whitespace, bytes, a tokenizer.json, or a folder that has one. A tokenizer is given text line by
+            line and rows whole, and adds no special tokens.
+        encoding: of text and JSON Lines.
+        column: of JSON Lines and Parquet; None: `rows.DEFAULT_COLUMN`. If given, text files are JSON Lines too.
+        show: how many of the most frequent tokens to name.
+        max_words: different words in memory at a time; what is more waits on disk.
+        progress: told how many bytes have been read on disk.
+
+    Raises:
+        UsageError: a file or the tokenizer cannot be read, or a file is not in that encoding.
+        MemprofError: the disk is full where words wait.
+    """
+    codec_name(encoding)
+    sources = find_sources(corpus, column)
+    reader = _Reader(sources, encoding, column, progress)
+    if tokenizer == WORDS:
+        with SpillingCounter(max_words) as words:
+            try:
+                for text in reader.texts():
+                    words.update(text.split())
+                counted = Frequencies.of(count for _, count in words.items())
+                most = tuple(words.most_common(show))
+            except OSError as error:
+                raise MemprofError(
+                    "words that wait on disk could not be kept", value=error.filename,
+                    hint=f"{(error.strerror or str(error)).lower()}: set TMPDIR to a folder with more room",
+                ) from None  # fmt: skip
+        tally = reader.done()
+        return CorpusCount(
+            tokenizer, tally.num_bytes, counted, most, reserved=1, files=tally.files, rows=tally.rows,
+            notes=tuple(tally.notes()),
+        )  # fmt: skip
+    if tokenizer == BYTES:
+        counts = array("Q", bytes(8 * 256))
+        for block in reader.blocks():
+            for value in set(block):
+                counts[value] += block.count(value)
+        return _of_ids(tokenizer, reader.done(), counts, lambda value: repr(bytes((value,)))[1:], show)
+    made = _load_tokenizer(tokenizer)
+    counts = array("Q", bytes(8 * made.get_vocab_size(with_added_tokens=True)))
+    for documents in reader.documents():
+        ids: Counter[int] = Counter()
+        for encoded in made.encode_batch_fast(documents, add_special_tokens=False):
+            ids.update(encoded.ids)
+        for number, count in ids.items():
+            if number >= len(counts):  # ids with gaps, which added tokens may leave
+                counts.extend([0] * (number + 1 - len(counts)))
+            counts[number] += count
+    special = {number: str(t.content) for number, t in made.get_added_tokens_decoder().items() if t.special}
+    notes = []
+    if any(source.kind == TEXT for source in sources):
+        notes.append(
+            "Lines go to the tokenizer one by one without their ends: the tokens of line ends are not counted."
+        )
+    notes.append(
+        "A cap keeps the most frequent ids, which are to be numbered anew; the others become the unknown token."
+    )
+    return _of_ids(tokenizer, reader.done(), counts, lambda number: str(made.id_to_token(number)), show, special, notes)
+
+
+class _Reader:
+    """All files of a corpus, one after the other."""
+
+    def __init__(self, sources: Sequence[Source], encoding: str, column: str | None, progress: Progress) -> None:
+        self._sources, self._encoding, self._column, self._progress = sources, encoding, column, progress
+        self._before = 0
+        self._tally = Tally()
+
+    def _tell(self, done: int) -> None:
+        self._progress(self._before + done)
+
+    def _rows(self, source: Source) -> Iterator[list[str]]:
+        if source.kind == PARQUET:
+            return parquet_rows(source.path, self._column, self._tally, self._tell)
+        return json_rows(source.path, self._column, self._encoding, self._tally, self._tell)
+
+    def _files(self) -> Iterator[Source]:
+        """The files that can be opened; what a file that was only found lacks is noted."""
+        for source in self._sources:
+            if not source.named and not source.path.exists():
+                self._tally.skipped[source.path] = "vanished before it was read"
+                continue
+            yield source
+            self._before += source.num_bytes
+
+    def _read(self, read: Callable[[Source], Iterator[Any]]) -> Iterator[Any]:
+        for source in self._files():
+            try:
+                yield from read(source)
+            except NoTextError as error:
+                if source.named and len(self._sources) == 1:
+                    raise
+                empty = "empty" in error.problem
+                if source.named and not empty:
+                    raise
+                self._tally.skipped[source.path] = "empty" if empty else "binary"
+                continue
+            self._tally.files += 1
+
+    def texts(self) -> Iterator[str]:
+        """Pieces that end where a word does."""
+
+        def read(source: Source) -> Iterator[str]:
+            if source.kind == TEXT:
+                return pieces(source.path, self._encoding, progress=self._tell, tally=self._tally)
+            return ("\n".join(rows) for rows in self._rows(source))
+
+        return self._read(read)
+
+    def documents(self) -> Iterator[list[str]]:
+        """Batches of lines or rows."""
+
+        def read(source: Source) -> Iterator[list[str]]:
+            if source.kind != TEXT:
+                return self._rows(source)
+            found = pieces(source.path, self._encoding, lines=True, progress=self._tell, tally=self._tally)
+            return (piece.splitlines() for piece in found)
+
+        return self._read(read)
+
+    def blocks(self) -> Iterator[bytes]:
+        """Bytes of text files as they are, and of rows in UTF-8."""
+
+        def read(source: Source) -> Iterator[bytes]:
+            if source.kind == TEXT:
+                return blocks(source.path, self._tell, tally=self._tally)
+            return ("".join(rows).encode() for rows in self._rows(source))
+
+        return self._read(read)
+
+    def done(self) -> Tally:
+        """What was read.
+
+        Raises:
+            UsageError: no file held text.
+        """
+        if not self._tally.files:
+            reasons = sorted(set(self._tally.skipped.values()))
+            raise UsageError(
+                "the corpus is empty", value=f"{len(self._sources):,} files: {', '.join(reasons)}",
+                hint="give files with text",
+            )  # fmt: skip
+        if JSON_LINES in (source.kind for source in self._sources) and not self._tally.num_bytes:
+            raise UsageError("the corpus is empty", value="rows without a character", hint="give files with text")
+        return self._tally
+
+
+def _of_ids(
+    tokenizer: str,
+    tally: Tally,
+    counts: array[int],
+    name: Callable[[int], str],
+    show: int,
+    special: dict[int, str] | None = None,
+    notes: Sequence[str] = (),
+) -> CorpusCount:
+    most = sorted(range(len(counts)), key=lambda number: (-counts[number], number))[:show]
+    ranges = []
+    for seen, numbers in groupby(range(len(counts)), key=lambda number: counts[number] > 0):
+        if not seen:
+            run = list(numbers)
+            ranges.append((run[0], run[-1]))
+    unseen = tuple(text for number, text in sorted((special or {}).items()) if not counts[number])
+    return CorpusCount(
+        tokenizer=tokenizer,
+        num_bytes=tally.num_bytes,
+        frequencies=Frequencies.of(counts),
+        most_common=tuple((name(number), counts[number]) for number in most if counts[number]),
+        vocab_size=len(counts),
+        unseen=counts.count(0),
+        highest_id=max((number for number, count in enumerate(counts) if count), default=None),
+        unseen_ranges=tuple(ranges),
+        special_unseen=unseen,
+        reserved=0 if tokenizer == BYTES else max(1, len(unseen)),
+        files=tally.files,
+        rows=tally.rows,
+        notes=(*tally.notes(), *notes),
+    )
+
+
+def _load_tokenizer(name: str) -> Any:
+    path = Path(name).expanduser()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(
+            "no tokenizer here", value=name, hint=f"{WORDS}, {BYTES}, a {TOKENIZER_FILE}, or a folder that has one"
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError(
+            "the package tokenizers is not installed", value=name, hint=f"pip install tokenizers, or count by {WORDS}"
+        ) from None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more precise
+        raise UsageError("not a tokenizer", value=file, hint=str(error).splitlines()[0]) from None

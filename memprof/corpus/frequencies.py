@@ -1,0 +1,90 @@
+"""How often tokens occur, and what share of a corpus the most frequent of them cover. Exact, in integers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from memprof.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """The counts of a corpus without its tokens: so many tokens occur so many times.
+
+    Args:
+        histogram: (times, tokens that occur so often) pairs, the most frequent first. A corpus of n tokens has at
+            most sqrt(2 n) of them, however many different tokens it has.
+    """
+
+    histogram: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, counts: Iterable[int]) -> Frequencies:
+        """Of how often each token occurs; tokens that do not are left out."""
+        histogram = Counter(counts)
+        histogram.pop(0, None)
+        return cls(tuple(sorted(histogram.items(), reverse=True)))
+
+    @property
+    def total(self) -> int:
+        """Tokens in the corpus."""
+        return sum(times * tokens for times, tokens in self.histogram)
+
+    @property
+    def distinct(self) -> int:
+        """Different tokens."""
+        return sum(tokens for _, tokens in self.histogram)
+
+    def covered(self, cap: int) -> int:
+        """Tokens of the corpus that are among the `cap` most frequent ones."""
+        left, covered = cap, 0
+        for times, tokens in self.histogram:
+            taken = min(left, tokens)
+            covered += times * taken
+            left -= taken
+            if not left:
+                break
+        return covered
+
+    def coverage(self, cap: int) -> float:
+        """The share of the corpus that the `cap` most frequent tokens make up."""
+        return self.covered(cap) / self.total if self.total else 1.0
+
+    def cap_for(self, share: float | str | Fraction) -> int:
+        """The fewest tokens that make up at least `share` of the corpus.
+
+        Args:
+            share: from 0 to 1; a float counts as the decimal number that it is written as.
+
+        Raises:
+            UsageError: it is not from 0 to 1.
+        """
+        exact = Fraction(str(share)) if isinstance(share, float) else Fraction(share)
+        if not 0 <= exact <= 1:
+            raise UsageError("a coverage is from 0 to 1", value=share, hint="0.999 is 99.9%")
+        missing = -(-exact.numerator * self.total // exact.denominator)  # rounded up
+        cap = 0
+        for times, tokens in self.histogram:
+            if times * tokens >= missing:
+                return cap - (-missing // times)
+            missing -= times * tokens
+            cap += tokens
+        return cap
+
+    def curve(self, points: int = 20) -> list[tuple[int, float]]:
+        """(cap, coverage) pairs, the caps in even ratios from 1 to all tokens."""
+        if not self.distinct:
+            return []
+        caps = {round(self.distinct ** (point / max(1, points - 1))) for point in range(points)} | {self.distinct}
+        sums = list(accumulate((times * tokens for times, tokens in self.histogram), initial=0))
+        ends = list(accumulate((tokens for _, tokens in self.histogram), initial=0))
+        curve, at = [], 0
+        for cap in sorted(caps):
+            while ends[at + 1] < cap:
+                at += 1
+            curve.append((cap, (sums[at] + (cap - ends[at]) * self.histogram[at][0]) / self.total))
+        return curve

@@ -1,0 +1,160 @@
+"""The texts of one column of JSON Lines or Parquet, a batch of rows at a time."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memprof.corpus import text as texts
+from memprof.corpus.sources import opened
+from memprof.corpus.tally import ERRORS, Tally, Undecodable
+from memprof.corpus.text import NoTextError, Progress, codec_name
+from memprof.errors import UsageError
+
+DEFAULT_COLUMN = "text"
+MAX_ROW_CHARACTERS = 1 << 26
+PARQUET_ROWS = 64
+"""Rows read at a time; a row group is decoded as it is needed."""
+
+
+def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progress: Progress) -> Iterator[list[str]]:
+    """Batches of the texts in `column`, of about `text.BATCH_BYTES`; rows without one are counted in `tally`.
+
+    Raises:
+        UsageError: no row has text in the column, the file cannot be read, or most of it is in another encoding.
+        NoTextError: it is empty or binary.
+    """
+    name = column or DEFAULT_COLUMN
+    before = tally.rows
+    seen: set[str] = set()
+    wrong = Undecodable(tally, path)
+    codec = codec_name(encoding)
+    with opened(path) as (file, tell):
+        head = file.peek(4096)
+        if not head:
+            raise NoTextError("the corpus is empty", value=path)
+        texts.check_is_text(path, head, encoding)
+        lines = io.TextIOWrapper(file, codec, errors=ERRORS, newline="\n")
+        batch: list[str] = []
+        held = number = characters = 0
+        while True:
+            with wrong:
+                try:
+                    line = lines.readline(MAX_ROW_CHARACTERS + 1)
+                except UnicodeError as error:
+                    raise texts.not_in(path, encoding, error) from None
+            if not line:
+                break
+            number += 1
+            characters += len(line)
+            if len(line) > MAX_ROW_CHARACTERS:
+                raise UsageError(
+                    f"a row of more than {MAX_ROW_CHARACTERS >> 20} Mi characters", value=f"{path}, line {number:,}",
+                    hint="is it JSON Lines, one object in each line?",
+                )  # fmt: skip
+            if line.isspace():
+                continue
+            value = _text_of(line, name, seen, path, number, tally)
+            if value is None:
+                continue
+            tally.rows += 1
+            tally.num_bytes += num_bytes(value)
+            batch.append(value)
+            held += len(value)
+            if held >= texts.BATCH_BYTES:
+                yield batch
+                batch, held = [], 0
+                progress(tell())
+        lines.detach()
+    if wrong.count > texts.MAX_UNDECODABLE * characters:
+        raise texts.wrong_encoding(path, encoding, wrong, characters)
+    if tally.rows == before:
+        columns = ", ".join(sorted(seen)[:8])
+        raise UsageError(
+            f"no row has text in the column {name!r}", value=path,
+            hint=f"give --column: there are {columns}" if columns else "is it JSON Lines, one object in each line?",
+        )  # fmt: skip
+    if batch:
+        yield batch
+    progress(tell_size(path))
+
+
+def _text_of(line: str, name: str, seen: set[str], path: Path, number: int, tally: Tally) -> str | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        tally.bad_row(path, f"is line {number:,}, which is no JSON")
+        return None
+    if not isinstance(row, dict):
+        tally.bad_row(path, f"is line {number:,}, which is no object")
+        return None
+    value: Any = row.get(name)
+    if not isinstance(value, str):
+        if len(seen) < 64:
+            seen.update(str(key) for key, other in row.items() if isinstance(other, str))
+        tally.bad_row(path, f"is line {number:,}, without text in {name!r}")
+        return None
+    # A lone surrogate, which JSON may spell and no tokenizer takes.
+    return value.encode("utf-8", "replace").decode() if "\\ud" in line.lower() else value
+
+
+def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progress) -> Iterator[list[str]]:
+    """Batches of the texts in `column` of a Parquet file, by pyarrow, which need not be there otherwise.
+
+    Raises:
+        UsageError: pyarrow is not installed, the file is no Parquet, or has no such column of text.
+        NoTextError: it has no rows.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(
+            "the package pyarrow is not installed", value=path, hint="pip install pyarrow, or write JSON Lines"
+        ) from None
+    name = column or DEFAULT_COLUMN
+    size = tell_size(path)
+    with opened(path) as (raw, _):
+        try:
+            file = pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UsageError("not a Parquet file", value=path, hint=str(error).splitlines()[0]) from None
+        strings = [f.name for f in file.schema_arrow if str(f.type) in ("string", "large_string", "string_view")]
+        if name not in strings:
+            raise UsageError(
+                f"no column of text is called {name!r}", value=path,
+                hint=f"give --column: there are {', '.join(strings[:8])}" if strings else "it has no column of text",
+            )  # fmt: skip
+        total = file.metadata.num_rows
+        if not total:
+            raise NoTextError("the corpus is empty", value=path)
+        done = 0
+        try:
+            for rows in file.iter_batches(batch_size=PARQUET_ROWS, columns=[name]):
+                values = rows.column(0).to_pylist()
+                good = [value for value in values if value is not None]
+                for _ in range(len(values) - len(good)):
+                    tally.bad_row(path, f"is within rows {done + 1:,} to {done + len(values):,}, without text")
+                done += len(values)
+                tally.rows += len(good)
+                tally.num_bytes += sum(map(num_bytes, good))
+                yield good
+                progress(size * done // total)
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise UsageError("the Parquet file is damaged", value=path, hint=str(error).splitlines()[0]) from None
+
+
+def num_bytes(value: str) -> int:
+    """Of a text in UTF-8."""
+    return len(value) if value.isascii() else len(value.encode())
+
+
+def tell_size(path: Path) -> int:
+    """Bytes on disk; 0 if it has vanished."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

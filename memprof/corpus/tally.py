@@ -1,0 +1,121 @@
+"""What was read of a corpus, and what could not be: counted, and named with the first place of each kind."""
+
+from __future__ import annotations
+
+import codecs
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ERRORS = "memprof-undecodable"
+"""Name of the codecs' error handler that counts instead of raising."""
+MAX_NAMED = 3
+"""Files named in a sentence."""
+
+
+@dataclass
+class Defect:
+    """So many of one kind in one file."""
+
+    count: int
+    first: str
+    """The first of them: where it is, and what is wrong with it."""
+
+
+@dataclass
+class Tally:
+    """Filled in while a corpus is read."""
+
+    num_bytes: int = 0
+    """Of text, after decompression."""
+    files: int = 0
+    """That were read."""
+    rows: int = 0
+    """Of JSON Lines and Parquet that held text."""
+    undecodable: dict[Path, Defect] = field(default_factory=dict)
+    """Bytes that are not in the encoding; each stands in the text as U+FFFD."""
+    bad_rows: dict[Path, Defect] = field(default_factory=dict)
+    """Rows without text in the column, or that are no JSON."""
+    skipped: dict[Path, str] = field(default_factory=dict)
+    """Files found in a folder or by a pattern that hold no text, and why."""
+
+    def bad_row(self, path: Path, first: str) -> None:
+        """Count one more."""
+        _count(self.bad_rows, path, 1, first)
+
+    def notes(self) -> list[str]:
+        """Sentences on all that was not read as it stands."""
+        found = []
+        for path, defect in self.undecodable.items():
+            bytes_are = "byte is" if defect.count == 1 else "bytes are"
+            found.append(
+                f"{path}: {defect.count:,} {bytes_are} undecodable and read as U+FFFD; the first {defect.first}."
+            )
+        for path, defect in self.bad_rows.items():
+            rows = "row" if defect.count == 1 else "rows"
+            found.append(f"{path}: {defect.count:,} {rows} left out; the first {defect.first}.")
+        by_reason: dict[str, list[Path]] = {}
+        for path, why in self.skipped.items():
+            by_reason.setdefault(why, []).append(path)
+        for why, paths in by_reason.items():
+            names = ", ".join(str(path) for path in paths[:MAX_NAMED])
+            more = f" and {len(paths) - MAX_NAMED:,} more" if len(paths) > MAX_NAMED else ""
+            found.append(f"Left out, {why}: {names}{more}.")
+        return found
+
+
+class Undecodable:
+    """Told of every undecodable place while a file is decoded with errors=ERRORS: use it as a context manager.
+
+    Args:
+        tally: where they are counted.
+        path: the file.
+        before: bytes of the file in front of what is decoded, where that is known.
+    """
+
+    def __init__(self, tally: Tally, path: Path) -> None:
+        self._tally, self._path = tally, path
+        self.before: int | None = None
+
+    def __enter__(self) -> Undecodable:
+        _now.sink = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _now.sink = None
+
+    @property
+    def count(self) -> int:
+        """Undecodable bytes so far."""
+        defect = self._tally.undecodable.get(self._path)
+        return defect.count if defect else 0
+
+    @property
+    def first(self) -> str:
+        """The first of them, in words."""
+        return self._tally.undecodable[self._path].first
+
+    def tell(self, error: UnicodeDecodeError) -> None:
+        """Count the bytes of one error."""
+        what = " ".join(f"0x{byte:02x}" for byte in error.object[error.start : error.end][:4])
+        where = "" if self.before is None else f" near byte {self.before + error.start:,}"
+        _count(self._tally.undecodable, self._path, error.end - error.start, f"is {what}{where}: {error.reason}")
+
+
+def _count(defects: dict[Path, Defect], path: Path, count: int, first: str) -> None:
+    defect = defects.setdefault(path, Defect(0, first))
+    defect.count += count
+
+
+_now = threading.local()
+
+
+def _replace(error: UnicodeError) -> tuple[str, int]:
+    sink: Undecodable | None = getattr(_now, "sink", None)
+    if sink is None or not isinstance(error, UnicodeDecodeError):
+        raise error
+    sink.tell(error)
+    return "\ufffd", error.end
+
+
+codecs.register_error(ERRORS, _replace)

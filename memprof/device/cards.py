@@ -1,0 +1,98 @@
+"""Cards, their processes and their memory, as plain data: what `device/nvml.py` reads. All amounts are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CardProcess:
+    """One process with a context on a card. `used_bytes` is None where the driver does not say."""
+
+    pid: int
+    name: str
+    used_bytes: int | None
+    kind: str
+    """"compute" or "graphics"; one that is both is compute."""
+    gpu_instance: int | None = None
+    """Of a sliced card (MIG)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One MIG device of a card. Amounts are None where the caller may not read them."""
+
+    index: int
+    name: str
+    uuid: str
+    gpu_instance: int | None
+    total_bytes: int | None
+    used_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One card. An amount that NVML does not give is None; `notes` says why if it is one of memory.
+
+    Attributes:
+        index: NVML's, in the order of the PCI bus; CUDA's ordinal may differ (CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER).
+        name: as `torch.cuda.get_device_properties(i).name`.
+        uuid: "GPU-...", what names the card for good.
+        total_bytes: all memory; `used`, `free` and `reserved` sum to it.
+        used_bytes: in use by all processes and their contexts, what nvidia-smi shows.
+        free_bytes: what can still be had.
+        reserved_bytes: kept by driver and firmware; None if the driver is too old to tell it from `used_bytes`.
+        utilisation_percent: share of the last sample period in which a kernel ran.
+        temperature_celsius: of the GPU.
+        power_watts: drawn now.
+        compute_capability: major and minor.
+        slices: MIG devices, if the card is sliced.
+        processes: those that NVML lists, largest first.
+        notes: one line for each thing that could not be read.
+    """
+
+    index: int
+    name: str
+    uuid: str = ""
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+    reserved_bytes: int | None = None
+    utilisation_percent: int | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    compute_capability: tuple[int, int] | None = None
+    slices: tuple[Slice, ...] = ()
+    processes: tuple[CardProcess, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All cards at one moment. Without any, `notes` says why."""
+
+    cards: tuple[Card, ...] = ()
+    driver_version: str | None = None
+    cuda_version: str | None = None
+    """The newest CUDA that the driver can run, such as "13.0"."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """How much of one card is used, and by whom.
+
+    Attributes:
+        total_bytes: of the card, None if it cannot be read (as the next).
+        used_bytes: by all processes.
+        by_process: those that NVML lists, largest first; of a slice, those on it.
+        own_bytes: what this process uses, None if NVML does not list it.
+        note: why something is None; empty if nothing is.
+    """
+
+    total_bytes: int | None
+    used_bytes: int | None
+    by_process: tuple[CardProcess, ...] = ()
+    own_bytes: int | None = None
+    note: str = ""

@@ -1,0 +1,190 @@
+"""What a run happened in: releases, driver, and the variables that change what memory it takes.
+
+It records and never sets, and imports no torch: a release is read from the installed package's own metadata.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memprof.device.cards import Reading
+
+VARIABLES = (
+    # the caching allocator: the first is the older spelling and counts where both are set
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    # which cards, and in what order
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    # the context, and what libraries take beside the allocator
+    "CUDA_MODULE_LOADING",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NCCL_BUFFSIZE",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_CUMEM_ENABLE",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    # which kernels run
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_CUDNN_V8_API_DISABLED",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    # one process of several
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+)
+"""Environment variables that are recorded where they are set."""
+
+PACKAGES = ("transformers", "peft", "accelerate", "triton", "flash-attn", "xformers", "bitsandbytes", "nvidia-ml-py")
+"""Releases that are recorded where they are installed; those of NVIDIA's libraries that torch came with beside them."""
+_LIBRARIES = ("nvidia-cublas", "nvidia-cudnn", "nvidia-nccl", "nvidia-cusparselt")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a run happened. None or absent: not there, or not known.
+
+    Attributes:
+        python: its release.
+        platform: operating system and machine.
+        torch_version: such as "2.13.0+cu130".
+        torch_cuda: the CUDA that torch was built for, None of a build for the CPU (or for ROCm: `torch_hip`).
+        torch_hip: the ROCm that torch was built for.
+        torch_git: the commit that torch was built from.
+        driver_version: of NVIDIA's kernel module.
+        driver_cuda: the newest CUDA that the driver runs.
+        cards: the names of the cards that the driver lists.
+        packages: releases by name.
+        variables: those of VARIABLES that are set.
+        notes: what does not fit together, one line each.
+    """
+
+    python: str
+    platform: str
+    torch_version: str | None
+    torch_cuda: str | None
+    torch_hip: str | None
+    torch_git: str | None
+    driver_version: str | None
+    driver_cuda: str | None
+    cards: tuple[str, ...]
+    packages: dict[str, str]
+    variables: dict[str, str]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def read_environment(cards: Reading | None = None, variables: Mapping[str, str] | None = None) -> Environment:
+    """The environment of this process.
+
+    Args:
+        cards: what NVML says (`read_cards()`); left out, the driver is looked for in /proc alone.
+        variables: instead of `os.environ`.
+    """
+    reading = cards or Reading()
+    environ = os.environ if variables is None else variables
+    torch = _torch()
+    driver = reading.driver_version or _loaded_driver()
+    set_here = {name: environ[name] for name in VARIABLES if name in environ}
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        torch_version=torch.get("__version__"),
+        torch_cuda=torch.get("cuda"),
+        torch_hip=torch.get("hip"),
+        torch_git=torch.get("git_version"),
+        driver_version=driver,
+        driver_cuda=reading.cuda_version,
+        cards=tuple(card.name for card in reading.cards),
+        packages=_packages(),
+        variables=set_here,
+        notes=tuple(_notes(torch.get("cuda"), driver, reading, set_here)),
+    )
+
+
+def _notes(torch_cuda: str | None, driver: str | None, reading: Reading, variables: Mapping[str, str]) -> list[str]:
+    notes = []
+    if torch_cuda and driver is None:
+        notes.append(f"torch is built for CUDA {torch_cuda}, and there is no NVIDIA driver here")
+    elif torch_cuda and reading.cuda_version and _major(torch_cuda) > _major(reading.cuda_version):
+        notes.append(f"torch is built for CUDA {torch_cuda}, and the driver runs CUDA {reading.cuda_version} at most")
+    elif not torch_cuda and reading.cards:
+        notes.append("there is a card, and the installed torch is built without CUDA")
+    if variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        notes.append("CUDA_VISIBLE_DEVICES hides every card")
+    older, newer = variables.get("PYTORCH_CUDA_ALLOC_CONF"), variables.get("PYTORCH_ALLOC_CONF")
+    if older is not None and newer is not None and older != newer:
+        notes.append("PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF are both set and differ: torch reads the first")
+    return notes
+
+
+def _major(version: str) -> int:
+    head = version.partition(".")[0]
+    return int(head) if head.isdecimal() else 0
+
+
+def _torch() -> dict[str, str]:
+    """The constants of the installed torch/version.py: they name the build, which the package's metadata may not."""
+    try:
+        distribution = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = {"__version__": distribution.version}
+    try:
+        tree = ast.parse(Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return found
+    for statement in tree.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        value = getattr(statement, "value", None)
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _packages() -> dict[str, str]:
+    names = {name: name for name in PACKAGES}
+    try:
+        required = importlib.metadata.requires("torch") or ()
+    except importlib.metadata.PackageNotFoundError:
+        required = ()
+    for requirement in required:
+        # "nvidia-cublas-cu12==12.8.4.1; platform_system == ..."
+        name = requirement.partition(";")[0].partition("=")[0].partition("<")[0].partition(">")[0].strip()
+        if name.startswith(_LIBRARIES):
+            names[name] = name
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _loaded_driver() -> str | None:
+    """The release of the loaded kernel module, without NVML."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,141 @@
+"""Processes of this machine, as Linux shows them in /proc: names, resident memory, and who descends from whom.
+
+Nothing here raises: a process may end between two reads, and another user's may be hidden.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+_MAX_NAME = 60
+_ZOMBIE = "Z"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process that runs.
+
+    Attributes:
+        pid: its number.
+        started: clock ticks since boot at its start; with the pid it names a process for good.
+        name: its program and script, such as "python train.py".
+        resident_bytes: pages in memory now, those shared with other processes counted in full (VmRSS).
+        peak_resident_bytes: the most that they have been (VmHWM), None if the kernel does not say.
+    """
+
+    pid: int
+    started: int
+    name: str
+    resident_bytes: int
+    peak_resident_bytes: int | None
+
+
+def process_name(pid: int) -> str | None:
+    """Program and script of a process ("python train.py", "Xorg"), None if it is gone or hidden."""
+    try:
+        arguments = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+        words = [word.decode(errors="replace") for word in arguments if word]
+        if not words:  # a kernel thread, or a process on its way out
+            return (PROC / str(pid) / "comm").read_text(errors="replace").strip() or None
+    except OSError:
+        return None
+    name = os.path.basename(words[0])
+    if name.startswith(("python", "pypy")):
+        name = " ".join([name, *_script(words[1:])])
+    return _one_line(name)
+
+
+def _script(arguments: list[str]) -> list[str]:
+    """What Python runs: the script's file name, or the module of -m."""
+    takes_value = False
+    for number, argument in enumerate(arguments):
+        if takes_value:
+            takes_value = False
+        elif argument == "-m":
+            return ["-m", *arguments[number + 1 : number + 2]]
+        elif argument == "-c":
+            return ["-c"]
+        elif argument in ("-W", "-X"):
+            takes_value = True
+        elif not argument.startswith("-"):
+            return [os.path.basename(argument)]
+    return []
+
+
+def _one_line(text: str) -> str:
+    """Without control characters, which would spoil a terminal, and not too long."""
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…"
+
+
+class ProcessTree:
+    """A process and all that descend from it, also those whose parent has ended since they were first seen."""
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._known: dict[int, int] = {}
+        """Start by pid, of all that were seen to descend from the root."""
+
+    def read(self) -> tuple[Process, ...]:
+        """Those that run now, by pid; empty where there is no /proc."""
+        parents, starts = self._parents()
+        found = {pid for pid, started in self._known.items() if starts.get(pid) == started}
+        if self._root in starts:
+            found.add(self._root)
+        children: dict[int, list[int]] = {}
+        for pid, parent in parents.items():
+            children.setdefault(parent, []).append(pid)
+        waiting = list(found)
+        while waiting:
+            for pid in children.get(waiting.pop(), ()):
+                if pid not in found:
+                    found.add(pid)
+                    waiting.append(pid)
+        self._known = {pid: starts[pid] for pid in found}
+        return tuple(process for pid in sorted(found) if (process := _read(pid, starts[pid])) is not None)
+
+    def _parents(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Parent and start of every process that has not ended."""
+        parents: dict[int, int] = {}
+        starts: dict[int, int] = {}
+        try:
+            names = os.listdir(PROC)
+        except OSError:
+            return parents, starts
+        for name in names:
+            if not name.isdecimal():
+                continue
+            try:
+                stat = (PROC / name / "stat").read_bytes()
+            except OSError:
+                continue
+            # proc(5): "pid (comm) state ppid ...", the start as the 22nd field; comm may hold anything but ends last.
+            state, parent, *rest = stat.rpartition(b")")[2].split()
+            if state.decode() != _ZOMBIE:
+                parents[int(name)] = int(parent)
+                starts[int(name)] = int(rest[17])
+        return parents, starts
+
+
+def own_peak_bytes() -> int | None:
+    """The most that this program has been resident; None where the kernel does not say."""
+    process = _read(os.getpid(), 0)
+    return None if process is None else process.peak_resident_bytes
+
+
+def _read(pid: int, started: int) -> Process | None:
+    try:
+        status = (PROC / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return None
+    amounts = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("VmRSS:", "VmHWM:")))
+    peak = _kib(amounts["VmHWM"]) if "VmHWM" in amounts else None
+    resident = _kib(amounts["VmRSS"]) if "VmRSS" in amounts else 0
+    return Process(pid, started, process_name(pid) or f"process {pid}", resident, peak)
+
+
+def _kib(text: str) -> int:
+    return int(text.split()[0]) << 10

@@ -1,0 +1,133 @@
+"""Why a request for device memory was refused, from the figures of its message."""
+
+from __future__ import annotations
+
+from memprof.device.context import CONTEXT_BYTES
+from memprof.doctor.diagnosis import Cause, Figures, Size
+from memprof.units import GIB, format_bytes
+
+_LARGE_SHARE = 0.25
+"""Of the card, from which on one request is the matter rather than all that is there."""
+_FREE_SHARE = 0.05
+"""Of the card: with less left it is full, though a request may be smaller than that."""
+_UNNAMED = GIB
+_UNNAMED_SHARE, _SURE_SHARE, _SMALL_CARD = 0.1, 0.25, 8 * GIB
+"""Memory that nobody names may be this process's libraries (NCCL, other contexts), or a desktop on a small card: from
+this share of the card on it is somebody else's."""
+
+
+def others_bytes(figures: Figures) -> int | None:
+    """What other processes have on the card; None if the message does not tell."""
+    named = sum(size.num_bytes for _, size in strangers(figures))
+    if named:
+        return named
+    total, free, mine = figures.total, figures.free, own_bytes(figures)
+    if total is None or free is None or mine is None:
+        return None
+    return max(0, total.num_bytes - free.num_bytes - mine)
+
+
+def own_bytes(figures: Figures) -> int | None:
+    """What this process has on the card; without the driver's word its segments and a CUDA context."""
+    if figures.process is not None:
+        return figures.process.num_bytes
+    own = _own_of(figures)
+    if own is not None:
+        return own.num_bytes
+    held = figures.reserved or figures.allocated
+    return None if held is None else held.num_bytes + CONTEXT_BYTES
+
+
+def _own_of(figures: Figures) -> Size | None:
+    """What the process has that is named as another and is this one."""
+    foreign = strangers(figures)
+    return next((size for pid, size in figures.others if (pid, size) not in foreign), None)
+
+
+def strangers(figures: Figures) -> tuple[tuple[int, Size], ...]:
+    """The processes named that are not this one.
+
+    In a container NVML gives pids of the host, so that torch takes itself for another: the process without which the
+    card could not hold what this one reserved is this one.
+    """
+    if figures.process is not None or not figures.others or figures.reserved is None or figures.total is None:
+        return figures.others
+    together = sum(size.num_bytes for _, size in figures.others) + figures.reserved.num_bytes
+    if together <= 1.01 * figures.total.num_bytes:
+        return figures.others
+    able = [(size.num_bytes, pid) for pid, size in figures.others if size.high >= figures.reserved.low]
+    own = min(able)[1] if able else None
+    return tuple((pid, size) for pid, size in figures.others if pid != own)
+
+
+def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
+    """The cause, and what the figures say, one line each."""
+    tried, total, free = figures.tried, figures.total, figures.free
+    if tried is None:
+        return Cause.DEVICE_MEMORY, ()
+    want = tried.num_bytes
+    said = _said(figures)
+    reserved, allocated = figures.reserved, figures.allocated
+    unused = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
+    allowed, held = figures.allowed, reserved or allocated
+    if allowed is not None and held is not None and held.num_bytes + want > allowed.low:
+        said.insert(0, f"the program's own limit is {allowed.text}, and {held.text} of it are in use")
+        return Cause.MEMORY_LIMIT, tuple(said)
+    if total is None or not total.num_bytes:
+        return Cause.DEVICE_MEMORY, tuple(said)
+    if tried.low > total.high:
+        said.insert(0, f"the request alone is larger than the card: {tried.text} of {total.text}")
+        return Cause.LARGE_TENSOR, tuple(said)
+    if free is not None and free.low >= tried.high and free.num_bytes >= _FREE_SHARE * total.num_bytes:
+        said.insert(0, f"{free.text} are free, and the driver refused {tried.text}")
+        return Cause.FREE_REFUSED, tuple(said)
+    others = others_bytes(figures) or 0
+    if _is_foreign(figures, others, total.num_bytes, fragmented=unused >= want) and others >= want - (
+        free.num_bytes if free else 0
+    ):
+        said.insert(0, f"other processes have {format_bytes(others)}; without them the request would fit")
+        return Cause.OTHER_PROCESSES, tuple(said)
+    if unused >= want:
+        said.insert(0, f"torch holds {format_bytes(unused)} unused, in pieces too small for {tried.text}")
+        return Cause.FRAGMENTATION, tuple(said)
+    if want >= _LARGE_SHARE * total.num_bytes:
+        said.insert(0, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the card")
+        return Cause.LARGE_TENSOR, tuple(said)
+    return Cause.CARD_FULL, tuple(said)
+
+
+def _is_foreign(figures: Figures, others: int, total: int, *, fragmented: bool) -> bool:
+    """Whether what others have is theirs beyond doubt, and more than a trifle."""
+    if others < _UNNAMED:
+        return False
+    # What torch says of itself is sure; what is left over is not.
+    share = _SURE_SHARE if fragmented or total < _SMALL_CARD else _UNNAMED_SHARE
+    return bool(strangers(figures)) or figures.process is not None or others >= share * total
+
+
+def _said(figures: Figures) -> list[str]:
+    """What the figures say beside the cause."""
+    said = []
+    total, reserved, allocated = figures.total, figures.reserved, figures.allocated
+    held = reserved or allocated
+    if allocated is not None and reserved is not None:
+        unused = max(0, reserved.num_bytes - allocated.num_bytes)
+        said.append(f"tensors take {allocated.text}, and {format_bytes(unused)} are reserved and unused")
+    elif allocated is not None:
+        said.append(f"tensors take {allocated.text}")
+    if total is not None and held is not None and held.low > total.high:
+        said.append(
+            f"{held.text} on a card of {total.text}: the driver spills into host memory (Windows, WSL), which is slow"
+        )
+    if figures.private_pools is not None:
+        said.append(f"{figures.private_pools.text} are in private pools (CUDA graphs)")
+    own = figures.process or _own_of(figures)
+    if own is not None and reserved is not None:
+        beside = own.num_bytes - reserved.num_bytes
+        if beside > 0:
+            said.append(
+                f"{format_bytes(beside)} of this process are outside torch's allocator: context, libraries, NCCL"
+            )
+    for pid, size in strangers(figures):
+        said.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
+    return said

@@ -1,0 +1,161 @@
+"""What the doctor says, as plain data. All amounts are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Cause(StrEnum):
+    """Why a run died, as far as its message tells."""
+
+    CARD_FULL = "card-full"
+    """The process's own tensors fill the card."""
+    LARGE_TENSOR = "large-tensor"
+    """One request is larger than the card, or a quarter of it and more."""
+    FRAGMENTATION = "fragmentation"
+    """What the allocator holds unused would have been enough, in pieces too small."""
+    OTHER_PROCESSES = "other-processes"
+    """The request would fit if nobody else were on the card."""
+    MEMORY_LIMIT = "memory-limit"
+    """A fraction of the card's memory that the program set itself."""
+    FREE_REFUSED = "free-refused"
+    """The driver says that enough is free, and refused it."""
+    DEVICE_MEMORY = "device-memory"
+    """Out of device memory, without figures that say more."""
+    LIBRARY_HANDLE = "library-handle"
+    """cuBLAS or cuDNN found no room beside the allocator's."""
+    KV_CACHE = "kv-cache"
+    """An inference engine has no, or too little, room for its KV cache."""
+    ENGINE_BUDGET = "engine-budget"
+    """An inference engine finds less of the card free than it was told to take."""
+    MODEL_SPILLS = "model-spills"
+    """The weights did not fit the card and were put elsewhere."""
+    HOST_KILLED = "host-killed"
+    """Killed from outside: SIGKILL, nearly always by the kernel for want of host memory."""
+    HOST_MEMORY = "host-memory"
+    """A request for host memory was refused."""
+    SHARED_MEMORY = "shared-memory"
+    """/dev/shm is full."""
+    DEVICE_MISMATCH = "device-mismatch"
+    """An operator was given tensors of two devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """An amount as a message printed it: what was printed, and the bytes that print so.
+
+    Attributes:
+        text: as printed, such as "37.09 GiB".
+        num_bytes: the middle of them.
+        low: the smallest.
+        high: the largest.
+    """
+
+    text: str
+    num_bytes: int
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The amounts of an error message; None where it does not give one.
+
+    Attributes:
+        tried: the segment, or the request, that was refused.
+        tried_is_segment: whether `tried` is what torch's caching allocator asked of the driver for the request.
+        device: index of the card.
+        total: capacity.
+        free: free according to the driver, after the allocator gave back what it could.
+        process: all that this process has on the card.
+        others: what each other process has, by pid.
+        allowed: limit set by a memory fraction.
+        allocated: of the caching allocator.
+        reserved: of the caching allocator; allocated is part of it.
+        private_pools: of it in private pools.
+    """
+
+    tried: Size | None = None
+    tried_is_segment: bool = True
+    device: int | None = None
+    total: Size | None = None
+    free: Size | None = None
+    process: Size | None = None
+    others: tuple[tuple[int, Size], ...] = ()
+    allowed: Size | None = None
+    allocated: Size | None = None
+    reserved: Size | None = None
+    private_pools: Size | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tensor of which the refused request may have been.
+
+    Attributes:
+        shape: its sizes.
+        dtype: such as "bfloat16".
+        role: what it would be, such as "logits".
+        num_bytes: of the tensor.
+        model: the catalog's model whose dimensions were taken; empty: none.
+        why: what speaks for it, one line.
+        exact: whether every size was known and the bytes are within what the message can mean.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    num_bytes: int
+    model: str = ""
+    why: str = ""
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing to try: what, why, and the command (shell, unless `code` is "python")."""
+
+    what: str
+    command: str = ""
+    code: str = "sh"
+    remedy: str = ""
+    """Its name among memprof's remedies, if it is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One error, explained.
+
+    Attributes:
+        cause: why.
+        title: one line for people.
+        source: what printed it: "torch", "vllm", "the kernel", ...
+        message: the error's own line.
+        line: its number in the log, from 1.
+        count: how often it stands there; of one wording the first 60 places are looked at.
+        figures: its amounts.
+        explanation: one line each.
+        where: the frames of the traceback that matter, the guilty one first.
+        tensors: candidates for the refused request, likeliest first.
+        devices: of a device mismatch, those that met.
+        steps: what to do, in order.
+    """
+
+    cause: Cause
+    title: str
+    source: str
+    message: str
+    line: int
+    count: int = 1
+    figures: Figures = field(default_factory=Figures)
+    explanation: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
+    tensors: tuple[Candidate, ...] = ()
+    devices: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)

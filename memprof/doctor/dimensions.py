@@ -1,0 +1,186 @@
+"""The sizes of a model's tensors' dimensions, by the names that its configuration gives them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from memprof.catalog import ModelEntry, find_model, has_model, list_models
+from memprof.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Of one model; None or 0 where it has no such dimension.
+
+    Attributes:
+        model: the catalog's key.
+        vocabulary: rows of the token embedding.
+        hidden: width of the residual stream.
+        intermediate: width of a feed-forward layer.
+        heads: of attention's queries.
+        kv_heads: of its keys and values.
+        head_dim: of one head.
+        layers: blocks.
+        experts: of a layer of experts; `expert` is an expert's width.
+        max_positions: the longest sequence.
+        num_parameters: of the whole model; 0 if not known.
+        half: the half dtype that it is published in, or would be.
+    """
+
+    model: str
+    vocabulary: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    layers: int = 0
+    experts: int = 0
+    expert: int = 0
+    max_positions: int | None = None
+    num_parameters: int = 0
+    half: str = "bfloat16"
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
+def dimensions(entry: ModelEntry) -> Dimensions:
+    """Of a model of the catalog."""
+    return _dimensions(
+        entry.key,
+        entry.load_config(),
+        vocabulary=entry.vocab_size or 0,
+        max_positions=entry.max_positions,
+        num_parameters=entry.num_parameters,
+        dtype=entry.checkpoint_dtype,
+    )
+
+
+def find_dimensions(name: str) -> Dimensions:
+    """Of a model of the catalog, or of a config.json (or the folder that it is in).
+
+    Raises:
+        UsageError: there is no such model, or the file is no configuration.
+    """
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    if has_model(name) or not path.is_file():
+        return dimensions(find_model(name))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict):
+        raise UsageError("not a model's configuration", value=name, hint="a config.json, as transformers writes it")
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
+    return _dimensions(
+        name,
+        config,
+        vocabulary=_first(config, "vocab_size"),
+        max_positions=_first(config, "max_position_embeddings", "n_positions") or None,
+        num_parameters=0,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
+    )
+
+
+def _dimensions(
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    vocabulary: int,
+    max_positions: int | None,
+    num_parameters: int,
+    dtype: str,
+) -> Dimensions:
+    hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
+    heads = _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+    one_kv_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
+    intermediate = _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim")
+    return Dimensions(
+        model=name,
+        vocabulary=vocabulary,
+        hidden=hidden,
+        intermediate=intermediate or 4 * hidden,
+        heads=heads,
+        kv_heads=1 if one_kv_head else _first(config, "num_key_value_heads", "num_kv_heads") or heads,
+        head_dim=_first(config, "head_dim", "d_kv") or (hidden // heads if heads else 0),
+        layers=_first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
+        experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts"),
+        expert=_first(config, "moe_intermediate_size", "intermediate_size"),
+        max_positions=max_positions,
+        num_parameters=num_parameters,
+        half="float16" if dtype == "float16" else "bfloat16",
+    )
+
+
+@cache
+def vocabularies() -> dict[int, str]:
+    """Each size of vocabulary in the catalog, with the first model that has it."""
+    found: dict[int, str] = {}
+    for entry in list_models():
+        if entry.vocab_size:
+            found.setdefault(entry.vocab_size, entry.key)
+    return found
+
+
+_NAMED = (
+    re.compile(r"""(?:model(?:_name(?:_or_path)?|_path|_id)?|base_model|hf_model)['"]?\s*[=: ]\s*['"]?([\w./@+-]+)"""),
+    re.compile(r"""(?:from_pretrained\(|vllm serve |AutoModel\w*\()\s*['"]?([\w./@+-]+)"""),
+    re.compile(
+        r"""\b((?:meta-llama|Qwen|mistralai|google|openai|microsoft|EleutherAI|facebook|openai-community|allenai|deepseek-ai|HuggingFaceTB|tiiuae|bigscience)/[\w.-]+)"""
+    ),
+)
+_TUNED = re.compile(
+    r"[-_](?:instruct|chat|base|it|hf|pt|v\d[\d.]*|\d{4}|gguf|awq|gptq\S*|int[48]|fp8|4bit|bnb\S*|unsloth\S*)$", re.I
+)
+
+
+def model_in(text: str) -> str | None:
+    """A model of the catalog that `text` names, as command lines and engines do; None if there is none."""
+    for pattern in _NAMED:
+        for match in pattern.finditer(text):
+            name = match[1].rstrip("/.,'\"")
+            tail = name.rsplit("/", 1)[-1].replace("Meta-", "")
+            for candidate in (name, tail):
+                shorter = candidate
+                for _ in range(4):
+                    if shorter and has_model(shorter):
+                        return find_model(shorter).key
+                    shorter, cut = _TUNED.subn("", shorter)
+                    if not cut:
+                        break
+    return None
+
+
+_BATCH = re.compile(
+    r"(?:per_device_train_batch_size|micro_batch_size|train_micro_batch_size_per_gpu|--batch[_-]size)['\"]?[ =:]+(\d+)"
+)
+_LENGTH = re.compile(
+    r"(?:max_seq_len(?:gth)?|cutoff_len|model_max_length|max_length|seq_len(?:gth)?|context_length|block_size)"
+    r"['\"]?[ =:]+(\d+)"
+)
+
+
+def batch_in(text: str) -> int | None:
+    """The batch that a command line in `text` gives, if one does."""
+    match = _BATCH.search(text)
+    return int(match[1]) if match and 0 < int(match[1]) < 1 << 20 else None
+
+
+def length_in(text: str) -> int | None:
+    """The sequence length that a command line in `text` gives, if one does."""
+    match = _LENGTH.search(text)
+    return int(match[1]) if match and 1 < int(match[1]) < 1 << 24 else None

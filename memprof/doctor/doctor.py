@@ -1,0 +1,211 @@
+"""From a log to its diagnoses: `memprof doctor FILE`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from memprof.catalog import find_model
+from memprof.doctor import advice
+from memprof.doctor.causes import cause_of
+from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, Figures
+from memprof.doctor.dimensions import Dimensions, batch_in, dimensions, find_dimensions, length_in, model_in
+from memprof.doctor.log import Log, Passage, clean, joined
+from memprof.doctor.signatures import SIGNATURES, Signature
+from memprof.doctor.tensors import Question, candidates, requested, roles_in
+from memprof.doctor.tracebacks import Frame, frames, telling
+
+_MESSAGE = 1400
+"""Characters of an error's own words; the longest of torch's has some 900."""
+_SAME_ERROR_LINES = 8
+"""A message goes on over so many lines, in which its words may stand again."""
+MAX_DIAGNOSES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the user says about the run; None: look in the log."""
+
+    model: str | None = None
+    batch_size: int | None = None
+    context_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    signature: Signature
+    passage: Passage
+    message: str
+    first_line: str
+
+
+def diagnose(stream: BinaryIO, name: str, known: Known | None = None) -> list[Diagnosis]:
+    """The errors in a log, explained: the one that explains the others first; empty if there is none.
+
+    Args:
+        stream: the log, read once in pieces.
+        name: of the log, for errors.
+        known: what is known of the run.
+
+    Raises:
+        UsageError: this is no text, or the model is not in the catalog.
+    """
+    known = known or Known()
+    model = find_dimensions(known.model) if known.model else None
+    log = Log(stream, name)
+    found: list[_Error] = []
+    counts: dict[tuple[str, str], int] = {}
+    for passage in log.passages():
+        error = _recognise(passage)
+        if error is None:
+            continue
+        if found and passage.line - found[-1].passage.line <= _SAME_ERROR_LINES and _repeats(found[-1], error):
+            continue
+        key = (error.signature.name, _without_rank(error.message))
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] == 1:
+            found.append(error)
+    ranked = sorted(found, key=lambda error: error.signature.rank)[:MAX_DIAGNOSES]
+    return [
+        replace(
+            _explain(error, log.head, known, model), count=counts[error.signature.name, _without_rank(error.message)]
+        )
+        for error in ranked
+    ]
+
+
+def _without_rank(message: str) -> str:
+    """Ranks print one error with their own figures; what is left names it."""
+    return message[:160]
+
+
+def _repeats(earlier: _Error, later: _Error) -> bool:
+    """Whether the later words belong to the earlier message."""
+    return later.signature.rank >= earlier.signature.rank and (
+        later.signature.name == earlier.signature.name
+        or later.signature.rank > earlier.signature.rank
+        or later.signature.cause is earlier.signature.cause
+    )
+
+
+def _recognise(passage: Passage) -> _Error | None:
+    raw = passage.after.split("\n", 1)[0]
+    first_line = clean(raw)
+    text = joined(passage.after, 40)[:6000]
+    head = len(joined(passage.after, 1))
+    for signature in SIGNATURES:
+        if not any(word in raw for word in signature.words):
+            continue
+        match = re.search(signature.pattern, first_line if signature.one_line else text)
+        if match is None or (match.start() > head and not signature.one_line):
+            continue
+        start = 0 if signature.one_line else match.start()
+        message = (first_line if signature.one_line else text)[start : start + _MESSAGE]
+        return _Error(signature, passage, _one(message), first_line)
+    return None
+
+
+def _one(message: str) -> str:
+    """Without the next error of the same kind."""
+    for words in ("Tried to allocate", "Traceback (most recent"):
+        again = message.find(words, message.find(words) + 1 if words == "Tried to allocate" else 0)
+        if again > 0:
+            message = message[:again]
+    return message
+
+
+def _explain(error: _Error, head: str, known: Known, model: Dimensions | None) -> Diagnosis:
+    signature, passage = error.signature, error.passage
+    stack = frames(passage)
+    where = telling(stack)
+    figures = signature.figures(error.message)
+    cause, said = (signature.cause, ()) if signature.cause is not None else cause_of(figures)
+    base = Diagnosis(
+        cause=cause,
+        title="",
+        source=signature.source,
+        message=_own_line(error),
+        line=passage.line,
+        figures=figures,
+        explanation=said,
+        where=tuple(str(frame) for frame in where),
+    )
+    if cause is Cause.DEVICE_MISMATCH:
+        from memprof.doctor import mismatch
+
+        met = mismatch.read_mismatch(error.message)
+        return replace(base, title=mismatch.title(met), devices=met.devices, steps=mismatch.steps(met, where))
+    nearby = head + passage.before[-8192:]
+    if model is None and (named := model_in(nearby)) is not None:
+        model = dimensions(find_model(named))
+    tensors: tuple[Candidate, ...] = ()
+    if cause not in (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY):
+        tensors = _tensors(figures, model, known, nearby, stack)
+    run = advice.Run(model.model if model else None, known.batch_size, known.context_length)
+    if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:
+        # The rows of the likeliest tensor are the run's.
+        run = advice.Run(model.model, run.batch or tensors[0].shape[0], run.length or tensors[0].shape[1])
+    return replace(
+        base,
+        title=_title(cause, figures, tensors),
+        tensors=tensors,
+        steps=advice.steps(cause, figures, tensors, run, signature.source),
+    )
+
+
+def _tensors(
+    figures: Figures, model: Dimensions | None, known: Known, nearby: str, stack: list[Frame]
+) -> tuple[Candidate, ...]:
+    interval = requested(figures)
+    if interval is None:
+        return ()
+    inner = [str(frame) for frame in stack[-6:]]
+    question = Question(
+        *interval,
+        model=model,
+        half=model.half if model is not None else "bfloat16",
+        batch=known.batch_size,
+        length=known.context_length,
+        hinted=tuple(value for value in (length_in(nearby), batch_in(nearby)) if value),
+        roles=roles_in(inner),
+        wide=any(word in frame for frame in inner for word in (".float()", "float32", "upcast")),
+    )
+    return tuple(candidates(question))
+
+
+def _own_line(error: _Error) -> str:
+    text = error.first_line.strip()
+    if len(text) > 240:
+        at = max(0, text.find(error.message[:20]) - 60)
+        text = text[at : at + 240] + "..."
+    return text
+
+
+_TITLES = {
+    Cause.CARD_FULL: "The card is full of this process's own tensors",
+    Cause.LARGE_TENSOR: "One tensor is too large",
+    Cause.FRAGMENTATION: "Fragmentation: enough is reserved and unused, in pieces too small",
+    Cause.OTHER_PROCESSES: "Other processes have the card",
+    Cause.MEMORY_LIMIT: "The program reached a memory limit that it was given",
+    Cause.FREE_REFUSED: "The driver refused memory that it calls free",
+    Cause.DEVICE_MEMORY: "Out of device memory; the message says no more",
+    Cause.LIBRARY_HANDLE: "A CUDA library found no memory for itself",
+    Cause.KV_CACHE: "The engine has too little room for its KV cache",
+    Cause.ENGINE_BUDGET: "Less of the card is free than the engine was told to take",
+    Cause.MODEL_SPILLS: "The model does not fit the card, and part of it was put elsewhere",
+    Cause.HOST_KILLED: "Killed from outside: nearly always the kernel, for want of host memory",
+    Cause.HOST_MEMORY: "A request for host memory was refused",
+    Cause.SHARED_MEMORY: "/dev/shm is full",
+}
+
+
+def _title(cause: Cause, figures: Figures, tensors: tuple[Candidate, ...]) -> str:
+    title = _TITLES[cause]
+    if figures.tried is not None:
+        title += f": {figures.tried.text}"
+        if figures.total is not None:
+            title += f" on a device of {figures.total.text}"
+    if tensors and cause is Cause.LARGE_TENSOR:
+        title += f", {tensors[0].role}"
+    return title

@@ -1,0 +1,159 @@
+"""The amounts in an out-of-memory message.
+
+Formats: `malloc` of c10/cuda/CUDACachingAllocator.cpp (1.13 to 2.15; allocator/messages.py prints them),
+c10/cuda/CUDAMallocAsyncAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm, and vLLM's v1/worker/gpu_worker.py.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from memprof.doctor.diagnosis import Figures, Size
+from memprof.units import GIB, KIB, MIB, TIB
+
+# torch counts in powers of 1,024 under either spelling: its MPS allocator long printed "GB" for them.
+_UNITS = {"bytes": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_AMOUNT = r"(\d+(?:\.\d+)?) ?(bytes|[KMGT]i?B)\b"
+_NONSENSE = 1 << 60
+"""What NVML does not know it reports as the largest number; such amounts say nothing."""
+
+
+def read_size(number: str, unit: str) -> Size:
+    """The amount that was printed as `number` with `unit`: rounded to the last of its decimals."""
+    factor = _UNITS.get(unit.lower()) or _UNITS[unit[0].lower()]
+    value = Decimal(number)
+    if factor == 1:
+        return Size(f"{number} {unit}", int(value), int(value), int(value))
+    exponent = value.as_tuple().exponent
+    half = Decimal(5) * Decimal(10) ** ((exponent if isinstance(exponent, int) else 0) - 1)
+    low, high = (value - half) * factor, (value + half) * factor
+    return Size(f"{number} {unit}", int(value * factor), max(0, int(-(-low // 1))), int(high // 1))
+
+
+def _find(pattern: str, text: str) -> Size | None:
+    match = re.search(pattern.replace("AMOUNT", _AMOUNT), text)
+    if match is None:
+        return None
+    size = read_size(*match.groups()[-2:])
+    return None if size.num_bytes >= _NONSENSE else size
+
+
+def sum_sizes(first: Size, second: Size, text: str = "") -> Size:
+    """Both together; their doubts add up."""
+    total = first.num_bytes + second.num_bytes
+    return Size(text or f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
+
+
+def _device(text: str, *patterns: str) -> int | None:
+    for pattern in patterns:
+        match = re.search(pattern, text)
+        if match:
+            return int(match[1])
+    return None
+
+
+def caching_allocator(text: str) -> Figures:
+    """Of torch's caching allocator (CUDA, ROCm or XPU), in any release's words; `text` is one line."""
+    tried = _find("Tried to allocate AMOUNT", text)
+    # Before 1.4 the last figure was "cached": what the allocator held beyond the allocated.
+    cached = _find("AMOUNT cached", text)
+    allocated = _find("AMOUNT already allocated", text) or _find("Of the allocated memory AMOUNT is allocated", text)
+    reserved = _find("AMOUNT reserved in total by PyTorch", text)
+    unallocated = _find("AMOUNT is reserved by PyTorch but unallocated", text) or cached
+    if reserved is None and allocated is not None and unallocated is not None:
+        reserved = sum_sizes(allocated, unallocated)
+    process = _find("this process has AMOUNT memory in use", text)
+    if process is not None and allocated is not None and process.high < allocated.low:
+        process = None  # NVML knows nothing of processes on this system (WSL, a container)
+    others = tuple(
+        (int(pid), size)
+        for pid, number, unit in re.findall(rf"Process (\d+) has {_AMOUNT} memory in use", text)
+        if (size := read_size(number, unit)).num_bytes < _NONSENSE
+    )
+    whole_mib = tried is not None and tried.text.endswith("MiB") and tried.num_bytes % MIB == 0
+    segment = tried is not None and (tried.text.endswith("GiB") or (whole_mib and tried.num_bytes // MIB % 2 == 0))
+    return Figures(
+        tried=tried,
+        tried_is_segment=segment,
+        device=_device(text, r"GPU (\d+)[; ]", r"XPU (\d+)[; ]"),
+        total=_find("AMOUNT total capacity", text) or _find(r"total capac(?:i)?ty of AMOUNT", text),
+        free=_find("of which AMOUNT is free", text) or _find("AMOUNT free[;)]", text),
+        process=process,
+        others=others,
+        allowed=_find("AMOUNT allowed;", text),
+        allocated=allocated,
+        reserved=reserved,
+        private_pools=_find("with AMOUNT allocated in private pools", text),
+    )
+
+
+def malloc_async(text: str) -> Figures:
+    """Of the cudaMallocAsync backend: it asks for exactly what was requested."""
+    allowed = _find(r"PyTorch limit \(set by user-supplied memory fraction\) ?: ?AMOUNT", text)
+    return Figures(
+        tried=_find("Requested ?: ?AMOUNT", text),
+        tried_is_segment=False,
+        device=_device(text, r"Allocation on device (\d+)"),
+        total=_find("Device limit ?: ?AMOUNT", text),
+        free=_find(r"Free \(according to CUDA\) ?: ?AMOUNT", text),
+        allowed=allowed,
+        allocated=_find("Currently allocated ?: ?AMOUNT", text),
+    )
+
+
+def mps(text: str) -> Figures:
+    """Of the allocator for Apple's GPUs; what it calls the allowed maximum is all that there is."""
+    return Figures(
+        tried=_find("Tried to allocate AMOUNT", text),
+        tried_is_segment=False,
+        total=_find("max allowed: AMOUNT", text),
+        allocated=_find("MPS allocated: AMOUNT", text),
+        others=tuple((0, size) for size in [_find("other allocations: AMOUNT", text)] if size is not None),
+    )
+
+
+def engine_budget(text: str) -> Figures:
+    """Of vLLM's check at its start: free of total, and what it was told to take."""
+    match = re.search(
+        r"Free memory on device(?: \w+:(\d+))? \((\d+(?:\.\d+)?)/(\d+(?:\.\d+)?) GiB\) on startup is less than desired "
+        r"GPU memory utilization \((?:\d+(?:\.\d+)?), (\d+(?:\.\d+)?) GiB\)",
+        text,
+    )
+    if match is None:
+        return Figures(tried_is_segment=False)
+    return Figures(
+        tried=read_size(match[4], "GiB"),
+        tried_is_segment=False,
+        device=int(match[1]) if match[1] else None,
+        total=read_size(match[3], "GiB"),
+        free=read_size(match[2], "GiB"),
+    )
+
+
+def kv_cache(text: str) -> Figures:
+    """Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is."""
+    return Figures(
+        tried=_find(r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT", text),
+        tried_is_segment=False,
+        free=_find(r"available KV cache memory \(AMOUNT\)", text),
+    )
+
+
+def host_request(text: str) -> Figures:
+    """Of a refused request for host memory (bytes); pinned memory among it."""
+    return Figures(tried=_find("tried to allocate AMOUNT", text), tried_is_segment=False)
+
+
+def xla(text: str) -> Figures:
+    """Of XLA (JAX, TensorFlow): bytes, or an amount with a unit."""
+    return Figures(tried=_find("(?:trying to allocate|attempting to allocate) AMOUNT", text), tried_is_segment=False)
+
+
+def cuda_malloc(text: str) -> Figures:
+    """Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for."""
+    return Figures(
+        tried=_find("allocating AMOUNT on device", text),
+        tried_is_segment=False,
+        device=_device(text, r"on device (\d+)"),
+    )

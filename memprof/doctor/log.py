@@ -1,0 +1,212 @@
+"""Errors found in a log of any length: read once, in pieces, with what stands around each.
+
+Only words of the signatures are searched for, in bytes, so that the time is the disk's and the memory a few megabytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from memprof.doctor.signatures import SIGNATURES
+from memprof.errors import UsageError
+
+_PIECE = 4 << 20
+_BEFORE = 24 << 10
+"""Of the log before an error: its traceback."""
+_AFTER = 4 << 10
+"""And after: messages go on over several lines."""
+MAX_PASSAGES = 60
+"""Places of one word that are looked at: a service that retries prints the same for ever."""
+_HEAD = 256 << 10
+"""Of the log's beginning, where programs print what they were told to run."""
+
+_MAGIC = (
+    (b"\x1f\x8b", "a gzip file", "zcat FILE | memprof doctor"),
+    (b"PK\x03\x04", "a zip archive (of torch.save, perhaps)", "give the text that the program printed"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "zstdcat FILE | memprof doctor"),
+    (b"BZh", "a bzip2 file", "bzcat FILE | memprof doctor"),
+    (b"\xfd7zXZ", "an xz file", "xzcat FILE | memprof doctor"),
+    (b"\x7fELF", "a program", "give the text that it printed"),
+    (b"\x89PNG", "a picture", "give the text that is on it"),
+    (b"\xff\xd8\xff", "a picture", "give the text that is on it"),
+    (b"%PDF", "a PDF", "give the text that is in it"),
+    (b"\x80\x02", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
+    (b"\x80\x03", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
+    (b"\x80\x04", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
+    (b"\x80\x05", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
+)
+_ANCHORS = (
+    "of memory", "of-memory", " allocate", "preemptively", "allowed memory", "same device", "should be the same",
+    "Expected object of ", "xpected device ", "expected it to be", "expected them to be",
+    "buffers on device", "indices should be", "CUDA_ERROR_OUT", "device type ", "the expected device", "of meta tensor",
+    "Placeholder storage", "_STATUS_", "cudaHostAlloc",
+    "CachingHostAllocator", "pin memory thread", "pin_memory", "cudaErrorMemory", "CUDA error 2", "runtime error (2)",
+    "RESOURCE_EXH", "esource exhausted", "ResourceExh", "OutOfMemory", "GPU memory util", "cache blocks", "KV cache",
+    "at least one request", "Not enough memory", "batch size found", "CPU or the disk", "to the disk", "CPUAllocator",
+    "shared memory", "shm", "unable to open shared", "Bus error", "oom", "OOM", "low on memory", " -9", "137",
+    "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
+)  # fmt: skip
+"""Few short words, one of which is in every word of the signatures: each costs a pass over the log."""
+_WORDS = {
+    anchor.encode(): tuple(
+        sorted({word.encode() for signature in SIGNATURES for word in signature.words if anchor in word})
+    )
+    for anchor in _ANCHORS
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Text around one of the words: before it, from the start of its line on, and that line's number."""
+
+    before: str
+    after: str
+    line: int
+
+
+class Log:
+    """A log that is read once.
+
+    Args:
+        stream: its bytes.
+        name: for errors.
+    """
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self.num_bytes = 0
+        self.head = ""
+        """Its beginning, there once `passages` has been run through."""
+        self.truncated = False
+        """Whether a word stood in more places than are looked at."""
+        self._left = dict.fromkeys(_WORDS, MAX_PASSAGES)
+
+    def passages(self) -> Iterator[Passage]:
+        """What may be errors, in order.
+
+        Raises:
+            UsageError: this is no text.
+        """
+        read = self._reader()
+        buffer = b""
+        start, lines_before, done = 0, 0, 0
+        """`buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines."""
+        while True:
+            piece = read()
+            buffer += piece
+            if len(self.head) < _HEAD:
+                self.head += piece[: _HEAD - len(self.head)].decode(errors="replace")
+            # The end of the buffer waits for what comes after it, unless nothing does.
+            limit = len(buffer) - _AFTER if piece else len(buffer)
+            for at in self._places(buffer, done - start, limit):
+                line_start = buffer.rfind(b"\n", 0, at) + 1
+                # A progress bar and the error that breaks it off share a line.
+                line_start = max(line_start, buffer.rfind(b"\r", 0, at) + 1, at - 2048)
+                if start + line_start < done:
+                    continue
+                line_end = buffer.find(b"\n", at)
+                line_end = len(buffer) if line_end < 0 else line_end
+                done = start + min(line_end, at + 2048)
+                before = buffer[max(0, line_start - _BEFORE) : line_start]
+                yield Passage(
+                    before.decode(errors="replace"),
+                    buffer[line_start : at + _AFTER].decode(errors="replace"),
+                    lines_before + buffer.count(b"\n", 0, line_start) + 1,
+                )
+            if not piece:
+                return
+            done = max(done, start + max(0, limit))
+            keep = max(0, len(buffer) - _BEFORE - _AFTER)
+            lines_before += buffer.count(b"\n", 0, keep)
+            start += keep
+            buffer = buffer[keep:]
+
+    def _places(self, buffer: bytes, low: int, high: int) -> list[int]:
+        """Where the words stand between `low` and `high`, in order."""
+        found: list[int] = []
+        for anchor, left in self._left.items():
+            words = _WORDS[anchor]
+            at = buffer.find(anchor, max(0, low)) if left else -1
+            while 0 <= at < high and left:
+                end = buffer.find(b"\n", at)
+                end = len(buffer) if end < 0 else end
+                line = buffer[max(buffer.rfind(b"\n", 0, at) + 1, at - 2048) : min(end, at + 2048)]
+                if any(word in line for word in words):
+                    found.append(at)
+                    left -= 1
+                # Another on the same line says no more.
+                at = buffer.find(anchor, end)
+            self._left[anchor] = left
+            self.truncated |= not left
+        return sorted(found)
+
+    def _reader(self) -> Callable[[], bytes]:
+        """A function that gives the next piece, b"" at the end: text in UTF-8."""
+        first = self._stream.read(_PIECE)
+        self.num_bytes += len(first)
+        for magic, what, hint in _MAGIC:
+            if first.startswith(magic):
+                raise UsageError(f"this is {what}, not a log", value=self._name, hint=hint)
+        decoder: codecs.IncrementalDecoder | None = None
+        if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # what PowerShell's > writes
+            decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
+        else:
+            sample = first[:65536]
+            odd = sum(sample.count(bytes([code])) for code in range(32) if code not in (7, 8, 9, 10, 11, 12, 13, 27))
+            if odd > len(sample) // 50 + 2:
+                raise UsageError("this is no text", value=self._name, hint="give the text that the program printed")
+        waiting = [first]
+
+        def read() -> bytes:
+            if waiting:
+                piece = waiting.pop()
+            else:
+                piece = self._stream.read(_PIECE)
+                self.num_bytes += len(piece)
+            if decoder is None:
+                return piece
+            return decoder.decode(piece, not piece).encode() or (read() if piece else b"")
+
+        return read
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
+_BOX = re.compile(r"^[\s│|╭╰─╮╯❱>]*[│|╭╰]\s?|\s*[│|╮╯]\s*$|[─━]{3,}")
+_PREFIX = re.compile(
+    r"^(?:"
+    r"\[(?:default\d*|rank ?\d+|\d+)\]: ?"  # torchrun
+    r"|\([\w.:]*\s*(?:pid|rank|ip)=[^)]*\) ?"  # Ray, vLLM
+    r"|SUBPROCESS: ?|[EWI]\d{4} [\d:.]+ +(?:\d+ +)?\S+:\d+\] ?"
+    r"|[\w.-]+\s+\| (?=\S| {2})"  # docker compose
+    r"|\[?\d{4}-\d\d-\d\d[T ,_][\d:.,]+(?:[+-]\d\d:?\d\d|Z)?\]?:? ?(?:- )?"
+    r"|(?:INFO|ERROR|WARNING|CRITICAL|DEBUG)(?= ):? *(?:\d\d-\d\d [\d:]+ )?(?:\[[\w./]+:\d+\] ?)?"
+    r"|\[[\w./]+:\d+\] ?"
+    r")"
+)
+
+
+def clean(line: str) -> str:
+    """A line without colours, what launchers write before it, and the frames that rich draws."""
+    line = _ANSI.sub("", line.rstrip("\r\n")).rpartition("\r")[2]
+    for _ in range(4):
+        shorter = _PREFIX.sub("", line, count=1)
+        if shorter == line:
+            break
+        line = shorter
+    return line
+
+
+def unframed(line: str) -> str:
+    """A cleaned line without the frame of a box."""
+    return _BOX.sub("", line)
+
+
+def joined(text: str, num_lines: int = 14) -> str:
+    """The first lines of `text` as one, cleaned, with single blanks."""
+    lines = [unframed(clean(line)).strip() for line in text.split("\n")[:num_lines]]
+    return re.sub(r"\s+", " ", " ".join(lines)).strip()

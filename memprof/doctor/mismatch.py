@@ -1,0 +1,185 @@
+"""Errors about tensors on two devices: which devices, which argument, and the usual fix."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memprof.doctor.diagnosis import Step
+from memprof.doctor.tracebacks import Frame
+
+_DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
+_FOUND = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")
+_GOT = re.compile(rf"got (\w+) is on {_DEVICE}, different from other tensors on {_DEVICE}")
+_ARGUMENT = re.compile(r"checking (?:argument|arguments) (?:for argument (\w+) )?in method (\w+)")
+_TYPES = re.compile(r"[Ii]nput type \((?:torch\.)?(\S+?)\) and (weight|bias) type \((?:torch\.)?(\S+?)\)")
+_OBJECT = re.compile(
+    r"Expected object of (?:device type|backend|type) (\S+) but got (?:device type|backend|type) (\S+)"
+)
+_ON = re.compile(
+    rf"argument #?\d* ?'?(\w*)'? is on (?:the )?{_DEVICE},? ?but expected (?:it|them) to be on (?:the )?{_DEVICE}", re.I
+)
+_SAME = re.compile(rf"found .{{0,40}}?{_DEVICE}.{{0,40}}?{_DEVICE}", re.I)
+_MODULE = re.compile(rf"buffers on device {_DEVICE}.{{0,40}}?on device:? {_DEVICE}")
+_NUMPY = re.compile(rf"can't convert {_DEVICE}")
+_EXPECTED = re.compile(rf"Tensor on device {_DEVICE} is not on the expected device {_DEVICE}")
+_GENERATOR = re.compile(r"Expected an? '?(\w+)'? device type for generator but found '?(\w+)'?")
+_WEIGHTS = ("mat2", "weight", "running_mean", "running_var", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Devices that met, the stranger first if it is known; the argument and the kernel that torch names."""
+
+    devices: tuple[str, ...]
+    argument: str = ""
+    kernel: str = ""
+    numpy: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether one of them is the host."""
+        return "cpu" in self.devices
+
+
+def _device_of(type_name: str) -> str:
+    lowered = type_name.lower()
+    for name in ("cuda", "mps", "xpu", "npu"):
+        if name in lowered:
+            return name
+    return "cpu"
+
+
+def read_mismatch(text: str) -> Mismatch:
+    """What an error about two devices says; `text` is one line."""
+    argument = _ARGUMENT.search(text)
+    name, kernel = (argument[1] or "", argument[2]) if argument else ("", "")
+    kernel = re.sub(r"^wrapper_+(?:CUDA_+|MPS_+|XPU_+)?_*", "", kernel)
+    if found := _GOT.search(text):
+        return Mismatch((found[2], found[3]), found[1], kernel)
+    if found := _FOUND.search(text):
+        return Mismatch((found[1], found[2]), name, kernel)
+    if found := _TYPES.search(text):
+        return Mismatch((_device_of(found[1]), _device_of(found[3])), "input", "")
+    if found := re.search(rf"xpected device {_DEVICE} but got device {_DEVICE}", text):
+        return Mismatch((found[2], found[1]))
+    if found := _OBJECT.search(text):
+        return Mismatch((_device_of(found[2]), _device_of(found[1])), _quoted(text), "")
+    if found := _EXPECTED.search(text) or _MODULE.search(text):
+        return Mismatch((found[1], found[2]))
+    if found := _ON.search(text):
+        return Mismatch((found[2].lower().replace("gpu", "cuda"), found[3].lower().replace("gpu", "cuda")), found[1])
+    if found := _GENERATOR.search(text):
+        return Mismatch((found[2], found[1]), "generator")
+    if found := _NUMPY.search(text):
+        return Mismatch((found[1],), numpy=True)
+    if "out of meta tensor" in text:
+        return Mismatch(("meta",))
+    if "indices should be either on" in text:
+        held = re.search(r"indexed tensor \((\w+(?::\d+)?)\)", text)
+        indexed = held[1] if held else "cpu"
+        return Mismatch(("cuda" if indexed == "cpu" else "cpu", indexed), "indices")
+    if "Placeholder storage" in text:
+        return Mismatch(("cpu", "mps"))
+    if re.search(r"is on (?:the )?CPU", text):
+        return Mismatch(("cpu", "cuda"), _quoted(text))
+    found = _SAME.search(text)
+    return Mismatch((found[1].lower(), found[2].lower()), name, kernel) if found else Mismatch((), name, kernel)
+
+
+def _quoted(text: str) -> str:
+    match = re.search(r"argument #?\d+ '(\w+)'", text)
+    return match[1] if match else ""
+
+
+def title(mismatch: Mismatch) -> str:
+    """In one line."""
+    if mismatch.numpy:
+        return f"A tensor on {mismatch.devices[0]} is turned into a numpy array"
+    if mismatch.devices == ("meta",):
+        return "A tensor on meta, which has no data, is copied"
+    met = " and ".join(mismatch.devices) or "two devices"
+    what = f" for {mismatch.kernel}" if mismatch.kernel else ""
+    which = f"; torch names the argument {mismatch.argument!r}" if mismatch.argument else ""
+    return f"Tensors on {met} meet{what}{which}"
+
+
+def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Step, ...]:
+    """The usual fixes, likeliest first."""
+    at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
+    if mismatch.numpy:
+        return (Step(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python"),)
+    found: list[Step] = []
+    if "meta" in mismatch.devices:
+        found.append(
+            Step(
+                "some weights were never loaded: load with a device_map, or make them on a device and then load",
+                'model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto")',
+                "python",
+            )
+        )
+        return tuple(found)
+    cards = {device for device in mismatch.devices if device not in ("cpu", "cuda", "mps")}
+    if mismatch.argument == "generator":
+        return (Step("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python"),)
+    if len(cards) > 1:
+        found.append(
+            Step(
+                "the model is spread over cards (device_map) and a tensor of one layer's card meets another's: "
+                "see where each layer is",
+                "print(model.hf_device_map)",
+                "python",
+            )
+        )
+        found.append(
+            Step(
+                f"move the tensor to the other's device before they meet{at}",
+                "tensor = tensor.to(other.device)",
+                "python",
+            )
+        )
+        found.append(Step("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python"))
+        return tuple(found)
+    if (
+        mismatch.argument in ("index", "indices", "input")
+        or "index_select" in mismatch.kernel
+        or "embedding" in mismatch.kernel
+    ):
+        found.append(
+            Step(
+                f"the inputs are on another device than the model: move the batch{at}",
+                "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",
+                "python",
+            )
+        )
+        found.append(Step("or the model was never moved", 'model.to("cuda")', "python"))
+    elif mismatch.argument in _WEIGHTS:
+        found.append(
+            Step(
+                f"a weight is on another device: a module made after model.to(), or kept in a plain list or dict{at}",
+                "self.layers = torch.nn.ModuleList(layers)  # then model.to(device)",
+                "python",
+            )
+        )
+    found.append(
+        Step(
+            f"make the tensor where the others are{at}",
+            "torch.zeros(n, device=other.device)  # or tensor.to(other.device)",
+            "python",
+        )
+    )
+    found.append(
+        Step(
+            "a tensor that a module keeps moves with model.to() once it is a buffer",
+            'self.register_buffer("mask", mask, persistent=False)',
+            "python",
+        )
+    )
+    found.append(
+        Step(
+            "find every such place without a GPU, and put the tensors right",
+            "memprof profile --model MODEL --fix device-placement",
+            remedy="device-placement",
+        )
+    )
+    return tuple(found)

@@ -1,0 +1,296 @@
+"""Which tensor was it? The refused bytes, factorised over dimensions that a model has.
+
+Every candidate is weighed in bits: how unlikely it is that a random size would fit so well. A size that fits within w
+integers finds a multiple of 2^k among them by chance with probability w / 2^k; so 131,072 tokens of 151,936 logits say
+much, and 130,989 of them next to nothing. What the traceback shows counts beside that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from memprof.doctor.diagnosis import Candidate, Figures
+from memprof.doctor.dimensions import Dimensions, vocabularies
+from memprof.units import MIB
+
+_SEGMENT = 2 * MIB
+_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
+_BLOCK = 512
+MIN_BITS = 7.0
+"""Without a model's name a fit below this is as likely chance: some hundred sizes are tried."""
+_KNOWN_BITS = 30.0
+"""Every size was given, and the bytes agree."""
+_HINT_BITS = 6.0
+_HALF, _FULL = 2, 4
+_COMMON_HEADS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
+_SHARDS = (1, 2, 4, 8)
+
+
+def requested(figures: Figures) -> tuple[int, int] | None:
+    """The smallest and the largest request that `tried` may stand for; None if it says too little.
+
+    The message prints the segment, which is a multiple of 2 MiB for requests of 10 MiB and more
+    (`get_allocation_size` of c10/cuda/CUDACachingAllocator.cpp), rounded to two decimals.
+    """
+    tried = figures.tried
+    if tried is None:
+        return None
+    if figures.tried_is_segment:
+        low, high = -(-tried.low // _SEGMENT) * _SEGMENT, tried.high // _SEGMENT * _SEGMENT
+        if low <= high:
+            if high <= _SMALL_SEGMENT or low == high == _LARGE_SEGMENT:
+                return None
+            return low - _SEGMENT + 1, high
+    if tried.high < MIB:
+        return None
+    return max(1, tried.low - _BLOCK), tried.high
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is known when a tensor is looked for.
+
+    Attributes:
+        low: the smallest request that it may be, bytes.
+        high: the largest.
+        model: its dimensions, None if no model is known.
+        half: name of the half dtype in use.
+        batch: sequences, None if not known.
+        length: tokens of each, None if not known.
+        hinted: lengths and batches that the log names, which may be those of this run.
+        roles: what the traceback speaks of.
+        wide: whether the traceback speaks of float32.
+    """
+
+    low: int
+    high: int
+    model: Dimensions | None = None
+    half: str = "bfloat16"
+    batch: int | None = None
+    length: int | None = None
+    hinted: tuple[int, ...] = ()
+    roles: frozenset[str] = frozenset()
+    wide: bool = False
+
+
+_ROLES = (
+    (
+        "logits",
+        ("lm_head", "cross_entropy", "log_softmax", "logits", "loss_function", "logprob", "nll_loss", "log_prob"),
+    ),
+    ("attention", ("attn", "attention", "softmax", "scores", "baddbmm", "matmul(q", "sdpa", "einsum")),
+    ("feed-forward", ("mlp", "act_fn", "gate_proj", "up_proj", "down_proj", "gelu", "silu", "feed_forward", "ffn")),
+    (
+        "weights",
+        ("convert(", "_apply", "load_", "from_pretrained", "create_weights", "Parameter(", ".cuda()", "param.to"),
+    ),
+    (
+        "optimizer",
+        (
+            "exp_avg",
+            "optimizer",
+            "adam",
+            "_init_group",
+            "flatten_dense",
+            "fp32_partition",
+            "single_partition",
+            "initialize_optimizer_states",
+            "flat_param",
+        ),
+    ),
+    ("cache", ("key_cache", "past_key", "cache_utils", "kv_cache", "DynamicCache")),
+)
+
+
+def roles_in(frames: Sequence[str]) -> frozenset[str]:
+    """What a traceback's innermost frames speak of: roles of tensors."""
+    text = "\n".join(frames)
+    return frozenset(role for role, words in _ROLES if any(word in text for word in words))
+
+
+def candidates(question: Question, most: int = 5) -> list[Candidate]:
+    """Tensors that the refused request may have been, likeliest first."""
+    weighed: dict[tuple[str, tuple[int, ...], str], tuple[float, Candidate]] = {}
+    for bits, candidate in _all(question):
+        enough = MIN_BITS if question.model is None else 1.0
+        if bits < enough:
+            continue
+        key = (candidate.role, candidate.shape, candidate.dtype)
+        if key not in weighed or weighed[key][0] < bits:
+            weighed[key] = (bits, candidate)
+    ranked = sorted(weighed.values(), key=lambda item: -item[0])
+    if not ranked:
+        return []
+    # What is far less likely than the first is no candidate.
+    return [candidate for bits, candidate in ranked[:most] if bits > ranked[0][0] - 10]
+
+
+def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
+    model = question.model
+    if model is None:
+        for size, name in vocabularies().items():
+            yield from _rows(question, size, "logits", -1.0, "logits", of=name)
+        for heads in _COMMON_HEADS:
+            yield from _scores(question, heads, -4.0)
+        return
+    for shards in _SHARDS:
+        if model.vocabulary and model.vocabulary % shards == 0:
+            split = "" if shards == 1 else f", of one of {shards} ranks"
+            yield from _rows(
+                question, model.vocabulary // shards, f"logits{split}", 2.0 - 4 * math.log2(shards), "logits"
+            )
+    yield from _rows(question, model.hidden, "hidden states", -2.0, "hidden")
+    yield from _rows(question, model.intermediate, "feed-forward activations", 0.0, "feed-forward")
+    yield from _rows(question, 2 * model.intermediate, "feed-forward activations, gate and up", -1.0, "feed-forward")
+    if model.heads:
+        yield from _scores(question, model.heads, 1.0)
+        yield from _rows(question, model.heads * model.head_dim, "queries", -2.5, "attention")
+        yield from _rows(
+            question, (model.heads + 2 * model.kv_heads) * model.head_dim, "queries, keys and values", -2.0, "attention"
+        )
+        yield from _rows(question, model.kv_heads * model.head_dim, "keys or values", -2.5, "cache")
+        yield from _scores(question, 1, -3.0, role="attention mask")
+    yield from _rows(question, model.hidden * model.intermediate, "one weight delta for each token", -3.0, "delta")
+    yield from _weights(question, model)
+
+
+def _dtypes(question: Question) -> tuple[tuple[str, int, float], ...]:
+    return ((question.half, _HALF, 0.0), ("float32", _FULL, 1.5 if question.wide else 0.0))
+
+
+def _rows(
+    question: Question, width: int, role: str, prior: float, kind: str, of: str = ""
+) -> Iterator[tuple[float, Candidate]]:
+    """Tensors of one row of `width` values for each token."""
+    if not width:
+        return
+    hint = _HINT_BITS if kind in question.roles else 0.0
+    for dtype, item, bias in _dtypes(question):
+        unit = width * item
+        for tokens, bits, exact, why in _tokens(question, unit):
+            shape = (*_split(question, tokens), width)
+            name = of or (question.model.model if question.model else "")
+            extra = f"; {width:,} is the vocabulary of {of} and others" if of else ""
+            if hint:
+                why += "; the traceback speaks of it"
+            candidate = Candidate(shape, dtype, role, tokens * unit, name, why + extra, exact)
+            yield bits + prior + hint + bias, candidate
+
+
+def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, str]]:
+    """Numbers of tokens of `unit` bytes that the request may be: number, bits, whether all was known, and why."""
+    low, high = -(-question.low // unit), question.high // unit
+    width = (question.high - question.low + 1) / unit
+    batch, length = question.batch, question.length
+    if batch and length:
+        for tokens, what in (
+            (batch * length, "the batch and length given"),
+            (batch * (length - 1), "the batch and length given, the last position left out"),
+        ):
+            if low <= tokens <= high:
+                yield tokens, _KNOWN_BITS, True, what
+    elif length:
+        first = -(-low // length)
+        if first * length <= high and first >= 1:
+            yield first * length, _bits(first, width / length) + 4, False, f"{first} sequences of {length:,}"
+    if low > high or high < 1:
+        return
+    step = batch or 1
+    tokens = _roundest(max(1, -(-low // step)), high // step) * step
+    if tokens and low <= tokens <= high:
+        yield tokens, _bits(tokens // step, width / step), False, f"{tokens:,} tokens fit the size"
+    for hinted in question.hinted:
+        if hinted > 64 and (multiple := -(-low // hinted) * hinted) <= high:
+            bits = _bits(multiple // hinted, width / hinted) + 2
+            yield multiple, bits, False, f"a multiple of {hinted:,}, which the log names"
+
+
+def _split(question: Question, tokens: int) -> tuple[int, int]:
+    """Batch and length of so many tokens: as given; else as few sequences as the model has positions for."""
+    if question.batch and tokens % question.batch == 0:
+        return question.batch, tokens // question.batch
+    if question.length and tokens % question.length == 0:
+        return tokens // question.length, question.length
+    for hinted in sorted(question.hinted, reverse=True):
+        if hinted > 64 and tokens % hinted == 0:
+            return tokens // hinted, hinted
+    limit = question.model.max_positions if question.model else None
+    batch = 1
+    while limit and tokens // batch > limit and tokens % (2 * batch) == 0:
+        batch *= 2
+    return (batch, tokens // batch) if not limit or tokens // batch <= limit else (1, tokens)
+
+
+def _scores(
+    question: Question, heads: int, prior: float, role: str = "attention scores"
+) -> Iterator[tuple[float, Candidate]]:
+    """One value for each head and pair of positions."""
+    hint = _HINT_BITS if "attention" in question.roles else 0.0
+    why_hint = "; the traceback speaks of it" if hint else ""
+    name = question.model.model if question.model else ""
+    for dtype, item, bias in _dtypes(question):
+        for batch in (question.batch,) if question.batch else (1, 2, 4, 8, 16, 32):
+            unit = batch * heads * item
+            low, high = math.sqrt(question.low / unit), math.sqrt(question.high / unit)
+            if question.length:
+                if not low <= question.length <= high:
+                    continue
+                length, known = question.length, question.batch is not None
+                bits, why = (_KNOWN_BITS if known else 12.0 - math.log2(batch)), "the length given"
+            else:
+                length = _roundest(math.ceil(low), math.floor(high))
+                if not length:
+                    continue
+                bits, known = _bits(length, high - low) - math.log2(batch), False
+                why = f"the square of {length:,} positions"
+            shape = (batch, heads, length, length)
+            candidate = Candidate(shape, dtype, role, math.prod(shape) * item, name, why + why_hint, known)
+            yield bits + prior + hint + bias, candidate
+
+
+def _weights(question: Question, model: Dimensions) -> Iterator[tuple[float, Candidate]]:
+    """Parameters, their gradients and states, and flat buffers of all of them."""
+    shapes: list[tuple[tuple[int, ...], str, float, str]] = [
+        ((model.vocabulary, model.hidden), "embedding or head, its gradient or state", 0.0, "weights"),
+        ((model.intermediate, model.hidden), "a feed-forward weight", 0.0, "weights"),
+        ((2 * model.intermediate, model.hidden), "feed-forward weights, gate and up", -1.0, "weights"),
+        ((model.heads * model.head_dim, model.hidden), "an attention weight", -1.0, "weights"),
+        ((model.num_parameters,), "all parameters in one buffer", 0.0, "optimizer"),
+    ]
+    if model.experts:
+        shapes += [
+            ((model.experts, 2 * model.expert, model.hidden), "the experts' gate and up weights", 0.0, "weights"),
+            ((model.experts, model.hidden, model.expert), "the experts' down weights", 0.0, "weights"),
+        ]
+    relative = (question.high - question.low + 1) / question.high
+    for shape, role, prior, kind in shapes:
+        for dtype, item, bias in _dtypes(question):
+            size = math.prod(shape) * item
+            if size and question.low <= size <= question.high:
+                hint = _HINT_BITS if question.roles & {kind, "weights", "optimizer"} else 0.0
+                why = "its size exactly" + ("; the traceback speaks of it" if hint else "")
+                yield (
+                    -math.log2(relative) + prior + hint + bias,
+                    Candidate(shape, dtype, role, size, model.model, why, True),
+                )
+
+
+def _bits(number: int, width: float) -> float:
+    """How unlikely a number as round as this is within `width` integers, in bits."""
+    zeros = (number & -number).bit_length() - 1
+    return zeros - math.log2(max(width, 2**-12))
+
+
+def _roundest(low: int, high: int) -> int:
+    """The number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
+    if low > high:
+        return 0
+    power = 1 << (high.bit_length())
+    while power > 1:
+        multiple = -(-low // power) * power
+        if multiple <= high:
+            return multiple
+        power >>= 1
+    return low

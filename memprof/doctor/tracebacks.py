@@ -1,0 +1,86 @@
+"""The frames of a traceback that stands before an error, in the forms of Python, IPython and rich."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memprof.doctor.log import Passage, clean, unframed
+
+_PYTHON = re.compile(r'\bFile "([^"]+)", line (\d+)(?:, in (\S+))?')
+_IPYTHON = re.compile(
+    r"^(?:File |Input In |Cell )?((?:[\w.~/\\:<>-]+\.py|<ipython[^>]*>|[\w.~/\\:-]+\.py)):(\d+),? in ([\w.<>]+)"
+)
+_RICH = re.compile(r"^\s*((?:[A-Za-z]:)?[\w.~/\\ -]+\.py):(\d+) in (\S+)")
+_ARROW = re.compile(r"^\s*(?:-+>|❱|>)\s*\d+ ?[│|]?\s*(.*)$")
+_RANK = re.compile(r"\[rank ?\d+\]|\[default\d*\]|\bpid=\d+")
+_TORCH = re.compile(r"[/\\]torch[/\\]|<frozen|<__array_function__|[/\\]torch\.py$")
+_INSTALLED = re.compile(
+    r"site-packages|dist-packages|[/\\]lib(?:64)?[/\\]python\d|[/\\]Lib[/\\]|[/\\]lib[/\\]\w+\.py$|<frozen", re.I
+)
+_MARKERS = re.compile(r"^[\s~^*]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame: `code` is the text of its line, empty if it was not printed."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+    def __str__(self) -> str:
+        name = re.split(r"(?:site|dist)-packages[/\\]", self.file)[-1].replace("\\", "/")
+        code = f": {self.code}" if self.code else ""
+        return f"{name}:{self.line}{f' {self.function}' if self.function else ''}{code}"
+
+    @property
+    def in_torch(self) -> bool:
+        """Whether it is torch's own, or Python's."""
+        return bool(_TORCH.search(self.file)) or (
+            bool(_INSTALLED.search(self.file)) and not re.search(r"(?:site|dist)-packages", self.file)
+        )
+
+    @property
+    def installed(self) -> bool:
+        """Whether it is a library's, and not the user's."""
+        return bool(_INSTALLED.search(self.file))
+
+
+def frames(passage: Passage) -> list[Frame]:
+    """The frames of the last traceback before the error, outermost first; empty if there is none."""
+    lines = passage.before.split("\n")
+    rank = _RANK.search(passage.after.split("\n", 1)[0])
+    if rank is not None:  # processes write at once
+        lines = [line for line in lines if rank[0] in line]
+    cleaned = [clean(line) for line in lines]
+    starts = [number for number, line in enumerate(cleaned) if "Traceback (most recent call last)" in line]
+    if starts:
+        cleaned = cleaned[starts[-1] + 1 :]
+    found: list[Frame] = []
+    for number, line in enumerate(cleaned):
+        framed = unframed(line)
+        match = _PYTHON.search(line) or _PYTHON.search(framed)
+        if match:
+            code = next((later.strip() for later in cleaned[number + 1 : number + 2] if not _PYTHON.search(later)), "")
+            found.append(Frame(match[1], int(match[2]), match[3] or "", "" if _MARKERS.match(code) else code))
+            continue
+        match = _IPYTHON.match(framed) or _RICH.match(framed)
+        if match:
+            found.append(Frame(match[1].strip(), int(match[2]), match[3].split("(")[0]))
+            continue
+        arrow = _ARROW.match(framed) or _ARROW.match(line.replace("│", "", 1))
+        if arrow and found and not found[-1].code:
+            last = found.pop()
+            found.append(Frame(last.file, last.line, last.function, unframed(arrow[1]).strip(" │")))
+    return found
+
+
+def telling(found: list[Frame]) -> list[Frame]:
+    """The guilty one: the innermost that is not torch's own; then the innermost of the user's, if that is another."""
+    guilty = next((frame for frame in reversed(found) if not frame.in_torch), None)
+    own = next((frame for frame in reversed(found) if not frame.installed), None)
+    if guilty is None:
+        return found[-1:]
+    return [guilty] if own is None or own == guilty else [guilty, own]

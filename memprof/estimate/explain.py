@@ -1,0 +1,137 @@
+"""What `--explain` says: the formula of each term, every constant with its source, and what is taken for given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.device.context import CONTEXT_BYTES
+from memprof.estimate.layers import kept_per_layer
+from memprof.estimate.moments import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, setting_of
+from memprof.estimate.table import Cell, Estimate
+from memprof.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A number of the closed form and where it is from."""
+
+    name: str
+    value: str
+    source: str
+
+
+CONSTANTS = (
+    Constant(
+        "CUDA context",
+        format_bytes(CONTEXT_BYTES),
+        "RTX 6000 Ada, torch 2.10: unslothai/unsloth-zoo, pull request 1053",
+    ),
+    Constant(
+        "cuBLAS workspace",
+        f"{format_bytes(CUBLAS_WORKSPACE)}, on compute capability 9.0 {format_bytes(CUBLAS_WORKSPACE_HOPPER)}",
+        "aten/src/ATen/cuda/CublasHandlePool.cpp; one per thread that multiplies: two in training",
+    ),
+    Constant("AdamW's state", "2 elements per parameter", "torch/optim/adamw.py: exp_avg and exp_avg_sq, in its dtype"),
+    Constant(
+        "AdamW's temporaries", "1 element per parameter", "torch/optim/adam.py, _multi_tensor_adam: sqrt of exp_avg_sq"
+    ),
+    Constant(
+        "8-bit AdamW's state",
+        "2 bytes per parameter and 2 float32 per 256",
+        "bitsandbytes/optim; float32 below 4,096 elements",
+    ),
+    Constant("int8 weights", "1 byte, a float32 per row", "bitsandbytes/nn/modules.py, Int8Params"),
+    Constant(
+        "int4 weights",
+        "1/2 byte, a byte per 64, a float32 per 16,384, 2 KiB of tables per matrix",
+        "bitsandbytes/functional.py, quantize_4bit with nested statistics",
+    ),
+    Constant(
+        "loss in float32",
+        "3 x 4 x vocabulary bytes per token beside the logits",
+        "transformers/loss/loss_utils.py; log-softmax and two gradients (native/SoftMax, LossNLL)",
+    ),
+    Constant("KV cache", "2 x layers x key heads x head size elements per token", "transformers/cache_utils.py"),
+)
+
+_FORMULAS = {
+    ("parameters", "plain"): "{count:,} parameters x {item} bytes",
+    ("parameters", "int8"): "linear layers: 1 byte and a float32 per row; embedding, head and norms: {item} bytes",
+    ("parameters", "int4"): "linear layers: 1/2 byte + 1/64 + 1/4,096; embedding, head and norms: {item} bytes",
+    ("optimizer state", "plain"): "2 x {item} bytes per trained parameter",
+    ("optimizer state", "adamw-8bit"): "2 x (1 + 4/256) bytes per parameter",
+    ("gradients", "plain"): "{item} bytes per trained parameter, as far as there are any at this moment",
+    ("temporaries", "plain"): "sqrt of the second moment: {item} bytes per trained parameter",
+    ("KV cache", "plain"): "2 x {layers} layers x {kv_width:,} elements x {tokens:,} tokens x {compute} bytes",
+    ("library workspace", "plain"): "cuBLAS, one per thread",
+    ("communication", "plain"): "by strategy: a copy of the gradients (DDP), or the layers that are whole",
+}
+_LOGITS = {
+    "loss, backward": "(logits {compute} + log-softmax 4 + its gradients 2 x 4) x {vocab:,} x {tokens:,} tokens",
+    "loss, forward": "(logits {compute} + their float32 copy 4 + log-softmax 4) x {vocab:,} x {tokens:,} tokens",
+}
+
+
+def formula(estimate: Estimate, cell: Cell, term: str) -> str:
+    """How the bytes of a term come about."""
+    g = estimate.subject.geometry
+    plan = cell.plan
+    tokens = estimate.batch_size * estimate.context_length
+    trained_item = 4 if plan.method.kind == "lora" else plan.item
+    item = plan.item if term == "parameters" else trained_item
+    values = {
+        "count": estimate.subject.num_parameters,
+        "item": item,
+        "tokens": tokens,
+        "compute": 2 if plan.amp else plan.item,
+    }
+    if g is not None:
+        values |= {"layers": g.layers, "kv_width": g.kv_width, "vocab": g.vocab}
+    if term == "activations":
+        if not plan.method.trains:
+            return "tensors of one layer, its input, the embedding's output"
+        if cell.peak.name == "embedding, backward":
+            return "the gradient of the embedding's output, positions"
+        if cell.method.checkpointing:
+            return "each layer's input, what one layer keeps while it is computed again, positions"
+        return "what the layers keep for the backward (below), the final norm, positions"
+    if term == "logits and loss":
+        text = _LOGITS.get(
+            cell.peak.name, "logits {compute} x {vocab:,} x {tokens:,} tokens, with what is made of them"
+        )
+        return text.format(**values)
+    kind = plan.quantized if term == "parameters" and plan.quantized else plan.method.kind
+    text = _FORMULAS.get((term, kind)) or _FORMULAS.get((term, "plain"), "")
+    return text.format(**values)
+
+
+def kept(estimate: Estimate, cell: Cell) -> list[tuple[str, float]]:
+    """Tensors that a layer keeps for the backward, with their bytes per token, the largest first."""
+    g = estimate.subject.geometry
+    if g is None or not cell.method.trains:
+        return []
+    setting = setting_of(g, cell.plan, estimate.batch_size, estimate.context_length)
+    tape, _ = kept_per_layer(setting)
+    found = tape.kept_by_name().items()
+    return sorted(((name, num_bytes / setting.tokens) for name, num_bytes in found), key=lambda pair: -pair[1])
+
+
+def assumptions(estimate: Estimate) -> list[str]:
+    """What is taken for given."""
+    found = [
+        "A training step in its steady state: optimizer state is there, gradients were set to None.",
+        "Transformers' own code in eager mode, attention by scaled_dot_product_attention, the loss on all positions.",
+        "Inference is a prompt of the context length through the KV cache, logits of its last token alone.",
+        f"LoRA of rank {estimate.lora_rank} on the matrices that PEFT chooses, in float32; QLoRA (int8, int4) as "
+        "transformers' Trainer runs it with bf16=True: what is not quantized is float32, under autocast.",
+        "int8 finds no outliers in the activations.",
+        "Rounding to blocks and what the allocator keeps cached are in the band, not in the figure.",
+    ]
+    if estimate.subject.rule:
+        found.insert(0, estimate.subject.rule)
+    if estimate.gpus > 1:
+        found.append(
+            "Several cards: each has a micro-batch of its own; FSDP keeps two layers and the gradients of one whole. "
+            "These figures are not compared with the virtual GPU."
+        )
+    return found

@@ -1,0 +1,353 @@
+"""A decoder's shape, read from its configuration: what the closed form needs to know, and what it cannot answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memprof.catalog import ModelEntry, find_model, has_model, load_config, resolve_size, synthesize
+from memprof.errors import UsageError, unknown_name
+from memprof.units import parse_count
+
+_SEE = "('memprof models' lists them; a config.json or --params also work)"
+
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2",
+    "gpt2", "gpt_neox", "opt", "phi",
+)  # fmt: skip
+"""Values of `model_type` whose layers layers.py has op by op."""
+
+_LORA_TARGETS = {
+    "gpt2": ("qkv",), "gpt_neox": ("qkv",), "phi": ("q", "v", "up", "down"), "phi3": ("qkv",),
+}  # fmt: skip
+"""As in PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py); else q and v.
+Phi-3 and OLMo 2 are not in it: what is the same there is taken."""
+
+_MODULES = {"gpt2": {"qkv": "c_attn"}, "gpt_neox": {"qkv": "query_key_value"}, "phi": {"up": "fc1", "down": "fc2"}}
+"""Names of the matrices in transformers, where they are not of the manner of q_proj."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of a decoder with one kind of layer."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    gated: bool = True
+    norm: str = "rms"
+    """rms, gemma (scaled in float32), olmo (cast after its weight) or layer."""
+    norms: int = 2
+    """Norms of hidden size in a layer."""
+    qk_norm: str = ""
+    """head: of each head, hidden: of all together."""
+    activation: str = "silu"
+    fused_qkv: bool = False
+    fused_up: bool = False
+    """The gate and the up projection are one matrix."""
+    rotary: float = 1.0
+    """Share of a head that is rotated."""
+    positions: int = 0
+    """Rows of a learned position embedding."""
+    dropout: bool = False
+    """After attention and MLP, in training."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    softcap: bool = False
+    """The logits go through tanh."""
+    window: int = 0
+    """Tokens that a sliding window sees; 0: none."""
+    windowed_layers: int = 0
+    max_positions: int | None = None
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all key heads of a token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The matrices that PEFT adapts if it is not told which."""
+        return _LORA_TARGETS.get(self.family, ("q", "v"))
+
+    @property
+    def lora_modules(self) -> str:
+        """Their names in transformers, separated by commas."""
+        names = _MODULES.get(self.family, {})
+        return ",".join(names.get(target, f"{target}_proj") for target in self.lora_targets)
+
+    def matrices(self) -> dict[str, tuple[int, int, bool]]:
+        """Inputs, outputs and whether there is a bias, of a layer's linear layers."""
+        h, q, kv, i = self.hidden, self.attention_width, self.kv_width, self.intermediate
+        if self.fused_qkv:
+            found = {"qkv": (h, q + 2 * kv, self.qkv_bias)}
+        else:
+            found = {"q": (h, q, self.qkv_bias), "k": (h, kv, self.qkv_bias), "v": (h, kv, self.qkv_bias)}
+        found["o"] = (q, h, self.o_bias)
+        if self.fused_up:
+            found["up"] = (h, 2 * i, self.mlp_bias)
+        else:
+            if self.gated:
+                found["gate"] = (h, i, self.mlp_bias)
+            found["up"] = (h, i, self.mlp_bias)
+        found["down"] = (i, h, self.mlp_bias)
+        return found
+
+    @property
+    def linear_parameters(self) -> int:
+        """Weights and biases of all layers' linear layers."""
+        return self.layers * sum(rows * columns + columns * bias for rows, columns, bias in self.matrices().values())
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of the token embedding alone."""
+        return self.vocab * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output head, 0 if it is the embedding."""
+        return (0 if self.tied else self.vocab * self.hidden) + (self.vocab if self.head_bias else 0)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of all norms."""
+        each = self.hidden * (2 if self.norm == "layer" else 1)
+        of_heads = {"": 0, "head": 2 * self.head_dim, "hidden": self.attention_width + self.kv_width}[self.qk_norm]
+        return self.layers * (self.norms * each + of_heads) + each
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them, tied ones once."""
+        return (
+            self.embedding_parameters
+            + self.head_parameters
+            + self.positions * self.hidden
+            + self.linear_parameters
+            + self.norm_parameters
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What an estimate is of."""
+
+    name: str
+    num_parameters: int
+    geometry: Geometry | None
+    """None: its layers are not among those that the closed form knows."""
+    config: Mapping[str, Any]
+    given: str
+    """params, model or config: what the user gave."""
+    checkpoint_dtype: str
+    why_no_geometry: str = ""
+    path: str = ""
+    """Of the configuration, if it is no model of the catalog."""
+    rule: str = ""
+    """How the geometry was derived, if only a number of parameters was given."""
+
+    @property
+    def derived(self) -> bool:
+        """Whether the shape is the rule's, not the model's own."""
+        return self.given == "params"
+
+
+def from_params(text: str) -> Subject:
+    """A decoder of so many parameters; its shape is that of a Llama of this size (catalog/sizes.py).
+
+    Raises:
+        UsageError: not a number of parameters, or one that no shape is known for.
+    """
+    count = parse_count(text)
+    entry = synthesize(count)
+    geometry = _geometry(dict(entry.config or {}))
+    rule = (
+        "Only a number of parameters was given. The shape is that of a Llama of this size (hidden size over layers, "
+        "vocabulary and head size as published models near it have them, memprof/catalog/sizes.py): "
+        f"{geometry.layers} layers, hidden size {geometry.hidden:,}, {geometry.heads} heads of {geometry.head_dim} "
+        f"({geometry.kv_heads} for keys and values), intermediate size {geometry.intermediate:,}, vocabulary "
+        f"{geometry.vocab:,}: {geometry.num_parameters:,} parameters. Weights, gradients and optimizer state are of "
+        f"the {count:,} given; what is marked ~ is of that shape."
+    )
+    name = f"{text.strip().upper()} parameters"
+    return Subject(name, count, geometry, dict(entry.config or {}), "params", "bfloat16", rule=rule)
+
+
+def from_model(name: str) -> Subject:
+    """A model of the catalog, or a configuration in a file or a folder.
+
+    Raises:
+        UsageError: there is no such model, or the file is no configuration.
+    """
+    if has_model(name):
+        return _of_entry(find_model(name))
+    path = Path(name).expanduser()
+    if path.exists() or name.endswith(".json"):
+        return from_config(path)
+    from memprof.catalog import list_models
+
+    raise unknown_name("model", name, [entry.key for entry in list_models()], see=_SEE)
+
+
+def from_size(size: str) -> Subject:
+    """The model that is known by a size such as 4B, else a Llama of that size.
+
+    Raises:
+        UsageError: not a size.
+    """
+    return _of_entry(resolve_size(size))
+
+
+def from_config(path: Path) -> Subject:
+    """A model of transformers by its config.json.
+
+    Raises:
+        UsageError: it cannot be read, or says too little.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError("no config.json here", value=path, hint="give a model folder or its config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')
+    if config["model_type"] not in FAMILIES:
+        raise UsageError(
+            "the closed form does not know this kind of model",
+            value=f'{file}: "model_type": "{config["model_type"]}"',
+            hint=f"it knows {', '.join(FAMILIES)}; memprof profile --model {path} runs any model of transformers",
+        )
+    try:
+        geometry = _geometry(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError("the configuration is incomplete or wrong", value=file, hint=problem) from None
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = file.resolve().parent.name
+    return Subject(name, geometry.num_parameters, geometry, config, "config", str(dtype), path=str(file))
+
+
+def _of_entry(entry: ModelEntry) -> Subject:
+    config = load_config(entry)
+    if config["model_type"] not in FAMILIES or entry.task != "causal-lm":
+        why = f"the closed form has no layer of {entry.architecture}"
+        return Subject(entry.key, entry.num_parameters, None, config, "model", entry.checkpoint_dtype, why)
+    return Subject(entry.key, entry.num_parameters, _geometry(config), config, "model", entry.checkpoint_dtype)
+
+
+def _positive(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+            return value
+    raise KeyError(names[0])
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is set: null stands for the default."""
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _geometry(config: Mapping[str, Any]) -> Geometry:
+    """The shape that a configuration of one of FAMILIES describes.
+
+    Defaults are those of transformers' configuration classes.
+    """
+    kind = config["model_type"]
+    hidden = _positive(config, "hidden_size", "n_embd")
+    heads = _positive(config, "num_attention_heads", "n_head")
+    layers = _positive(config, "num_hidden_layers", "n_layer")
+    head_dim = _positive({"head_dim": hidden // heads, **_given(config)}, "head_dim")
+    window, windowed = _windows(config, kind, layers)
+    common: dict[str, Any] = {
+        "family": kind,
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": _positive({"num_key_value_heads": heads, **_given(config)}, "num_key_value_heads"),
+        "head_dim": head_dim,
+        "vocab": _positive(config, "vocab_size"),
+        "tied": bool(config.get("tie_word_embeddings", kind in ("gpt2", "opt", "gemma2", "gemma3_text"))),
+        "window": window,
+        "windowed_layers": windowed,
+        "max_positions": _positive(config, "max_position_embeddings", "n_positions"),
+    }
+    if kind in ("gpt2", "gpt_neox", "opt", "phi"):
+        return Geometry(**{**common, **_classic(config, kind, hidden)})
+    bias = bool(config.get("attention_bias", False))
+    return Geometry(
+        **common,
+        intermediate=_positive(config, "intermediate_size"),
+        norm={"gemma2": "gemma", "gemma3_text": "gemma", "olmo2": "olmo"}.get(kind, "rms"),
+        norms=4 if kind.startswith("gemma") else 2,
+        qk_norm={"qwen3": "head", "gemma3_text": "head", "olmo2": "hidden"}.get(kind, ""),
+        activation="gelu" if kind.startswith("gemma") else "silu",
+        fused_qkv=kind == "phi3",
+        fused_up=kind == "phi3",
+        rotary=float(config.get("partial_rotary_factor", 1.0)) if kind == "phi3" else 1.0,
+        qkv_bias=True if kind == "qwen2" else bias,
+        o_bias=False if kind == "qwen2" else bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        softcap=config.get("final_logit_softcapping") is not None,
+    )
+
+
+def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[int, int]:
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or window < 1 or config.get("use_sliding_window") is False:
+        return 0, 0
+    types = config.get("layer_types")
+    return window, (types.count("sliding_attention") if isinstance(types, list) else layers)
+
+
+def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
+    """GPT-2 and its like: layer norms, a plain MLP."""
+    activation = config.get("activation_function") or config.get("hidden_act") or "gelu"
+    shape: dict[str, Any] = {
+        "gated": False,
+        "norm": "layer",
+        "activation": "gelu-python" if activation == "gelu_new" else activation,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "rotary": 0.0,
+    }
+    if kind == "gpt2":
+        dropout = bool(config.get("resid_pdrop", 0.1))
+        positions = _positive(config, "n_positions", "max_position_embeddings")
+        inner = _positive({"n_inner": 4 * hidden, **_given(config)}, "n_inner")
+        return {**shape, "intermediate": inner, "fused_qkv": True, "positions": positions, "dropout": dropout}
+    if kind == "opt":
+        # OPT's learned positions begin at 2 (modeling_opt.py, OPTLearnedPositionalEmbedding).
+        positions = _positive(config, "max_position_embeddings") + 2
+        intermediate = _positive(config, "ffn_dim")
+        dropout = bool(config.get("dropout", 0.1))
+        return {**shape, "intermediate": intermediate, "positions": positions, "dropout": dropout}
+    if kind == "gpt_neox":
+        share = config.get("rotary_pct", (config.get("rope_parameters") or {}).get("partial_rotary_factor", 0.25))
+        bias = bool(config.get("attention_bias", True))
+        intermediate = _positive(config, "intermediate_size")
+        extra = {"fused_qkv": True, "rotary": float(share), "qkv_bias": bias, "o_bias": bias}
+        return {**shape, "intermediate": intermediate, **extra, "dropout": bool(config.get("hidden_dropout", 0.0))}
+    share = config.get("partial_rotary_factor", 0.5)
+    extra = {"rotary": float(share), "norms": 1, "head_bias": True, "dropout": bool(config.get("resid_pdrop", 0.0))}
+    return {**shape, "intermediate": _positive(config, "intermediate_size"), **extra}

@@ -1,0 +1,349 @@
+"""One decoder layer, operator by operator, as transformers writes it: `forward` plays it on a tape.
+
+Sources: transformers/models/*/modeling_*.py, and for what attention keeps aten/src/ATen/native/transformers/cuda/ of
+PyTorch.
+"""
+
+from __future__ import annotations
+
+from memprof.estimate.projections import Projections, Setting
+from memprof.estimate.tape import FLOAT32, Tape, Tensor
+
+FLASH_MAX_HEAD = 256
+"""The flash attention kernels take heads up to this size (sdp_utils.cpp, check_flash_attention_hardware_support)."""
+
+
+def forward(tape: Tape, setting: Setting, hidden: Tensor) -> Tensor:
+    """One layer on `hidden`; returns its output."""
+    return Layer(tape, setting).forward(hidden)
+
+
+class Layer(Projections):
+    """One layer that plays on a tape."""
+
+    def norm(self, x: Tensor, name: str, width: int | None = None, rows: int = 1) -> Tensor:
+        """A norm over `width` elements, `rows` of which a token has."""
+        if self.g.norm == "layer":
+            return self._layer_norm(x, name)
+        tape, width = self.tape, x.width if width is None else width
+        params = [] if not self.trains else [width]
+        wide = tape.cast(x, FLOAT32, f"{x.name}, float32 for the norm")
+        squares = tape.op([wide], x.width, FLOAT32, keeps=[wide])
+        root = tape.op([squares], rows, FLOAT32, keeps_output=True, name="norm statistics")
+        tape.drop(squares)
+        normed = tape.op([wide, root], x.width, FLOAT32, keeps=[wide, root], name=f"{name} before its weight, float32")
+        tape.drop(wide, root)
+        grad = sum(params) * self.setting.item
+        if self.g.norm == "rms":
+            cast = tape.cast(normed, x.item, f"{name} before its weight")
+            tape.drop(normed)
+            item = max(cast.item, self._norm_weight_item())
+            result = tape.op(
+                [cast], x.width, item, keeps=[cast] if self.trains else (), trains=self.trains, param_grad=grad,
+                temporary=tape.tokens * x.width * item if self.trains else 0, name=name,
+            )  # fmt: skip
+            tape.drop(cast)
+            return result
+        weighted = tape.op(
+            [normed], x.width, FLOAT32, keeps=[normed] if self.trains else (), trains=self.trains, param_grad=grad,
+            temporary=tape.tokens * x.width * FLOAT32 if self.trains else 0, name=name,
+        )  # fmt: skip
+        tape.drop(normed)
+        result = tape.cast(weighted, x.item, name)
+        tape.drop(weighted)
+        return result
+
+    def _norm_weight_item(self) -> int:
+        return self.setting.stream_item
+
+    def _layer_norm(self, x: Tensor, name: str) -> Tensor:
+        tape = self.tape
+        item = FLOAT32 if self.setting.amp else x.item
+        wide = tape.cast(x, item, f"{x.name}, float32 for the norm")
+        grad = 2 * x.width * self.setting.item if self.trains else 0
+        result = tape.op(
+            [wide], x.width, item, keeps=[wide], extra=2 * FLOAT32 * tape.tokens,
+            trains=self.trains, param_grad=grad, name=name,
+        )  # fmt: skip
+        tape.drop(wide)
+        return result
+
+    def rotate(self, x: Tensor, name: str) -> Tensor:
+        """Rotary positions, on all or a part of each head; `x` is given up."""
+        tape = self.tape
+        if not self.g.rotary:
+            return x
+        share = self.g.rotary
+        width = int(x.width * share)
+        item = max(x.item, self.setting.stream_item)
+        cosine = tape.op([x], width, item)
+        turned = tape.op([x], width, x.item)
+        tape.during(tape.tokens * width * x.item // 2)
+        sine = tape.op([turned], width, item)
+        tape.drop(turned)
+        result = tape.add(cosine, sine, name)
+        tape.drop(cosine, sine)
+        if share < 1:
+            whole = tape.op([result, x], x.width, item, name=name)
+            tape.drop(result)
+            result = whole
+        tape.drop(x)
+        return result
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """scaled_dot_product_attention; `q`, `k` and `v` are given up."""
+        tape, g = self.tape, self.g
+        if self.setting.cache:
+            k, v = self._cached(k), self._cached(v)
+        item = self.setting.compute_item
+        cast = [tape.cast(t, item, f"{t.name}, cast") for t in (q, k, v)]
+        tape.drop(q, k, v)
+        q, k, v = cast
+        groups = g.heads != g.kv_heads
+        masked = self.setting.masked
+        if groups and masked:
+            # With a mask transformers repeats keys and values itself (integrations/sdpa_attention.py).
+            wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
+            tape.drop(k, v)
+            k, v = wide
+        if g.family == "gemma2":
+            result = self._eager(q, k, v)
+        elif item == FLOAT32 and groups and not masked:
+            result = self._math(q, k, v)
+        else:
+            result = self._kernel(q, k, v, flash=item == 2 and not masked and g.head_dim <= FLASH_MAX_HEAD)
+        tape.drop(q, k, v)
+        return result
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
+        """Flash or memory-efficient attention: both keep their inputs, the output, and a row sum per head."""
+        tape, g = self.tape, self.g
+        batch, length = self.setting.batch_size, self.setting.context_length
+        rounded = -(-length // 128) * 128
+        sums = FLOAT32 * batch * g.heads * length
+        if flash:
+            head = -(-g.head_dim // 32) * 32 if g.head_dim <= 128 else -(-g.head_dim // 64) * 64
+            temporary = FLOAT32 * batch * g.heads * rounded * (1 + head)
+            if g.heads != g.kv_heads:
+                temporary += 2 * 2 * tape.tokens * g.attention_width
+        else:
+            temporary = sums
+        return tape.op(
+            [q, k, v], q.width, q.item, keeps=[q, k, v], keeps_output=True, extra=sums, temporary=temporary,
+            name="attention output",
+        )  # fmt: skip
+
+    def _math(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """In float32 with shared heads no fused kernel applies (sdp_utils.cpp): the scores are made.
+
+        The inputs are scaled by the square root of the scale and the heads repeated (native/transformers/attention.cpp,
+        _scaled_dot_product_attention_math).
+        """
+        tape, g = self.tape, self.g
+        scores_width = g.heads * self.setting.context_length
+        wide = [tape.op([t], g.attention_width, FLOAT32, name=f"{t.name}, repeated") for t in (k, v)]
+        scaled_q = tape.op([q], q.width, FLOAT32, name="query, scaled")
+        scaled_k = tape.op([wide[0]], g.attention_width, FLOAT32, name="key, scaled")
+        scores = tape.op([scaled_q, scaled_k], scores_width, FLOAT32, keeps=[scaled_q, scaled_k])
+        tape.drop(scaled_q, scaled_k)
+        shares = tape.op([scores], scores_width, FLOAT32, keeps_output=True, name="attention scores")
+        tape.drop(scores)
+        result = tape.op([shares, wide[1]], q.width, FLOAT32, keeps=[shares, wide[1]], name="attention output")
+        tape.drop(shares, *wide)
+        return result
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Gemma 2's scores go through tanh, which no kernel of torch does (modeling_gemma2.py)."""
+        tape, g = self.tape, self.g
+        item, scores_width = q.item, g.heads * self.setting.context_length
+        wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
+        scores = tape.op([q, wide[0]], scores_width, item, keeps=[q, wide[0]])
+        for keeps_output in (False, False, True, False):  # times scale, over the cap, tanh, times the cap
+            after = tape.op([scores], scores_width, item, keeps_output=keeps_output, name="attention scores, capped")
+            tape.drop(scores)
+            scores = after
+        if self.setting.context_length > 1:  # the mask of what comes later
+            after = tape.op([scores], scores_width, item)
+            tape.drop(scores)
+            scores = after
+        shares = tape.op([scores], scores_width, FLOAT32, keeps_output=True, name="attention scores, float32")
+        tape.drop(scores)
+        half = tape.cast(shares, item, "attention scores after softmax")
+        tape.drop(shares)
+        result = tape.op([half, wide[1]], q.width, item, keeps=[half, wide[1]], name="attention output")
+        tape.drop(half, *wide)
+        return result
+
+    def _cached(self, tensor: Tensor) -> Tensor:
+        """A new tensor in the cache (cache_utils.py, DynamicLayer.update), which is counted as such."""
+        tape = self.tape
+        self.tape.drop(tensor)
+        return tape.given(tensor.width, tensor.item, needs_grad=False, name=tensor.name)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Self-attention with its projections; `x` stays the caller's."""
+        tape, g = self.tape, self.g
+        if g.fused_qkv:
+            fused = self.linear(x, "qkv", "query, key, value")
+            # Views: what is not rotated keeps the whole, as does whoever keeps one of the three.
+            q, k, v = (
+                tape.view(fused, width, name)
+                for width, name in ((g.attention_width, "query"), (g.kv_width, "key"), (g.kv_width, "value"))
+            )
+            tape.drop(fused)
+            q, k = self.rotate(q, "query"), self.rotate(k, "key")
+        else:
+            q = self.linear(x, "q", "query")
+            if g.family == "opt":  # the scale is applied by hand
+                scaled = tape.op([q], q.width, q.item, name="query")
+                tape.drop(q)
+                q = scaled
+            k = self.linear(x, "k", "key")
+            v = self.linear(x, "v", "value")
+            if g.qk_norm:
+                q, k = self._normed(q, "query", g.heads), self._normed(k, "key", g.kv_heads)
+            q, k = self.rotate(q, "query"), self.rotate(k, "key")
+        result = self.attend(q, k, v)
+        if self._is_copied():
+            copy = tape.op([result], result.width, result.item, name="attention output, heads side by side")
+            tape.drop(result)
+            result = copy
+        projected = self.linear(result, "o", "attention projection")
+        tape.drop(result)
+        return projected
+
+    def _is_copied(self) -> bool:
+        """Whether the heads of a token do not lie side by side in the output of attention, so that it is copied.
+
+        A kernel's output is laid out as its query. One that is rotated in part is joined (aten.cat) head by head.
+        """
+        setting, g = self.setting, self.g
+        math = setting.compute_item == FLOAT32 and g.heads != g.kv_heads and not setting.masked
+        return math or g.family in ("gemma2", "gpt_neox", "phi", "phi3")
+
+    def _normed(self, x: Tensor, name: str, heads: int) -> Tensor:
+        by_head = self.g.qk_norm == "head"
+        width = self.g.head_dim if by_head else x.width
+        result = self.norm(x, f"{name}, normed", width, heads if by_head else 1)
+        self.tape.drop(x)
+        return result
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The MLP; `x` stays the caller's."""
+        tape, g = self.tape, self.g
+        if not g.gated:
+            up = self.linear(x, "up", "MLP up")
+            active = self.activate(up, g.activation)
+            tape.drop(up)
+            down = self.linear(active, "down", "MLP down")
+            tape.drop(active)
+            return down
+        if g.fused_up:
+            both = self.linear(x, "up", "gate and up")
+            # A view of half of it each.
+            gate = tape.op([both], g.intermediate, both.item, keeps=[both], name="activated gate")
+            product = tape.op([gate, both], g.intermediate, both.item, keeps=[gate, both], name="gate times up")
+            tape.drop(gate, both)
+        else:
+            raw = self.linear(x, "gate", "gate")
+            gate = tape.op([raw], raw.width, raw.item, keeps=[raw], name="activated gate")
+            tape.drop(raw)
+            up = self.linear(x, "up", "up")
+            product = tape.op([gate, up], up.width, up.item, keeps=[gate, up], name="gate times up")
+            tape.drop(gate, up)
+        down = self.linear(product, "down", "MLP down")
+        tape.drop(product)
+        return down
+
+    def activate(self, x: Tensor, kind: str) -> Tensor:
+        """An activation; ReLU keeps its result, others their input."""
+        tape = self.tape
+        if kind == "relu":
+            return tape.op([x], x.width, x.item, keeps_output=True, name="activated")
+        if kind != "gelu-python":
+            return tape.op([x], x.width, x.item, keeps=[x], name="activated")
+        # transformers/activations.py, NewGELUActivation: eight operators.
+        # Under autocast pow is computed in float32, and all that follows.
+        item = FLOAT32 if self.setting.amp else x.item
+        half = tape.op([x], x.width, x.item, name="half of the input of GELU")
+        wide = tape.cast(x, item, "input of GELU, float32")
+        cube = tape.op([wide], x.width, item, keeps=[wide])
+        tape.drop(wide)
+        small = tape.op([cube], x.width, item)
+        tape.drop(cube)
+        inner = tape.add(x, small)
+        tape.drop(small)
+        scaled = tape.op([inner], x.width, item)
+        tape.drop(inner)
+        tanh = tape.op([scaled], x.width, item, keeps_output=True, name="tanh of GELU")
+        tape.drop(scaled)
+        one = tape.op([tanh], x.width, item, name="1 + tanh of GELU")
+        tape.drop(tanh)
+        result = tape.op([half, one], x.width, item, keeps=[half, one], name="activated")
+        tape.drop(half, one)
+        return result
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Dropout in training: a new tensor, and a mask of a byte per element; `x` is given up."""
+        if not (self.g.dropout and self.setting.training):
+            return x
+        mask = self.tape.tokens * x.width if x.needs_grad else 0
+        result = self.tape.op([x], x.width, x.item, extra=mask, name="dropout")
+        self.tape.drop(x)
+        return result
+
+    # -- the layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The layer; `hidden` stays the caller's."""
+        if self.g.family in ("gpt_neox", "phi"):
+            return self._parallel(hidden)
+        tape, gemma, after = self.tape, self.g.norm == "gemma", self.g.norm == "olmo"
+        x = hidden
+        for part, name in ((self.attention, "attention"), (self.mlp, "MLP")):
+            normed = x if after else self.norm(x, f"input of {name}")
+            out = self.dropped(part(normed))
+            if not after:
+                tape.drop(normed)
+            if gemma or after:
+                normed = self.norm(out, f"output of {name}, normed")
+                tape.drop(out)
+                out = normed
+            summed = tape.add(x, out, f"residual after {name}")
+            tape.drop(out)
+            if x is not hidden:
+                tape.drop(x)
+            x = summed
+        return x
+
+    def _parallel(self, hidden: Tensor) -> Tensor:
+        """Attention and MLP side by side, on one norm or two."""
+        tape = self.tape
+        normed = self.norm(hidden, "input of attention")
+        attended = self.attention(normed)
+        if self.g.norms == 2:
+            tape.drop(normed)
+            attended = self.dropped(attended)
+            normed = self.norm(hidden, "input of MLP")
+        else:
+            attended = self.dropped(attended)
+        out = self.dropped(self.mlp(normed))
+        tape.drop(normed)
+        both = tape.add(out, attended)
+        tape.drop(out, attended)
+        summed = tape.add(both, hidden, "hidden states")
+        tape.drop(both)
+        return summed
+
+
+def kept_per_layer(setting: Setting, *, hidden_needs_grad: bool = True) -> tuple[Tape, int]:
+    """The tape of one layer, and the bytes it keeps for the backward, its input among them if it keeps that."""
+    tape = Tape(setting.tokens, setting.training)
+    hidden = tape.given(
+        setting.geometry.hidden, setting.stream_item, needs_grad=hidden_needs_grad, name="hidden states"
+    )
+    output = forward(tape, setting, hidden)
+    tape.drop(output)
+    if hidden.holders > 1:  # it is the output of the layer before
+        tape.kept[f"{hidden.name} #0"] = hidden.num_bytes
+    return tape, tape.kept_bytes

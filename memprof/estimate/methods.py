@@ -1,0 +1,96 @@
+"""What is done with a model, and in which dtype: the rows and columns of the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.spec import DEFAULT_LORA_RANK
+
+COLUMNS = ("float32", "float16", "bfloat16", "int8", "int4")
+"""Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization."""
+
+_ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One row."""
+
+    key: str
+    title: str
+    kind: str
+    """weights, inference, lora, full, mixed or adamw-8bit."""
+    checkpointing: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return self.kind not in ("weights", "inference")
+
+    def applies(self, column: str) -> bool:
+        """Whether this is done with weights of this dtype: quantized ones are not trained, and autocast keeps float32
+        weights beside products in half precision."""
+        if self.kind in ("full", "adamw-8bit"):
+            return column in _ITEM
+        if self.kind == "mixed":
+            return column in ("float16", "bfloat16")
+        return True
+
+
+METHODS = (
+    Method("weights", "weights alone", "weights"),
+    Method("inference", "inference", "inference"),
+    Method("lora", "LoRA (int8, int4: QLoRA)", "lora"),
+    Method("lora-checkpointing", "  with checkpointing", "lora", True),
+    Method("full", "full training, AdamW", "full"),
+    Method("full-checkpointing", "  with checkpointing", "full", True),
+    Method("mixed", "full, AdamW, autocast", "mixed"),
+    Method("mixed-checkpointing", "  with checkpointing", "mixed", True),
+    Method("adamw-8bit", "full, 8-bit AdamW", "adamw-8bit"),
+    Method("adamw-8bit-checkpointing", "  with checkpointing", "adamw-8bit", True),
+)
+
+BY_KEY = {method.key: method for method in METHODS}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A method with its dtype: how many bytes everything has."""
+
+    method: Method
+    column: str
+    lora_rank: int = DEFAULT_LORA_RANK
+
+    @property
+    def quantized(self) -> str:
+        """int8 or int4, or nothing."""
+        return self.column if self.column in ("int8", "int4") else ""
+
+    @property
+    def amp(self) -> bool:
+        """Float32 weights under autocast: mixed training, and QLoRA as transformers' Trainer runs it (bf16=True)."""
+        return self.method.kind == "mixed" or (self.method.kind == "lora" and bool(self.quantized))
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element of what is not quantized."""
+        if self.amp:
+            return 4
+        return 2 if self.quantized else _ITEM[self.column]
+
+    def spec_fields(self) -> dict[str, object]:
+        """The same for the virtual GPU, as fields of TargetSpec."""
+        fields: dict[str, object] = {}
+        if self.quantized:
+            fields["quantize"] = {"int8": "int8", "int4": "nf4"}[self.quantized]
+        if self.amp:
+            fields["amp"] = "float16" if self.column == "float16" else "bfloat16"
+        else:
+            fields["dtype"] = "bfloat16" if self.quantized else self.column
+        if self.method.kind == "inference":
+            return {**fields, "mode": "inference", "new_tokens": 1}
+        if self.method.kind == "lora":
+            fields |= {"adapter": "lora", "lora_rank": self.lora_rank}
+        if self.method.kind == "adamw-8bit":
+            fields["optimizer"] = "adamw-8bit"
+        return {**fields, "activation_checkpointing": self.method.checkpointing}

@@ -1,0 +1,357 @@
+"""The moments at which a run can be at its highest, and what is alive at each: the closed form itself.
+
+Each moment is a sum of terms; the estimate is the moment with the largest sum. Names are those of the ledger's
+categories, so that they can be laid beside the virtual GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memprof.estimate.geometry import Geometry, Subject
+from memprof.estimate.layers import Layer, forward, kept_per_layer
+from memprof.estimate.methods import Plan
+from memprof.estimate.projections import Setting
+from memprof.estimate.tape import FLOAT32, Tape
+
+KIB = 1 << 10
+MIB = 1 << 20
+CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) * KIB
+CUBLAS_WORKSPACE_HOPPER = 4096 * 8 * KIB
+"""Per thread that multiplies matrices (aten/src/ATen/cuda/CublasHandlePool.cpp); on compute capability 9.0 the larger
+one. A training step has two such threads, the program's and autograd's."""
+BLOCK = 512
+"""The caching allocator rounds to it (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
+NF4_BLOCK = 64
+NF4_SCALE_BLOCK = 256
+"""Weights per scale, and scales per scale of theirs (bitsandbytes/functional.py, quantize_4bit)."""
+STATE_BLOCK = 256
+SMALLEST_8BIT = 4096
+"""8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim)."""
+
+Terms = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Over how many cards each part of the state is spread."""
+
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    replicas: int = 1
+    """Cards, each with its own micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is alive at one moment."""
+
+    name: str
+    terms: Mapping[str, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Their sum."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes that do not depend on tokens."""
+
+    parameters: int
+    trained: int
+    """Elements that are trained."""
+    gradients: int
+    optimizer: int
+    temporaries: int
+    """Of the optimizer step."""
+
+
+def state(subject: Subject, plan: Plan) -> State:
+    """Weights, gradients and optimizer state.
+
+    With a geometry, every matrix is counted; else what is known is the number of parameters, and a quantized model
+    cannot be told from it.
+    """
+    g = subject.geometry
+    count = subject.num_parameters
+    # Where only the number was given, the shape comes near it.
+    parameters = count * plan.item if g is None else round(_weights(g, plan) * count / g.num_parameters)
+    kind = plan.method.kind
+    if not plan.method.trains:
+        return State(parameters, 0, 0, 0, 0)
+    if kind == "lora":
+        trained = _adapter(g, plan.lora_rank) if g is not None else 0
+        return State(parameters + FLOAT32 * trained, trained, *(FLOAT32 * trained * k for k in (1, 2, 1)))
+    item = plan.item
+    if kind == "adamw-8bit":
+        optimizer = 2 * count + 2 * FLOAT32 * count // STATE_BLOCK
+        if g is not None:  # what is small
+            small = g.norm_parameters if max(g.hidden, g.head_dim) < SMALLEST_8BIT else 0
+            optimizer += (2 * FLOAT32 - 2) * small
+        return State(parameters, count, item * count, optimizer, 0)
+    return State(parameters, count, item * count, 2 * item * count, item * count)
+
+
+def _weights(g: Geometry, plan: Plan) -> int:
+    if not plan.quantized:
+        return g.num_parameters * plan.item
+    matrices = [(rows * columns, columns, bias) for rows, columns, bias in g.matrices().values()]
+    quantized = g.layers * sum(size for size, _, _ in matrices)
+    rest = (g.num_parameters - quantized) * plan.item
+    if plan.quantized == "int8":
+        # A byte each, and a float32 scale per row.
+        return rest + quantized + g.layers * FLOAT32 * sum(columns for _, columns, _ in matrices)
+    each = sum(
+        size // 2 + size // NF4_BLOCK + FLOAT32 * size // NF4_BLOCK // NF4_SCALE_BLOCK for size, _, _ in matrices
+    )
+    # Two tables and an offset for each matrix.
+    return rest + g.layers * (each + len(matrices) * 4 * BLOCK)
+
+
+def _adapter(g: Geometry, rank: int) -> int:
+    matrices = g.matrices()
+    return g.layers * rank * sum(sum(matrices[name][:2]) for name in g.lora_targets)
+
+
+def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
+    """What the layers need to know."""
+    lora = plan.method.kind == "lora"
+    return Setting(
+        g,
+        batch_size,
+        context_length,
+        plan.item,
+        training=plan.method.trains,
+        trains_weights=plan.method.trains and not lora,
+        amp=plan.amp,
+        quantize=plan.quantized,
+        lora_rank=plan.lora_rank if lora else 0,
+        cache=plan.method.kind == "inference",
+    )
+
+
+def moments(
+    subject: Subject, plan: Plan, batch_size: int, context_length: int, shards: Shards, workspace: int
+) -> tuple[Moment, ...]:
+    """Every moment at which the run may be at its highest.
+
+    Args:
+        subject: the model; with a geometry, unless the weights alone are asked for.
+        plan: the method and the dtype.
+        batch_size: sequences of a micro-batch.
+        context_length: tokens of each.
+        shards: how the state is spread.
+        workspace: bytes of one cuBLAS workspace.
+    """
+    held = state(subject, plan)
+    if plan.method.kind == "weights":
+        return (Moment("loaded", {"parameters": held.parameters}),)
+    assert subject.geometry is not None
+    setting = setting_of(subject.geometry, plan, batch_size, context_length)
+    if plan.method.kind == "inference":
+        return (_prompt(setting, held, workspace),)
+    return tuple(_Training(setting, plan, held, shards, workspace).moments())
+
+
+def _prompt(setting: Setting, held: State, workspace: int) -> Moment:
+    """The last layer of the prompt's forward: the cache is full, and the layer's tensors are alive."""
+    g = setting.geometry
+    tape = Tape(setting.tokens, training=False)
+    hidden = tape.given(g.hidden, setting.stream_item, needs_grad=False, name="hidden states")
+    forward(tape, setting, hidden)
+    # The model's forward holds on to the embedding's output and to the layer's input.
+    around = 2 * hidden.num_bytes + _positions(setting)
+    return Moment(
+        "last layer of the prompt",
+        {
+            "parameters": held.parameters,
+            "KV cache": kv_cache(setting),
+            "activations": tape.peak + around,
+            "library workspace": workspace,
+        },
+    )
+
+
+def kv_cache(setting: Setting) -> int:
+    """Keys and values of every token in every layer; right after a prompt, a window does not make them fewer."""
+    g = setting.geometry
+    return 2 * g.layers * g.kv_width * setting.tokens * setting.compute_item
+
+
+def _positions(setting: Setting) -> int:
+    """Cosines and sines, and the mask where a window is shorter than the context."""
+    g = setting.geometry
+    rotary = 2 * setting.context_length * int(g.head_dim * g.rotary) * setting.stream_item
+    both = 2 if g.family == "gemma3_text" else 1  # one for each kind of layer
+    length = setting.context_length
+    masks = 2 if g.family.startswith("gemma") else 1
+    mask = masks * length * length if setting.masked else 0
+    return both * rotary + mask
+
+
+class _Training:
+    """The moments of a training step in its steady state: optimizer state is there, gradients are not."""
+
+    def __init__(self, setting: Setting, plan: Plan, held: State, shards: Shards, workspace: int) -> None:
+        self.setting, self.plan, self.held, self.shards = setting, plan, held, shards
+        self.g = g = setting.geometry
+        self.tokens = setting.tokens
+        self.trains_weights = setting.trains_weights
+        self.layer_parameters = (g.linear_parameters + g.norm_parameters) // g.layers
+        self.static: Terms = {
+            "parameters": held.parameters // shards.parameters,
+            "optimizer state": held.optimizer // shards.optimizer,
+            "library workspace": 2 * workspace,
+        }
+        self.communication = self._communication()
+        self.logits_item = setting.compute_item
+        self.vocab_tokens = g.vocab * self.tokens
+        self.hidden_bytes = g.hidden * setting.stream_item * self.tokens
+        self.final = self._final_norm()
+        self.kept = self._kept()
+
+    def _communication(self) -> int:
+        shards, held = self.shards, self.held
+        if shards.replicas == 1 or not self.trains_weights:
+            return 0
+        if shards.parameters > 1:
+            # FSDP2: the layer at work and the one fetched before it, whole, and the gradients of one, whole.
+            return 3 * self.layer_parameters * (2 if self.plan.amp else self.plan.item)
+        if shards.gradients == 1:
+            return held.gradients  # DistributedDataParallel's buckets, a second copy of the gradients
+        return 2 * self.layer_parameters * self.plan.item
+
+    def _final_norm(self) -> int:
+        tape = Tape(self.tokens, training=True)
+        layer = Layer(tape, self.setting)
+        hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
+        out = layer.norm(hidden, "input of the head")
+        tape.drop(out)
+        kept = tape.kept_bytes + (hidden.num_bytes if hidden.holders > 1 else 0)
+        if self.trains_weights:
+            kept += self.g.hidden * self.tokens * self.setting.compute_item
+        return kept
+
+    def _cast_weights(self) -> int:
+        """Half-precision copies of a layer's weights under autocast."""
+        if not self.plan.amp or self.plan.quantized:
+            return 0
+        return 2 * self.g.linear_parameters // self.g.layers
+
+    def _kept(self) -> list[int]:
+        """Bytes that each layer keeps until its backward."""
+        g = self.g
+        if self.plan.method.checkpointing:
+            return [self.hidden_bytes] * g.layers
+        each = kept_per_layer(self.setting)[1] + self._cast_weights()
+        first = kept_per_layer(self.setting, hidden_needs_grad=self.trains_weights)[1] + self._cast_weights()
+        return [first] + [each] * (g.layers - 1)
+
+    def _head_copy(self) -> int:
+        return 2 * self.g.vocab * self.g.hidden if self.plan.amp else 0
+
+    def _logits(self) -> int:
+        """The logits, which the caller holds, with what a cap on them keeps."""
+        capped = self.logits_item * self.vocab_tokens if self.g.softcap else 0
+        return self.logits_item * self.vocab_tokens + capped + self._head_copy()
+
+    def _terms(self, *, activations: int, gradients: int = 0, logits: int = 0, temporaries: int = 0) -> Terms:
+        terms = dict(self.static)
+        terms["gradients"] = gradients // self.shards.gradients
+        terms["activations"] = activations
+        terms["logits and loss"] = logits
+        terms["temporaries"] = temporaries
+        if self.communication:
+            terms["communication"] = self.communication
+        return terms
+
+    def moments(self) -> list[Moment]:
+        positions = _positions(self.setting)
+        inputs = 16 * self.tokens  # token ids and labels, int64
+        base = self.final + positions + inputs
+        activations = sum(self.kept) + base
+        # transformers' loss works in float32 (loss/loss_utils.py): a copy of the logits, its log-softmax, and in the
+        # backward the gradients of both.
+        loss = FLOAT32 * self.vocab_tokens
+        upcast = loss if self.logits_item < FLOAT32 else 0
+        cached = self._cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
+        found = [
+            Moment(
+                "loss, forward",
+                self._terms(
+                    activations=activations + cached + 2 * self.hidden_bytes, logits=self._logits() + upcast + loss
+                ),
+            ),
+            Moment("loss, backward", self._terms(activations=activations, logits=self._logits() + 3 * loss)),
+        ]
+        head = self.g.vocab * self.g.hidden
+        head_grad = self.held.gradients * head // max(self.held.trained, 1) if self.trains_weights else 0
+        of_logits = self._logits() + self.logits_item * self.vocab_tokens
+        found.append(
+            Moment(
+                "head, backward",
+                self._terms(
+                    activations=activations + self.hidden_bytes, gradients=head_grad,
+                    logits=of_logits + self._head_copy() * self.trains_weights,
+                ),
+            )
+        )  # fmt: skip
+        found += self._layers(base, head_grad)
+        if self.trains_weights:
+            whole = self.held.gradients
+            # The embedding's gradient is added to the head's, out of place, where they are one matrix.
+            extra = 2 * head_grad if self.g.tied else 0
+            logits = self.logits_item * self.vocab_tokens
+            found.append(
+                Moment(
+                    "embedding, backward",
+                    self._terms(
+                        activations=positions + inputs + self.hidden_bytes, gradients=whole + extra, logits=logits
+                    ),
+                )
+            )
+        found.append(
+            Moment(
+                "optimizer step",
+                self._terms(
+                    activations=0,
+                    gradients=self.held.gradients,
+                    temporaries=self.held.temporaries // self.shards.optimizer,
+                ),
+            )
+        )
+        return found
+
+    def _layers(self, base: int, head_grad: int) -> list[Moment]:
+        """The backward of the last layer, when all activations are there, and of the first, when gradients are."""
+        setting = self.setting
+        tape = Tape(self.tokens, training=True)
+        hidden = tape.given(self.g.hidden, setting.stream_item, needs_grad=True, name="hidden states")
+        output = forward(tape, setting, hidden)
+        tape.drop(output)
+        kept = tape.live
+        recomputed = kept + self._cast_weights() if self.plan.method.checkpointing else 0
+        forward_peak = tape.peak
+        tape.peak = tape.live
+        grads = tape.backward(output)
+        above = max(tape.peak, forward_peak if recomputed else 0) - kept
+        layer_grads = grads if self.trains_weights else 0
+        logits = self.logits_item * self.vocab_tokens
+        result = []
+        for done in (0, self.g.layers - 1):
+            left = sum(self.kept[: self.g.layers - done])
+            gradients = head_grad + done * layer_grads
+            name = "last layer, backward" if done == 0 else "first layer, backward"
+            result.append(
+                Moment(
+                    name,
+                    self._terms(
+                        activations=left + base - self.final + recomputed + above, gradients=gradients, logits=logits
+                    ),
+                )
+            )
+        return result

@@ -1,0 +1,146 @@
+"""What a layer is played with: its setting, and its linear layers, plain, quantized and adapted.
+
+Sources: peft/tuners/lora/{layer,bnb}.py, bitsandbytes/autograd/_functions.py, and autocast's casts
+(aten/src/ATen/autocast_mode.cpp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.estimate.geometry import Geometry
+from memprof.estimate.tape import FLOAT32, Tape, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a layer's memory depends on beside its shape."""
+
+    geometry: Geometry
+    batch_size: int
+    context_length: int
+    item: int
+    """Bytes of an element of weights and activations."""
+    training: bool = True
+    trains_weights: bool = True
+    """False: the model is frozen."""
+    amp: bool = False
+    """Float32 weights, autocast to half precision."""
+    quantize: str = ""
+    """int8 or int4: the linear layers' weights."""
+    lora_rank: int = 0
+    cache: bool = False
+    """Keys and values go into a KV cache."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.batch_size * self.context_length
+
+    @property
+    def compute_item(self) -> int:
+        """Bytes of an element in matrix products."""
+        if self.amp:
+            return 2
+        return self.stream_item if self.quantize else self.item
+
+    @property
+    def stream_item(self) -> int:
+        """Bytes of an element of the hidden states between layers: PEFT prepares quantized models for training in
+        float32 (prepare_model_for_kbit_training)."""
+        return FLOAT32 if self.amp or (self.quantize and self.lora_rank and self.training) else self.item
+
+    @property
+    def masked(self) -> bool:
+        """Whether a sliding window is shorter than the context, so that a mask is made.
+
+        transformers/masking_utils.py leaves the mask out while every token is seen.
+        """
+        return bool(self.geometry.window) and self.context_length >= self.geometry.window
+
+
+class Projections:
+    """The linear layers of one layer, played on a tape."""
+
+    def __init__(self, tape: Tape, setting: Setting) -> None:
+        self.tape = tape
+        self.setting = setting
+        self.g = setting.geometry
+        self.trains = setting.training and setting.trains_weights
+        self._matrices = self.g.matrices()
+
+    def linear(self, x: Tensor, which: str, name: str) -> Tensor:
+        """A linear layer, with its adapter; `x` stays the caller's."""
+        setting = self.setting
+        rows, columns, bias = self._matrices[which]
+        if setting.quantize == "int4":
+            result = self._linear4(x, rows, columns, name)
+        elif setting.quantize == "int8":
+            result = self._linear8(x, rows, columns, name)
+        else:
+            result = self._plain(x, rows, columns, bias, name)
+        if setting.lora_rank and which in self.g.lora_targets:
+            result = self._adapt(x, result, columns, name)
+        return result
+
+    def _plain(self, x: Tensor, rows: int, columns: int, bias: bool, name: str) -> Tensor:
+        tape = self.tape
+        item = self.setting.compute_item
+        taken = tape.cast(x, item, f"{x.name}, for {name}")
+        grad = (rows * columns + columns * bias) * self.setting.item if self.trains else 0
+        half = rows * columns * item if self.trains and self.setting.amp else 0
+        result = tape.op(
+            [taken], columns, item, keeps=[taken] if self.trains else (), name=name,
+            trains=self.trains, param_grad=grad, temporary_param=half,
+        )  # fmt: skip
+        tape.drop(taken)
+        return result
+
+    def _linear4(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+        """Linear4bit: a half-precision copy of the weight lives while it is multiplied, forward and backward."""
+        tape = self.tape
+        taken = tape.cast(x, 2, f"{x.name}, cast")
+        weight = 2 * rows * columns
+        scales = FLOAT32 * rows * columns // 64
+        tape.during(weight + max(scales, 2 * tape.tokens * columns))
+        product = tape.op([taken], columns, 2, name=name, temporary=weight)
+        tape.drop(taken)
+        result = tape.cast(product, x.item, name)
+        tape.drop(product)
+        return result
+
+    def _linear8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+        """Linear8bitLt; its input is kept.
+
+        bitsandbytes/backends/cuda/ops.py: the input becomes float16 and then int8, beside its magnitudes and a mask of
+        outliers; the product is int32, then float16, then of the input's dtype.
+        """
+        tape = self.tape
+        tape.during(tape.tokens * rows * (2 + 1 + 2 + 1))
+        tape.during(tape.tokens * (rows + columns * (4 + 2 + x.item)))
+        return tape.op([x], columns, x.item, keeps=[x], name=name, temporary=x.item * rows * columns)
+
+    def _adapt(self, x: Tensor, result: Tensor, columns: int, name: str) -> Tensor:
+        """PEFT's LoRA: its matrices are float32, and so is what they are given and give (autocast_adapter_dtype)."""
+        tape, rank = self.tape, self.setting.lora_rank
+        item = result.item
+        of_adapter = 2 if self.setting.amp else FLOAT32
+        wide = tape.cast(x, of_adapter, f"{x.name}, cast for LoRA")
+        low = tape.op([wide], rank, of_adapter, keeps=[wide], trains=True, name="LoRA")
+        tape.drop(wide)
+        up = tape.op([low], columns, of_adapter, keeps=[low], trains=True)
+        tape.drop(low)
+        scaled = tape.op([up], columns, of_adapter)
+        tape.drop(up)
+        if self.setting.quantize and not self.setting.amp:
+            # peft/tuners/lora/bnb.py casts before it adds.
+            cast = tape.cast(scaled, item)
+            tape.drop(scaled)
+            summed = tape.add(result, cast, name)
+            tape.drop(result, cast)
+            return summed
+        summed = tape.add(result, scaled, name)
+        tape.drop(result, scaled)
+        cast = tape.cast(summed, item, name)
+        tape.drop(summed)
+        return cast

@@ -1,0 +1,219 @@
+"""A layer's tensors, op by op, without torch: which are kept for the backward, and the most that are alive at once.
+
+Sizes are bytes for all tokens of a micro-batch. An operator keeps what the formula of its derivative needs
+(tools/autograd/derivatives.yaml of PyTorch), and only if something behind it asks for a gradient; a tensor that two
+operators keep is kept once. The backward goes through the operators in reverse and gives back what each has kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+FLOAT32 = 4
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """One tensor: `width` elements per token of `item` bytes each."""
+
+    width: int
+    item: int
+    needs_grad: bool
+    name: str = ""
+    num_bytes: int = 0
+    holders: int = 1
+    """What keeps it alive: variables of the model's code, and operators that keep it for the backward."""
+    counted: bool = True
+    """False: it is alive in any case, and is counted elsewhere (the layer's input)."""
+    grad: Tensor | None = None
+    whole: Tensor | None = None
+    """The tensor that this is a view of."""
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    inputs: Sequence[Tensor]
+    output: Tensor
+    kept: Sequence[Tensor]
+    passes_through: bool = False
+    param_grad: int = 0
+    """Bytes of gradients of parameters; they stay."""
+    temporary: int = 0
+    """Bytes that the derivative takes beside its results."""
+    temporary_param: int = 0
+    """Bytes of a gradient in half precision that becomes one in float32."""
+
+
+@dataclass
+class Tape:
+    """The operators of one layer, recorded as its forward calls them."""
+
+    tokens: int
+    training: bool
+    live: int = 0
+    peak: int = 0
+    kept: dict[str, int] = field(default_factory=dict)
+    """Bytes kept for the backward, by name."""
+    _nodes: list[_Node] = field(default_factory=list)
+
+    def new(self, width: int, item: int, *, needs_grad: bool, name: str = "") -> Tensor:
+        """A tensor is allocated."""
+        made = Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item)
+        self.take(made.num_bytes)
+        return made
+
+    def given(self, width: int, item: int, *, needs_grad: bool, name: str) -> Tensor:
+        """A tensor that is there before the layer."""
+        return Tensor(width, item, needs_grad and self.training, name, self.tokens * width * item, counted=False)
+
+    def take(self, num_bytes: int) -> None:
+        """So many bytes more are alive."""
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+
+    def during(self, num_bytes: int) -> None:
+        """So many bytes are taken and given back at once."""
+        self.peak = max(self.peak, self.live + num_bytes)
+
+    def drop(self, *tensors: Tensor) -> None:
+        """A variable of the model's code, or an operator, lets go of these."""
+        for view in tensors:
+            tensor = view.whole or view
+            tensor.holders -= 1
+            if tensor.holders == 0 and tensor.counted:
+                self.live -= tensor.num_bytes
+
+    def op(
+        self,
+        inputs: Sequence[Tensor],
+        width: int,
+        item: int,
+        *,
+        keeps: Iterable[Tensor] = (),
+        keeps_output: bool = False,
+        extra: int = 0,
+        name: str = "",
+        trains: bool = False,
+        param_grad: int = 0,
+        temporary: int = 0,
+        temporary_param: int = 0,
+    ) -> Tensor:
+        """An operator and its output.
+
+        Args:
+            inputs: tensors that may get a gradient.
+            width: elements per token of the output.
+            item: bytes of each.
+            keeps: what its derivative needs.
+            keeps_output: its own output as well.
+            extra: bytes of a further result that the derivative needs (a mask, row sums).
+            name: of the output.
+            trains: one of its parameters is trained.
+            param_grad: bytes of the gradients of those.
+            temporary: bytes that the derivative takes beside its results.
+            temporary_param: bytes of a parameter's gradient before it is cast.
+        """
+        needs_grad = trains or any(tensor.needs_grad for tensor in inputs)
+        output = self.new(width, item, needs_grad=needs_grad, name=name)
+        if not output.needs_grad:
+            self.during(extra)
+            return output
+        kept = [*keeps, *([output] if keeps_output else [])]
+        for tensor in kept:
+            self._keep(tensor)
+        if extra:
+            row = Tensor(0, 0, False, f"{name} (statistics)", extra)
+            self.take(extra)
+            row.holders = 0
+            self._keep(row)
+            kept.append(row)
+        self._nodes.append(
+            _Node([t for t in inputs if t.needs_grad], output, kept, False, param_grad, temporary, temporary_param)
+        )
+        return output
+
+    def add(self, left: Tensor, right: Tensor, name: str = "") -> Tensor:
+        """A sum; its gradient is that of both."""
+        item = max(left.item, right.item)
+        output = self.new(left.width, item, needs_grad=left.needs_grad or right.needs_grad, name=name)
+        if output.needs_grad:
+            inputs = [t for t in (left, right) if t.needs_grad]
+            self._nodes.append(_Node(inputs, output, (), passes_through=all(t.item == item for t in inputs)))
+        return output
+
+    def cast(self, tensor: Tensor, item: int, name: str = "") -> Tensor:
+        """`tensor.to(dtype)`: itself if it has that dtype already (the caller drops what it gets)."""
+        if tensor.item == item:
+            (tensor.whole or tensor).holders += 1
+            return tensor
+        return self.op([tensor], tensor.width, item, name=name or f"{tensor.name}, cast")
+
+    def view(self, whole: Tensor, width: int, name: str) -> Tensor:
+        """A part of `whole` that has no memory of its own."""
+        part = Tensor(width, whole.item, whole.needs_grad, name, 0, whole=whole)
+        whole.holders += 1
+        if part.needs_grad:
+            self._nodes.append(_Node([whole], part, ()))
+        return part
+
+    def _keep(self, tensor: Tensor) -> None:
+        tensor = tensor.whole or tensor
+        tensor.holders += 1
+        if tensor.counted and tensor.num_bytes:
+            name = tensor.name or "unnamed"
+            key = f"{name} #{id(tensor)}"
+            self.kept.setdefault(key, tensor.num_bytes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that is kept for the backward."""
+        return sum(self.kept.values())
+
+    def kept_by_name(self) -> dict[str, int]:
+        """The same, by the names of the tensors."""
+        result: dict[str, int] = {}
+        for key, num_bytes in self.kept.items():
+            name = key.rpartition(" #")[0]
+            result[name] = result.get(name, 0) + num_bytes
+        return result
+
+    def backward(self, output: Tensor) -> int:
+        """Go back through everything; returns the bytes of parameters' gradients that are there at the end.
+
+        `live` and `peak` count on from what is alive now.
+        """
+        output.grad = Tensor(output.width, output.item, False, num_bytes=output.num_bytes or self._of(output))
+        self.take(output.grad.num_bytes)
+        gradients = 0
+        for node in reversed(self._nodes):
+            incoming = node.output.grad
+            if incoming is None:
+                continue
+            self.during(node.temporary)
+            for tensor in node.inputs:
+                if node.passes_through:
+                    incoming.holders += 1
+                    made = incoming
+                else:
+                    made = Tensor(tensor.width, tensor.item, False, num_bytes=self._of(tensor))
+                    self.take(made.num_bytes)
+                    self.during(node.temporary)
+                if tensor.grad is None:
+                    tensor.grad = made
+                else:
+                    self.drop(made)  # added in place
+            if node.param_grad:
+                if node.temporary_param:
+                    self.take(node.temporary_param)
+                self.take(node.param_grad)
+                gradients += node.param_grad
+                self.live -= node.temporary_param
+            self.drop(*node.kept)
+            node.output.grad = None
+            self.drop(incoming)
+        self._nodes.clear()
+        return gradients
+
+    def _of(self, tensor: Tensor) -> int:
+        return self.tokens * tensor.width * tensor.item

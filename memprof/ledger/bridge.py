@@ -1,0 +1,246 @@
+"""The bridge: from what tensors asked for to what `nvidia-smi` shows, step by step, in bytes.
+
+    requested + rounding = allocated;  + fragmentation = reserved;  + context, libraries, other processes = device used
+
+torch's own figures stop at reserved, NVML's begin at device used; each step between is named here. A measured run may
+say in its trace's facts what NVML saw, all in bytes:
+
+    facts["nvml"] = {
+        "reserved_bytes": what torch had reserved when NVML was asked,
+        "process_bytes": of this process,
+        "used_bytes": of the card,
+        "processes": [{"pid": 4711, "name": "python", "bytes": ...}, ...] of the others; None where not permitted,
+    }
+
+Any of them may be missing or None. Without them, the samples of a measured run tell what is on the card beside torch's
+segments and the context, libraries and other processes together. A simulated run has neither.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from memprof.allocator.blocks import DEFAULT_POOL
+from memprof.allocator.pools import SegmentLayout
+from memprof.allocator.rounding import SMALL_BUFFER
+from memprof.ledger.ledger import Ledger
+from memprof.ledger.stages import Span
+from memprof.trace.events import CPU, Trace
+
+MOST_SEGMENTS = 5
+"""Kinds of segments that are listed, those with most free memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """The segments of one pool: small ones serve requests of up to 1 MiB."""
+
+    pool: str
+    """`small` or `large`; of a private pool (CUDA graphs) with its number."""
+    segments: int
+    """Of expandable segments, contiguous mapped runs."""
+    reserved_bytes: int
+    allocated_bytes: int
+    free_bytes: int
+    pinned_bytes: int
+    """Free, and kept by tensors in the same segments."""
+    releasable_bytes: int
+    """Free, and given back by `torch.cuda.empty_cache()` or when the card is full."""
+    empty_segments: int
+    """Segments without a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSegments:
+    """Segments that are alike, with free memory in them."""
+
+    pool: str
+    count: int
+    size_bytes: int
+    """Of one; `free_bytes` likewise."""
+    free_bytes: int
+    tensors: bool
+    """Whether tensors live in them, and keep what is free."""
+    expandable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeMoment:
+    """The steps at one moment: each is a difference, in bytes, between the amounts before and after it."""
+
+    stage: str
+    step: int
+    micro_batch: int
+    requested_bytes: int
+    rounding_bytes: int
+    """Requests are rounded to 512 bytes, and a rest of up to 1 MiB of a large block is not split off."""
+    allocated_bytes: int
+    fragmentation_bytes: int
+    """Free in segments: the sum of `pools`."""
+    given_back_bytes: int
+    """Reserved at the moment's height and given back before the request was served; 0 as a rule."""
+    reserved_bytes: int
+    context_bytes: int
+    libraries_bytes: int | None
+    """Of this process outside the allocator and beyond the context (cuBLAS and cuDNN handles, NCCL); None: unknown."""
+    other_processes_bytes: int | None
+    """Of the card, by others and by the driver; None: unknown."""
+    unnamed_bytes: int | None
+    """Libraries and other processes together, where they are not told apart; None: they are, or nothing is known."""
+    device_used_bytes: int
+    """The sum of what is known."""
+    pools: tuple[PoolUse, ...]
+    free_segments: tuple[FreeSegments, ...]
+    """Those with most free memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProcess:
+    """Another process on the card, as NVML names it."""
+
+    pid: int
+    name: str
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """The steps where most is reserved, and where most is allocated."""
+
+    peak_reserved: BridgeMoment
+    peak_allocated: BridgeMoment
+    same_moment: bool
+    """Both peaks are after the same event."""
+    processes: tuple[OtherProcess, ...] | None
+    """The other processes on the card; None: not known, as in a simulated run."""
+
+    @property
+    def outside_is_unknown(self) -> bool:
+        """Nothing is known of what is on the card beside torch's segments and the context."""
+        return self.peak_reserved.libraries_bytes is None and self.peak_reserved.unnamed_bytes is None
+
+
+def build_bridge(ledger: Ledger) -> Bridge | None:
+    """The bridge of a run; None if it was on no card (a CPU), where there is neither context nor driver."""
+    if ledger.trace.device == CPU:
+        return None
+    device: dict[str, Any] = ledger.trace.facts["device"]  # type: ignore[assignment]
+    reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
+    ledger.run.prepare_layouts((reserved, allocated))
+    outside = _Outside.of(ledger.trace, device["context_bytes"])
+    return Bridge(
+        peak_reserved=_moment(ledger, reserved, ledger.peak_reserved_stage, ledger.peak_reserved_bytes, outside),
+        peak_allocated=_moment(ledger, allocated, ledger.peak_stage, ledger.run.timeline.reserved[allocated], outside),
+        same_moment=reserved == allocated,
+        processes=outside.processes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """What is on the card beside torch's segments."""
+
+    context: int
+    libraries: int | None
+    others: int | None
+    unnamed: int | None
+    processes: tuple[OtherProcess, ...] | None
+
+    @classmethod
+    def of(cls, trace: Trace, context: int) -> _Outside:
+        nvml = trace.facts.get("nvml")
+        seen: dict[str, Any] = nvml if isinstance(nvml, dict) else {}
+        used, process, reserved = (seen.get(name) for name in ("used_bytes", "process_bytes", "reserved_bytes"))
+        processes = seen.get("processes")
+        libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
+        return cls(
+            context=context,
+            libraries=libraries,
+            others=None if used is None or process is None else max(used - process, 0),
+            unnamed=_beside_torch(trace, context) if libraries is None else None,
+            processes=None
+            if processes is None
+            else tuple(OtherProcess(one["pid"], one["name"], one.get("bytes")) for one in processes),
+        )
+
+
+def _beside_torch(trace: Trace, context: int) -> int | None:
+    """What the samples of a measured run have beside reserved memory and the context, where most is reserved."""
+    seen = [
+        (sample.reserved_bytes, sample.device_used_bytes)
+        for sample in trace.samples
+        if sample.reserved_bytes is not None and sample.device_used_bytes is not None
+    ]
+    if not seen:
+        return None
+    reserved, used = max(seen)
+    return max(used - reserved - context, 0)
+
+
+def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: _Outside) -> BridgeMoment:
+    timeline = ledger.run.timeline
+    requested, allocated = timeline.requested[event], timeline.allocated[event]
+    segments, _ = ledger.run.layout_at(event)
+    large_unit = ledger.run.config.large_segment_size
+    return BridgeMoment(
+        stage=span.name,
+        step=span.step,
+        micro_batch=span.micro_batch,
+        requested_bytes=requested,
+        rounding_bytes=allocated - requested,
+        allocated_bytes=allocated,
+        fragmentation_bytes=timeline.reserved[event] - allocated,
+        given_back_bytes=reserved - timeline.reserved[event],
+        reserved_bytes=reserved,
+        context_bytes=outside.context,
+        libraries_bytes=outside.libraries,
+        other_processes_bytes=outside.others,
+        unnamed_bytes=outside.unnamed,
+        device_used_bytes=reserved
+        + outside.context
+        + sum(part or 0 for part in (outside.libraries, outside.others, outside.unnamed)),
+        pools=_pools(segments, large_unit),
+        free_segments=_free_segments(segments),
+    )
+
+
+def _pools(segments: list[SegmentLayout], large_unit: int) -> tuple[PoolUse, ...]:
+    names = sorted({(segment.pool_id, not segment.is_small) for segment in segments})
+    found = []
+    for pool_id, is_large in names:
+        own = [one for one in segments if one.pool_id == pool_id and one.is_small is not is_large]
+        reserved, allocated = sum(one.size for one in own), sum(one.allocated for one in own)
+        releasable = sum(one.releasable(large_unit if is_large else SMALL_BUFFER) for one in own)
+        found.append(
+            PoolUse(
+                pool=_pool(own[0]),
+                segments=len(own),
+                reserved_bytes=reserved,
+                allocated_bytes=allocated,
+                free_bytes=reserved - allocated,
+                pinned_bytes=reserved - allocated - releasable,
+                releasable_bytes=releasable,
+                empty_segments=sum(not one.allocated for one in own),
+            )
+        )
+    return tuple(found)
+
+
+def _pool(segment: SegmentLayout) -> str:
+    size = "small" if segment.is_small else "large"
+    return size if segment.pool_id == DEFAULT_POOL else f"{size}, private {segment.pool_id}"
+
+
+def _free_segments(segments: list[SegmentLayout]) -> tuple[FreeSegments, ...]:
+    alike: Counter[tuple[str, int, int, bool, bool]] = Counter()
+    for one in segments:
+        free = one.size - one.allocated
+        if free:
+            alike[_pool(one), one.size, free, one.allocated > 0, one.expandable] += 1
+    most = sorted(alike.items(), key=lambda item: (-item[0][2] * item[1], item[0]))
+    return tuple(
+        FreeSegments(pool, count, size, free, tensors, expandable)
+        for (pool, size, free, tensors, expandable), count in most[:MOST_SEGMENTS]
+    )

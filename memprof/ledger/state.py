@@ -1,0 +1,53 @@
+"""What a run keeps, whoever runs it: parameters, gradients and optimizer state, and the most that all tensors take.
+
+These do not depend on kernels or on an allocator, so that a run on a CPU and one on a card have the same to the byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memprof.trace.events import HOST, EventKind, Role, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The most that is alive at once of each, in bytes requested of the card (or of the CPU that was measured)."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_state_bytes: int
+    buffers_bytes: int
+    tensors_bytes: int
+    """Of all tensors: everything but what kernels and libraries take for themselves."""
+
+
+def model_state(trace: Trace) -> ModelState:
+    """Of a whole run."""
+    roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER)
+    now, most = dict.fromkeys(roles, 0), dict.fromkeys(roles, 0)
+    tensors = most_tensors = 0
+    storages, owners = trace.storages, trace.owners
+    for kind, ref in trace.events:
+        if kind is EventKind.ALLOC:
+            sign = 1
+        elif kind is EventKind.FREE:
+            sign = -1
+        else:
+            continue
+        storage = storages[ref]
+        if storage.device == HOST or storage.hidden:
+            continue
+        tensors += sign * storage.num_bytes
+        most_tensors = max(most_tensors, tensors)
+        owner = owners.get(ref)
+        if owner is not None and owner.role in now:
+            now[owner.role] += sign * storage.num_bytes
+            most[owner.role] = max(most[owner.role], now[owner.role])
+    return ModelState(
+        parameters_bytes=most[Role.PARAMETER],
+        gradients_bytes=most[Role.GRADIENT],
+        optimizer_state_bytes=most[Role.OPTIMIZER_STATE],
+        buffers_bytes=most[Role.BUFFER],
+        tensors_bytes=most_tensors,
+    )

@@ -1,0 +1,76 @@
+"""The log of a watched command: CSV, each line written whole and at once, so that another program can follow it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Log:
+    """A CSV file that is begun anew. It never raises: `note` says in one line what is wrong.
+
+    Args:
+        file: where to; left out, nothing is written.
+        header: the columns.
+    """
+
+    def __init__(self, file: Path | None, header: Sequence[str]) -> None:
+        self._file = file
+        self._descriptor = -1
+        self._missed = 0
+        self._error = ""
+        if file is not None:
+            try:
+                self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                self._regular = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
+            except OSError as error:
+                self._error = error.strerror or str(error)
+            self._header: Sequence[str] | None = header
+
+    def write(self, row: Sequence[object]) -> None:
+        """Append a line; where a disk is full, the next one is tried again."""
+        if self._descriptor < 0:
+            return
+        lines = [row] if self._header is None else [self._header, row]
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(lines)
+        try:
+            self._append(text.getvalue().encode())
+        except OSError as error:
+            self._missed += 1
+            self._error = error.strerror or str(error)
+        else:
+            self._header = None
+
+    def _append(self, data: bytes) -> None:
+        before = os.lseek(self._descriptor, 0, os.SEEK_CUR) if self._regular else 0
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            if self._regular and written:  # half a line is worse than none
+                os.ftruncate(self._descriptor, before)
+                os.lseek(self._descriptor, before, os.SEEK_SET)
+            raise
+
+    def close(self) -> None:
+        """Close the file; some file systems say only now that it is not whole."""
+        if self._descriptor >= 0:
+            try:
+                os.close(self._descriptor)
+            except OSError as error:
+                self._error = error.strerror or str(error)
+            self._descriptor = -1
+
+    @property
+    def note(self) -> str:
+        """What is wrong; empty if nothing is."""
+        if not self._error:
+            return ""
+        lines = f"; {self._missed} {'line is' if self._missed == 1 else 'lines are'} missing" if self._missed else ""
+        return f"log {self._file}: {self._error.lower()}{lines}"

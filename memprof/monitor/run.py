@@ -1,0 +1,212 @@
+"""Watching: start the command, take a sample every interval, show and log it, until the command ends."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from memprof.device.nvml import Nvml
+from memprof.device.processes import ProcessTree
+from memprof.monitor.command import Command, Signals, now, wait_until
+from memprof.monitor.log import Log
+from memprof.monitor.reports import Reports
+from memprof.monitor.sample import Peaks, Sample, Watched, csv_header, csv_row
+
+
+class View(Protocol):
+    """What shows the samples (`memprof.report.monitor`)."""
+
+    def show(self, sample: Sample, peaks: Peaks) -> None:
+        """A sample."""
+
+    def pause(self) -> None:
+        """The terminal is about to be given away (Ctrl-Z)."""
+
+    def close(self, outcome: Outcome) -> None:
+        """The last word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended.
+
+    Attributes:
+        exit_code: the command's own, 128 + n if signal n killed it; without a command 0, or that of a signal.
+        command: as a shell would take it; empty without one.
+        ending: of the command, in a few words.
+        elapsed: seconds.
+        peaks: the highest of the whole run.
+        notes: what could not be seen or written at the end, one line each.
+    """
+
+    exit_code: int
+    command: str
+    ending: str
+    elapsed: float
+    peaks: Peaks
+    notes: tuple[str, ...]
+
+
+def monitor(
+    arguments: Sequence[str],
+    view: View,
+    *,
+    interval: float = 1.0,
+    log: Path | None = None,
+    once: bool = False,
+    open_nvml: Callable[[], Nvml] = Nvml,
+) -> Outcome:
+    """Watch the cards, and a command if there is one, until it ends, or until a signal without one.
+
+    Args:
+        arguments: the command; empty: the cards alone.
+        view: what shows the samples.
+        interval: seconds between two.
+        log: a CSV file to write.
+        once: take one sample and return.
+        open_nvml: gives what reads the cards.
+
+    Raises:
+        CommandError: the command cannot be started.
+    """
+    with ExitStack() as stack:
+        reports = stack.enter_context(Reports(interval)) if arguments else None
+        signals = stack.enter_context(Signals())
+        command = Command(arguments, reports.environment()) if reports is not None else None
+        # A started program inherits blocked signals, and a thread that does not block them takes them away from `wait`:
+        # so the command comes before this, and whatever may begin a thread after it.
+        signals.hold()
+        if reports is not None:
+            reports.listen()
+        watch = _Watch(stack.enter_context(open_nvml()), reports, command)
+        first = watch.sample()
+        cards = [card.index for card in first.cards]
+        peaks = Peaks()
+        file = Log(log, csv_header(cards))
+        stack.callback(file.close)
+        stack.callback(view.pause)  # whatever happens, the terminal is given back
+
+        def record(sample: Sample) -> None:
+            peaks.add(sample)
+            file.write(csv_row(sample, peaks, cards))
+            view.show(_with(sample, file.note), peaks)
+
+        record(first)
+        stopped_by = 0
+        if not once and (command is not None or first.cards):
+            stopped_by = _loop(watch, command, signals, view, interval, record)
+        if reports is not None:
+            reports.drain()
+            # What the command's last messages say of its peaks; it is gone, and its memory with it.
+            record(watch.sample())
+            peaks.resident_bytes = max(peaks.resident_bytes, command.peak_resident_bytes() if command else 0)
+        file.close()
+        code = command.exit_code if command is not None else 0
+        if command is None and stopped_by and stopped_by != signal.SIGINT:
+            code = 128 + stopped_by
+        outcome = Outcome(
+            exit_code=code or 0,
+            command=command.text if command is not None else "",
+            ending=command.ending() if command is not None else "",
+            elapsed=watch.elapsed,
+            peaks=peaks,
+            notes=tuple(note for note in (file.note,) if note),
+        )
+        view.close(outcome)
+    return outcome
+
+
+def _loop(
+    watch: _Watch,
+    command: Command | None,
+    signals: Signals,
+    view: View,
+    interval: float,
+    record: Callable[[Sample], None],
+) -> int:
+    """Until the command has ended, or a signal without one: the signal."""
+    received = 0
+
+    def handle(information: signal.struct_siginfo) -> bool:
+        nonlocal received
+        if information.si_signo == signal.SIGTSTP:
+            view.pause()
+            signals.stop_here()
+            return True
+        if command is not None:
+            command.pass_on(information)
+            return command.exit_code is not None
+        if information.si_signo != signal.SIGCHLD:
+            received = information.si_signo
+        return bool(received)
+
+    due = now() + interval
+    while True:
+        # Asked before each wait: of a command that ended before signals were held back, none comes.
+        if command is None or command.exit_code is None:
+            wait_until(due, signals, handle, now)
+        if received or (command is not None and command.exit_code is not None):
+            return received
+        record(watch.sample())
+        # At the beat of the first sample; a beat that was missed is left out.
+        due += interval
+        if due < now():
+            due = now() + interval
+
+
+class _Watch:
+    """Puts samples together."""
+
+    def __init__(self, nvml: Nvml, reports: Reports | None, command: Command | None) -> None:
+        self._nvml = nvml
+        self._reports = reports
+        self._tree = ProcessTree(command.pid) if command is not None else None
+        self._began = now()
+        self._names: dict[int, str] = {}
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return now() - self._began
+
+    def sample(self) -> Sample:
+        """Everything now."""
+        reading = self._nvml.read()
+        notes = [*reading.notes, *(note for card in reading.cards for note in card.notes)]
+        if self._reports is not None:
+            notes += self._reports.notes()
+        return Sample(time.time(), self.elapsed, reading.cards, self._processes(), tuple(notes))
+
+    def _processes(self) -> tuple[Watched, ...]:
+        if self._tree is None or self._reports is None:
+            return ()
+        told = self._reports.collect()
+        running = {process.pid: process for process in self._tree.read()}
+        self._names |= {process.pid: process.name for process in running.values()}
+        watched = []
+        # Those that have ended since the last sample and were heard of in between count once more.
+        for pid in sorted(running.keys() | {pid for pid, (heard, *_) in told.items() if heard}):
+            process = running.get(pid)
+            _, rank, allocators = told.get(pid, (False, None, ()))
+            watched.append(
+                Watched(
+                    pid=pid,
+                    name=self._names.get(pid, f"process {pid}"),
+                    resident_bytes=process.resident_bytes if process is not None else 0,
+                    peak_resident_bytes=process.peak_resident_bytes if process is not None else None,
+                    rank=rank,
+                    allocators=allocators,
+                )
+            )
+        return tuple(watched)
+
+
+def _with(sample: Sample, note: str) -> Sample:
+    if not note:
+        return sample
+    return Sample(sample.time, sample.elapsed, sample.cards, sample.processes, (*sample.notes, note))

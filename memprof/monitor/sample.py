@@ -1,0 +1,196 @@
+"""What is known of the cards and of a watched command at one moment. Plain data; all amounts are bytes.
+
+Allocated and reserved are those of torch's CUDA caching allocator (`torch.cuda.memory_stats`). Its counters have a
+highest value since the program began, or reset them, but none for the last second: where it rose, it is the highest of
+that second, exactly; where it did not, the second's highest lies below it, and `interval_peak` is the highest of ten
+readings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from memprof.device.cards import Card
+
+
+@dataclass(frozen=True, slots=True)
+class Allocator:
+    """One process's CUDA allocator on one device.
+
+    Attributes:
+        device: CUDA's ordinal in that process.
+        name, uuid, total_bytes: of the card, empty and 0 if torch does not say.
+        requested_bytes: of living tensors, as asked for; None on releases that do not count it.
+        allocated_bytes: of their blocks.
+        reserved_bytes: held from the driver.
+        interval_peak_allocated_bytes: the highest since the last sample, and so `interval_peak_reserved_bytes`.
+        max_allocated_bytes: the highest since the process began, and so `max_reserved_bytes`.
+        num_alloc_retries: times that the card was full, and giving the cache back was enough.
+        num_ooms: out-of-memory errors.
+    """
+
+    device: int
+    name: str
+    uuid: str
+    total_bytes: int
+    requested_bytes: int | None
+    allocated_bytes: int
+    reserved_bytes: int
+    interval_peak_allocated_bytes: int
+    interval_peak_reserved_bytes: int
+    max_allocated_bytes: int
+    max_reserved_bytes: int
+    num_alloc_retries: int = 0
+    num_ooms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One process of the command.
+
+    Attributes:
+        pid: its number.
+        name: program and script.
+        rank: of a distributed run (RANK), None if it has none or has not initialised CUDA.
+        resident_bytes: host memory, pages shared with other processes counted in full; 0 once it has ended.
+        peak_resident_bytes: the highest of that so far.
+        allocators: of the devices that it has used.
+    """
+
+    pid: int
+    name: str
+    resident_bytes: int
+    peak_resident_bytes: int | None
+    rank: int | None = None
+    allocators: tuple[Allocator, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment.
+
+    Attributes:
+        time: seconds since the epoch.
+        elapsed: seconds since memprof began to watch.
+        cards: what NVML says.
+        processes: those of the command; empty without one.
+        notes: what cannot be seen, one line each.
+    """
+
+    time: float
+    elapsed: float
+    cards: tuple[Card, ...] = ()
+    processes: tuple[Watched, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def allocators(self) -> tuple[Allocator, ...]:
+        """Of all processes."""
+        return tuple(allocator for process in self.processes for allocator in process.allocators)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of all processes together."""
+        return sum(process.resident_bytes for process in self.processes)
+
+    def total(self, name: str) -> int | None:
+        """A field of `Allocator` over all allocators; None if there is none."""
+        return sum(getattr(allocator, name) for allocator in self.allocators) if self.allocators else None
+
+    def by_command(self, card: Card) -> int | None:
+        """What NVML says that the command's processes use of a card, their contexts among it."""
+        pids = {process.pid for process in self.processes}
+        used = [process.used_bytes for process in card.processes if process.pid in pids]
+        return sum(amount or 0 for amount in used) if used and None not in used else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The highest of a whole run: of the sum over all processes, of which each adds its own highest of the second.
+
+    For one process that is exact; for several it is what they need if they reach their highest at the same moment.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    resident_bytes: int = 0
+    cards: dict[int, int] = field(default_factory=dict)
+    """Used bytes by NVML's index."""
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample in."""
+        self.allocated_bytes = _highest(self.allocated_bytes, sample.total("interval_peak_allocated_bytes"))
+        self.reserved_bytes = _highest(self.reserved_bytes, sample.total("interval_peak_reserved_bytes"))
+        if len(sample.processes) == 1:
+            self.resident_bytes = max(self.resident_bytes, sample.processes[0].peak_resident_bytes or 0)
+        self.resident_bytes = max(self.resident_bytes, sample.resident_bytes)
+        for card in sample.cards:
+            if card.used_bytes is not None:
+                self.cards[card.index] = max(self.cards.get(card.index, 0), card.used_bytes)
+
+
+def _highest(one: int | None, other: int | None) -> int | None:
+    return max((amount for amount in (one, other) if amount is not None), default=None)
+
+
+# -- one line of CSV ---------------------------------------------------------------------------------------------------
+
+_COMMAND_COLUMNS = (
+    "processes",
+    "resident_bytes",
+    "cuda_processes",
+    "allocated_bytes",
+    "reserved_bytes",
+    "interval_peak_allocated_bytes",
+    "interval_peak_reserved_bytes",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "alloc_retries",
+    "ooms",
+)
+_CARD_COLUMNS = (
+    "used_bytes",
+    "total_bytes",
+    "command_bytes",
+    "utilisation_percent",
+    "temperature_celsius",
+    "power_watts",
+)
+
+
+def csv_header(card_indices: Iterable[int]) -> list[str]:
+    """The columns of a log for these cards."""
+    cards = [f"card{index}_{name}" for index in card_indices for name in _CARD_COLUMNS]
+    return ["time", "elapsed_seconds", *_COMMAND_COLUMNS, *cards]
+
+
+def csv_row(sample: Sample, peaks: Peaks, card_indices: Iterable[int]) -> list[object]:
+    """The values of those columns; what is not known is empty."""
+    moment = datetime.fromtimestamp(sample.time, UTC).isoformat(timespec="milliseconds")
+    row: list[object] = [moment, f"{sample.elapsed:.3f}"]
+    row += [
+        len(sample.processes),
+        sample.resident_bytes,
+        sum(1 for process in sample.processes if process.allocators),
+        sample.total("allocated_bytes"),
+        sample.total("reserved_bytes"),
+        sample.total("interval_peak_allocated_bytes"),
+        sample.total("interval_peak_reserved_bytes"),
+        peaks.allocated_bytes,
+        peaks.reserved_bytes,
+        sample.total("num_alloc_retries"),
+        sample.total("num_ooms"),
+    ]
+    by_index = {card.index: card for card in sample.cards}
+    for index in card_indices:
+        card = by_index.get(index, Card(index, ""))
+        row += [card.used_bytes, card.total_bytes, sample.by_command(card)]
+        row += [card.utilisation_percent, card.temperature_celsius, card.power_watts]
+    return ["" if value is None else value for value in row]

@@ -1,0 +1,211 @@
+"""What a search chooses among: how a goal can be run, as an edit of the spec, and what is given up for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from memprof.catalog import Gpu
+from memprof.errors import UsageError
+from memprof.spec import Mode, TargetSpec
+
+
+class Goal(StrEnum):
+    """What is to be done with the model."""
+
+    FULL = "full"
+    LORA = "lora"
+    QLORA = "qlora"
+    INFER = "infer"
+
+
+class Activations(StrEnum):
+    """What becomes of activations between forward and backward, quickest first."""
+
+    KEPT = "kept"
+    OFFLOADED = "in host memory"
+    CHECKPOINTED = "checkpointed"
+    BOTH = "checkpointed, in host memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One way to run the goal; `spec` makes it one."""
+
+    goal: Goal
+    precision: str
+    """half, amp, int8 or nf4; half is what the card computes in: bfloat16, or float16 before Ampere."""
+    half: str
+    optimizer: str = "none"
+    """adamw (fused), adamw-8bit, torchao-adamw-8bit, adamw-cpu (states and step in host memory), none."""
+    activations: Activations = Activations.KEPT
+    chunked_loss: bool = False
+    attention: str | None = None
+    given_up: str = ""
+    """What the numbers lose, in words; empty if nothing."""
+
+    def spec(self, base: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
+        """`base` run in this way. `accumulation` above 2 is run as 2: every further micro-batch finds what the second
+        found."""
+        fixes: list[str] = []
+        changes: dict[str, object] = {"batch_size": micro_batch}
+        if self.precision in ("half", "int8", "nf4"):
+            changes["dtype"] = self.half
+        if self.precision in ("int8", "nf4"):
+            changes["quantize"] = self.precision
+        if self.precision == "float32":
+            changes["dtype"] = "float32"
+        if self.precision == "amp" or self.goal is Goal.QLORA:
+            # QLoRA's layer norms and head are in float32: trainers run it under autocast.
+            changes |= {"amp": self.half, "dtype": None}
+        if self.attention is not None:
+            changes["attention"] = self.attention
+        if self.goal is Goal.INFER:
+            return base.edit(**changes)
+        changes["gradient_accumulation"] = min(accumulation, 2)
+        if self.goal in (Goal.LORA, Goal.QLORA):
+            changes["adapter"] = "lora"
+        if self.optimizer == "adamw":
+            changes |= {"optimizer": "adamw", "optimizer_impl": "fused"}
+        elif self.optimizer == "adamw-cpu":
+            changes["optimizer"] = "adamw"
+            fixes.append("cpu-offload-optimizer")
+        else:
+            changes["optimizer"] = self.optimizer
+        if self.chunked_loss:
+            fixes.append("chunked-loss")
+        if self.activations in (Activations.CHECKPOINTED, Activations.BOTH):
+            fixes.append("activation-checkpointing")
+        if self.activations in (Activations.OFFLOADED, Activations.BOTH):
+            fixes.append("cpu-offload-activations")
+        return base.edit(**changes, fixes=tuple(fixes))
+
+    def label(self, micro_batch: int | None = None) -> str:
+        """In a line of a table."""
+        parts = [self._precision()]
+        if self.goal is not Goal.INFER:
+            parts.append(OPTIMIZER_NAMES[self.optimizer])
+            if self.activations is not Activations.KEPT:
+                parts.append(f"activations {self.activations.value}")
+            if self.chunked_loss:
+                parts.append("chunked loss")
+        if self.attention is not None:
+            parts.append(f"{self.attention} attention")
+        if micro_batch is not None:
+            parts.append(f"batch {micro_batch}" if self.goal is Goal.INFER else f"micro-batch {micro_batch}")
+        return ", ".join(parts)
+
+    def _precision(self) -> str:
+        if self.precision == "amp":
+            return f"float32 weights under {self.half} autocast"
+        if self.precision == "half":
+            return f"{self.half} weights"
+        return f"{self.precision} weights"
+
+    @property
+    def remedies(self) -> tuple[str, ...]:
+        """What `memprof.apply` switches on for it in a model."""
+        names = self.spec(TargetSpec(model="-"), 1).fixes
+        return tuple(name for name in names if name != "cpu-offload-optimizer")
+
+    def leanest(self) -> Plan:
+        """The same with everything on that saves memory and changes no number."""
+        if self.goal is Goal.INFER:
+            return self
+        return replace(self, activations=Activations.CHECKPOINTED, chunked_loss=True)
+
+    def variants(self) -> list[Plan]:
+        """What can be chosen freely within it: the same numbers, for time or for memory; quickest first."""
+        if self.goal is Goal.INFER:
+            return [self]
+        return [
+            replace(self, activations=activations, chunked_loss=chunked)
+            for activations in Activations
+            for chunked in ((False, True) if activations is not Activations.BOTH else (True,))
+        ]
+
+
+OPTIMIZER_NAMES = {
+    "adamw": "fused AdamW",
+    "adamw-8bit": "8-bit AdamW (bitsandbytes)",
+    "torchao-adamw-8bit": "8-bit AdamW (torchao)",
+    "adamw-cpu": "AdamW on the CPU",
+    "none": "no optimizer",
+}
+
+
+def half_of(gpu: Gpu) -> str:
+    """The half precision that the card computes in at full speed: bfloat16 from compute capability 8.0 on."""
+    return "bfloat16" if gpu.compute_capability >= (8, 0) or "bfloat16" in gpu.peak_flops else "float16"
+
+
+def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
+    """Kinds of runs for a goal, those that give up nothing first; each is to be searched through its `variants`.
+
+    Args:
+        goal: what is to be done.
+        gpu: the card.
+        precision: half, amp, int8, nf4 or float32: this one alone.
+
+    Raises:
+        UsageError: the goal has no such precision.
+    """
+    half = half_of(gpu)
+    rounded = f"weights in {half} are updated in {half}: small updates are lost"
+    states = "states of the optimizer in 8 bits"
+    eight = eight_bit_optimizer()
+    found: list[Plan]
+    if goal is Goal.INFER:
+        found = [
+            Plan(goal, "half", half),
+            Plan(goal, "int8", half, given_up="weights and activations of linear layers in 8 bits"),
+            Plan(goal, "nf4", half, given_up="weights of linear layers in 4 bits"),
+        ]
+        found += [Plan(goal, "float32", half)] if precision == "float32" else []
+    elif goal is Goal.FULL:
+        masters = [Plan(goal, "amp", half, optimizer) for optimizer in ("adamw", "adamw-cpu")]
+        masters += [Plan(goal, "amp", half, eight, given_up=states)] if eight else []
+        pure = [Plan(goal, "half", half, optimizer, given_up=rounded) for optimizer in ("adamw", "adamw-cpu")]
+        pure += [Plan(goal, "half", half, eight, given_up=f"{rounded}; {states}")] if eight else []
+        found = [*masters, *(pure if half == "bfloat16" else [])]
+        found += [Plan(goal, "float32", half, "adamw")] if precision == "float32" else []
+    elif goal is Goal.LORA:
+        found = [Plan(goal, "half", half, "adamw")]
+        found += [Plan(goal, precision, half, "adamw")] if precision in ("amp", "float32") else []
+    else:
+        found = [Plan(goal, "nf4", half, "adamw", given_up="frozen weights in 4 bits")]
+    if precision is None:
+        return found
+    kept = [plan for plan in found if plan.precision == precision]
+    if not kept:
+        raise UsageError(
+            f"{goal.value} has no such precision",
+            value=precision,
+            hint="one of " + ", ".join(_unique(plan.precision for plan in found)),
+        )
+    return kept
+
+
+def eight_bit_optimizer() -> str | None:
+    """The 8-bit AdamW that is installed; None without one."""
+    for package, optimizer in (("bitsandbytes", "adamw-8bit"), ("torchao", "torchao-adamw-8bit")):
+        if importlib.util.find_spec(package) is not None:
+            return optimizer
+    return None
+
+
+NEW_TOKENS = 2
+"""After the prompt: the first comes of the prompt's own forward, the second of a step with the whole KV cache."""
+
+
+def base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
+    """`spec` with what every run of the goal has: two steps of training, or a prompt and two tokens after it."""
+    if goal is Goal.INFER:
+        return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
+    return spec.edit(mode=Mode.TRAIN, steps=2)
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

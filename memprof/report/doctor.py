@@ -1,0 +1,112 @@
+"""The diagnoses of `memprof doctor` as text. Plain strings: an answer within a blink needs no rich."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from memprof.doctor.diagnosis import Candidate, Diagnosis, Figures
+from memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from memprof.doctor.installation import Installation
+
+_MAX_WIDTH = 110
+_MAX_OTHERS = 2
+"""Tensors shown beside the likeliest; JSON has them all."""
+_FIGURES = (
+    ("tried", "asked for"),
+    ("total", "of the device"),
+    ("free", "free"),
+    ("process", "this process"),
+    ("allocated", "allocated"),
+    ("reserved", "reserved"),
+    ("private_pools", "private pools"),
+    ("allowed", "limit"),
+)
+
+
+def render_diagnoses(found: Sequence[Diagnosis]) -> str:
+    """The first in full, the others in a line each."""
+    lines = _diagnosis(found[0])
+    if len(found) > 1:
+        lines += ["", "Also in this log"]
+        lines += _wrap((f"line {other.line}: {other.title}{_times(other)}" for other in found[1:]), "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _times(diagnosis: Diagnosis) -> str:
+    return f" ({diagnosis.count} times)" if diagnosis.count > 1 else ""
+
+
+def _diagnosis(diagnosis: Diagnosis) -> list[str]:
+    lines = _wrap([f"{diagnosis.title}{_times(diagnosis)}"], "")
+    lines += _wrap([f"line {diagnosis.line}, {diagnosis.source}: {diagnosis.message}"], "  ")
+    figures = _figures(diagnosis.figures)
+    if figures:
+        lines += ["", "Figures", *_wrap([figures], "  ")]
+    if diagnosis.explanation:
+        lines += ["", "Why", *_wrap(diagnosis.explanation, "  ")]
+    if diagnosis.where:
+        lines += ["", "Where", *_wrap(diagnosis.where, "  ")]
+    if diagnosis.tensors:
+        first, *others = diagnosis.tensors
+        lines += ["", "Which tensor", *_wrap([_tensor(first)], "  ")]
+        lines += _wrap((f"or {_tensor(other)}" for other in others[:_MAX_OTHERS]), "  ")
+    if diagnosis.steps:
+        lines += ["", "Try in order"]
+        for number, step in enumerate(diagnosis.steps, start=1):
+            lines += _wrap([f"{step.what}"], f"{number:>3}. ", "     ")
+            if step.command:
+                lines.append(f"       {step.command}")
+    return lines
+
+
+def _figures(figures: Figures) -> str:
+    parts = [f"{words} {size.text}" for name, words in _FIGURES if (size := getattr(figures, name)) is not None]
+    parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in figures.others]
+    where = f" (device {figures.device})" if figures.device is not None else ""
+    return ", ".join(parts) + where if parts else ""
+
+
+def _tensor(candidate: Candidate) -> str:
+    shape = " x ".join(f"{size}" for size in candidate.shape)
+    model = f" of {candidate.model}" if candidate.model else ""
+    return (
+        f"{format_bytes(candidate.num_bytes)} = {shape} x {candidate.dtype}: {candidate.role}{model} ({candidate.why})"
+    )
+
+
+def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list[str]:
+    width = min(
+        _MAX_WIDTH, int(os.environ.get("COLUMNS", "0") or 0) or shutil.get_terminal_size((_MAX_WIDTH, 24)).columns
+    )
+    deeper = indent + "  " if hanging is None else hanging
+    return [
+        piece
+        for line in lines
+        for piece in textwrap.wrap(
+            line, max(40, width), initial_indent=indent, subsequent_indent=deeper, break_on_hyphens=False
+        )
+        or [""]
+    ]
+
+
+def render_installation(checked: Installation) -> str:
+    """What is here, then what is wrong with it."""
+    lines = [f"{name:<22} {value}" for name, value in checked.facts]
+    lines.append("")
+    if not checked.findings:
+        lines.append("Nothing wrong was found.")
+    for finding in checked.findings:
+        lines += _wrap([f"{finding.severity}: {finding.problem}"], "")
+        if finding.hint:
+            lines += _wrap([finding.hint], "  ")
+        if finding.command:
+            lines.append(f"    {finding.command}")
+        if finding.source:
+            lines += _wrap([f"source: {finding.source}"], "  ")
+    return "\n".join(lines) + "\n"

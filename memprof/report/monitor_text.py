@@ -1,0 +1,204 @@
+"""What the views of `memprof monitor` show: samples as lines, tables and curves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from datetime import datetime
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memprof.device.cards import Card
+from memprof.monitor.run import Outcome
+from memprof.monitor.sample import Peaks, Sample, Watched
+from memprof.units import format_bytes, gib
+
+_BARS = "▁▂▃▄▅▆▇█"
+_HISTORY = 120
+"""Samples that a curve may show."""
+_CURVE = 24
+_NARROW = 12
+"""Columns of a curve in a table."""
+_AMOUNT = 6
+_MIN_NAME = 12
+_MAX_CARDS = 4
+_MAX_PROCESSES = 3
+
+
+def sparkline(values: Iterable[int], width: int, highest: int = 0) -> str:
+    """The last `width` values as bars, from zero to the highest of them and of `highest`."""
+    shown = list(values)[-width:]
+    top = max([highest, *shown])
+    if top <= 0:
+        return _BARS[0] * len(shown)
+    return "".join(_BARS[(value * (len(_BARS) - 1) + top // 2) // top] for value in shown)
+
+
+def plain_line(sample: Sample) -> str:
+    """A sample in one line."""
+    parts = [f"{datetime.fromtimestamp(sample.time):%H:%M:%S}"]
+    if sample.processes:
+        count = len(sample.processes)
+        parts.append(f"resident {format_bytes(sample.resident_bytes)} in {count} process{'es' if count > 1 else ''}")
+    if sample.allocators:
+        parts.append(_allocators(sample))
+    parts += [_card(sample, card) for card in sample.cards]
+    return "  ".join(parts)
+
+
+def summary(outcome: Outcome) -> str:
+    """A watched command in one line."""
+    peaks = outcome.peaks
+    parts = [f"{outcome.command} {outcome.ending}", f"after {_duration(outcome.elapsed)}"]
+    line = " ".join(parts)
+    amounts = [
+        f"{name} {format_bytes(amount)}"
+        for name, amount in (
+            ("allocated", peaks.allocated_bytes),
+            ("reserved", peaks.reserved_bytes),
+            ("resident", peaks.resident_bytes or None),
+        )
+        if amount is not None
+    ]
+    amounts += [f"card {index} {format_bytes(used)}" for index, used in sorted(peaks.cards.items())]
+    return f"{line}; peaks: {', '.join(amounts)}" if amounts else line
+
+
+def _allocators(sample: Sample) -> str:
+    """The sums over all allocators; what went wrong in them."""
+    return f"{_amounts(sample, 'allocated')}; {_amounts(sample, 'reserved')}{_trouble(sample)}"
+
+
+def _amounts(sample: Sample, name: str) -> str:
+    """Now, and the highest since the last sample."""
+    current, highest = sample.total(f"{name}_bytes") or 0, sample.total(f"interval_peak_{name}_bytes") or 0
+    return f"{name} {format_bytes(current)}, highest {format_bytes(highest)}"
+
+
+def _trouble(sample: Sample) -> str:
+    retries, ooms = sample.total("num_alloc_retries"), sample.total("num_ooms")
+    text = f"; {retries} retr{'y' if retries == 1 else 'ies'} with an emptied cache" if retries else ""
+    return text + (f"; out of memory {ooms} time{'' if ooms == 1 else 's'}" if ooms else "")
+
+
+def _card(sample: Sample, card: Card) -> str:
+    """One card in a few words: what is used, by whom, and how it fares."""
+    if card.used_bytes is None or card.total_bytes is None:
+        return f"card {card.index} {card.name}: memory not known"
+    parts = [f"card {card.index} {card.name}: {gib(card.used_bytes)} of {gib(card.total_bytes)} GiB"]
+    command = sample.by_command(card)
+    if command is not None:
+        parts.append(f"{gib(command)} by the command")
+    parts += _state(card)
+    watched = {process.pid for process in sample.processes}
+    others = [
+        f"{process.name} {'?' if process.used_bytes is None else gib(process.used_bytes)}"
+        for process in card.processes
+        if process.pid not in watched
+    ]
+    if others:
+        more = f" and {len(others) - _MAX_PROCESSES} more" if len(others) > _MAX_PROCESSES else ""
+        parts.append(f"{'others: ' if sample.processes else ''}{', '.join(others[:_MAX_PROCESSES])}{more}")
+    return ", ".join(parts)
+
+
+def _state(card: Card) -> list[str]:
+    amounts = ((card.utilisation_percent, "%"), (card.temperature_celsius, " °C"), (card.power_watts, " W"))
+    return [f"{amount:.0f}{unit}" for amount, unit in amounts if amount is not None]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class History:
+    """The last values of each curve."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, deque[int]] = {}
+
+    def add(self, sample: Sample) -> None:
+        """Take a sample in."""
+        values = {f"card {card.index}": card.used_bytes for card in sample.cards}
+        values["allocated"] = sample.total("interval_peak_allocated_bytes")
+        values["reserved"] = sample.total("interval_peak_reserved_bytes")
+        values["resident"] = sample.resident_bytes if sample.processes else None
+        for name, value in values.items():
+            if value is not None:
+                self._values.setdefault(name, deque(maxlen=_HISTORY)).append(value)
+
+    def curve(self, name: str, highest: int | None = None, width: int = _CURVE) -> str:
+        """As bars, `width` columns of them."""
+        return sparkline(self._values.get(name, ()), width, highest or 0).ljust(width)
+
+
+def cards_table(sample: Sample, peaks: Peaks, history: History) -> RenderableType:
+    """The cards, one row each, the slices and processes below, and what could not be read."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
+    table.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
+    for header in ("used", "peak", "total"):
+        table.add_column(header, justify="right", no_wrap=True, min_width=_AMOUNT)
+    table.add_column("", no_wrap=True, min_width=_NARROW)
+    table.add_column("", no_wrap=True)
+    for card in sample.cards:
+        amounts = (card.used_bytes, peaks.cards.get(card.index), card.total_bytes)
+        curve = history.curve(f"card {card.index}", card.total_bytes, _NARROW)
+        table.add_row(f"{card.index} {card.name}", *map(_cell, amounts), curve, " ".join(_state(card)))
+        for piece in card.slices:
+            amounts = (piece.used_bytes, None, piece.total_bytes)
+            table.add_row(f"  slice {piece.index} {piece.name}", *map(_cell, amounts), "", "")
+        for process in card.processes:
+            name = Text(f"  {process.name} ({process.pid})", style="dim")
+            table.add_row(name, _cell(process.used_bytes, "?"), "", "", "", "")
+    notes = [Text(f"memprof: {note}", style="yellow") for note in sample.notes]
+    return Group(table, *notes)
+
+
+def _cell(amount: int | None, unknown: str = "") -> str:
+    return unknown if amount is None else gib(amount)
+
+
+def footer_lines(sample: Sample, peaks: Peaks, history: History) -> list[Text]:
+    """A sample as a few lines below a command's output."""
+    lines = []
+    if sample.allocators:
+        for name, peak in (("allocated", peaks.allocated_bytes), ("reserved", peaks.reserved_bytes)):
+            curve = history.curve(name, peaks.reserved_bytes)
+            lines.append(Text(f"{curve} {_amounts(sample, name)}, peak {format_bytes(peak or 0)}"))
+        if trouble := _trouble(sample):
+            lines.append(Text(f"{'':{_CURVE}} {trouble[2:]}", style="red"))
+        several = [process for process in sample.processes if process.allocators]
+        if len(several) > 1:
+            lines += map(_process_line, several[:_MAX_PROCESSES])
+        if len(several) > _MAX_PROCESSES:
+            lines.append(Text(f"{'':{_CURVE}} and {len(several) - _MAX_PROCESSES} more processes", style="dim"))
+    count = len(sample.processes)
+    resident = f"resident {format_bytes(sample.resident_bytes)} in {count} process{'' if count == 1 else 'es'}"
+    resident += f", peak {format_bytes(peaks.resident_bytes)}; {_duration(sample.elapsed)}"
+    lines.append(Text(f"{history.curve('resident')} {resident}"))
+    curves = [history.curve(f"card {card.index}", card.total_bytes) for card in sample.cards]
+    lines += [Text(f"{curve} {_card(sample, card)}") for curve, card in zip(curves, sample.cards, strict=True)]
+    del lines[len(lines) - max(0, len(sample.cards) - _MAX_CARDS) :]
+    if len(sample.cards) > _MAX_CARDS:
+        lines.append(Text(f"{'':{_CURVE}} and {len(sample.cards) - _MAX_CARDS} more cards"))
+    if sample.notes:
+        more = f" (and {len(sample.notes) - 1} more)" if len(sample.notes) > 1 else ""
+        lines.append(Text(f"memprof: {sample.notes[0]}{more}", style="yellow"))
+    return lines
+
+
+def _process_line(process: Watched) -> Text:
+    rank = "" if process.rank is None else f"rank {process.rank}, "
+    amounts = "; ".join(
+        f"cuda:{a.device} allocated {format_bytes(a.allocated_bytes)}, peak {format_bytes(a.max_allocated_bytes)}"
+        for a in process.allocators
+    )
+    return Text(f"{'':{_CURVE}} {rank}{process.name} ({process.pid}): {amounts}", style="dim")

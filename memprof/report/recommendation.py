@@ -1,0 +1,199 @@
+"""What `memprof recommend` found: plain data, with the names that its JSON has. Sizes are bytes, times are seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One configuration that was run.
+
+    Attributes:
+        name: in words.
+        settings: precision, optimizer, activations, chunked_loss, attention.
+        command: `memprof profile` with this configuration.
+        micro_batch: sequences at a time.
+        accumulation: micro-batches in an optimizer step.
+        needed_bytes: of the card, the context included.
+        host_bytes: the most in host memory.
+        margin_bytes: what the card has more; negative if less.
+        fits: on the card.
+        step_seconds: the least time of a step of the whole effective batch; None if work was not counted.
+        compute_seconds: of that, without transfers.
+        bus_seconds: of that, transfers over the bus.
+        given_up: what the numbers lose; empty if nothing.
+        pareto: nothing else that was run needs less memory and less time.
+        dies_in: the stage, where it does not fit.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    command: str
+    micro_batch: int
+    accumulation: int
+    needed_bytes: int
+    host_bytes: int
+    margin_bytes: int
+    fits: bool
+    step_seconds: float | None
+    compute_seconds: float | None
+    bus_seconds: float | None
+    given_up: str
+    pareto: bool
+    dies_in: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The largest that fits, and the next that was run and does not; None if the model itself is the limit."""
+
+    largest: int | None
+    first_too_large: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """What would do where nothing fits the card."""
+
+    what: str
+    name: str
+    needed_bytes: int
+    estimate: bool
+    """By a closed form; else it was run."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRow:
+    """A micro-batch of a data set, and what its lengths do to it.
+
+    Attributes:
+        micro_batch: sequences at a time.
+        longest_fitting: tokens; the longest padded batch that fits, None if the shortest does not.
+        first_too_long: tokens; the next length that was tried.
+        too_long: sequences of the data set that are longer.
+        batches: in an epoch, full ones.
+        batch_odds: that a random batch has one of them.
+        epoch_odds: that an epoch in random order meets one.
+        first_step_median: the step by which it has met one as likely as not; None if it never does.
+        first_step_90: and with 90%.
+        step_sorted_ascending: with sequences sorted by length, shortest first.
+        step_sorted_descending: longest first, or grouped as transformers' `group_by_length`.
+        packed_fits: rows filled up to the context length.
+    """
+
+    micro_batch: int
+    longest_fitting: int | None
+    first_too_long: int | None
+    too_long: int
+    batches: int
+    batch_odds: float
+    epoch_odds: float
+    first_step_median: int | None
+    first_step_90: int | None
+    step_sorted_ascending: int | None
+    step_sorted_descending: int | None
+    packed_fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A data set's lengths: what was read, and what they mean for memory.
+
+    Attributes:
+        file: where they came from, and which column.
+        count: sequences.
+        empty: lines or rows without a value, which are left out.
+        bad: lines or rows that are no length, which are left out; `bad_examples` names the first.
+        bad_examples: "line 3: 'abc'".
+        truncated: sequences longer than the context length, cut to it.
+        shortest, median, p99, longest: tokens, after cutting.
+        packed_rows: rows of the context length that all tokens fill.
+        context_length: of a packed row, and what longer ones are cut to.
+        rows: for some micro-batches.
+    """
+
+    file: str
+    count: int
+    empty: int
+    bad: int
+    bad_examples: tuple[str, ...]
+    truncated: int
+    shortest: int
+    median: int
+    p99: int
+    longest: int
+    packed_rows: int
+    context_length: int
+    rows: tuple[LengthRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest catalog model that a card can do something with.
+
+    Attributes:
+        task: what is done with it, and how.
+        model: its name; None if not even the smallest fits.
+        num_parameters: of it.
+        needed_bytes: at `at_context` tokens.
+        at_context: tokens at which models were tried.
+        context_length: the longest that fits with this model.
+        first_too_long: the next that was tried and does not fit; None if the model allows no more.
+        next_model: the next larger of the catalog, which was run and does not fit; None if there is none.
+        command: `memprof profile` with it.
+    """
+
+    task: str
+    model: str | None
+    num_parameters: int
+    needed_bytes: int
+    at_context: int
+    context_length: int | None
+    first_too_long: int | None
+    next_model: str | None
+    next_needed_bytes: int | None
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The whole answer. Without a model `largest` is filled, with one the rest."""
+
+    device: dict[str, Any]
+    goal: str | None
+    model: str | None
+    num_parameters: int | None
+    context_length: int | None
+    effective_batch: int | None
+    chosen: Choice | None
+    reason: str
+    choices: tuple[Choice, ...] = ()
+    batch: Bound | None = None
+    context: Bound | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    snippets: dict[str, str] = field(default_factory=dict)
+    lengths: Lengths | None = None
+    largest: tuple[Largest, ...] = ()
+    runs: int = 0
+    """Simulated runs that were made."""
+    not_applied: dict[str, str] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+    schema: int = SCHEMA
+    memprof_version: str = ""
+    command: str = "recommend"
+
+    @property
+    def found(self) -> bool:
+        """Something fits."""
+        if self.largest:
+            return any(row.model is not None for row in self.largest)
+        return self.chosen is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return dataclasses.asdict(self)

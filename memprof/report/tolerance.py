@@ -1,0 +1,46 @@
+"""How much two figures may differ and still be called the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memprof.errors import UsageError
+from memprof.units import parse_gib
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_BYTES = re.compile(r"\s*(\d+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bytes, or a share of the larger figure."""
+
+    text: str = "0"
+    bytes: int = 0
+    share: float = 0.0
+
+    def allows(self, a: int, b: int) -> bool:
+        """Whether `a` and `b` are within it."""
+        return abs(a - b) <= max(self.bytes, self.share * max(abs(a), abs(b)))
+
+
+def parse_tolerance(text: str) -> Tolerance:
+    """The tolerance in "0.1%", "16MiB" or a plain number of bytes.
+
+    Raises:
+        UsageError: none of these.
+    """
+    percent, plain = _PERCENT.fullmatch(text), _BYTES.fullmatch(text)
+    if percent is not None:
+        return Tolerance(text.strip(), share=float(percent[1]) / 100)
+    if plain is not None:
+        return Tolerance(text.strip(), bytes=int(plain[1]))
+    try:
+        if not text.strip()[-1:].isalpha():
+            raise UsageError("without a unit")
+        return Tolerance(text.strip(), bytes=parse_gib(text))
+    except UsageError:
+        raise UsageError(
+            "not a tolerance", value=f"--tolerance {text}", hint="a share (0.1%), a size (16MiB) or bytes (4096)"
+        ) from None

@@ -1,0 +1,123 @@
+"""Quantized weights, by bitsandbytes as transformers' `from_pretrained` loads them, and the libraries it takes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.spec import TargetSpec
+
+
+def require_bitsandbytes() -> Any:
+    """`bitsandbytes.optim`, imported; to be called before a virtual GPU is there to watch.
+
+    Raises:
+        UsageError: bitsandbytes is not installed, or does not go with this torch.
+    """
+    return _require("bitsandbytes", "bitsandbytes.optim")
+
+
+def require_torchao() -> Any:
+    """`torchao.optim`, imported.
+
+    Raises:
+        UsageError: torchao is not installed, or does not go with this torch.
+    """
+    return _require("torchao", "torchao.optim")
+
+
+def _require(package: str, module: str) -> Any:
+    loggers = [logging.getLogger(name) for name in (package, "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:  # they speak of kernels that a machine without a card lacks
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
+    except ImportError as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise UsageError(
+            f"{package} is needed",
+            value=f"{type(error).__name__}: {lines[0]}",
+            hint=f"pip install {package}",
+        ) from None
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, Any], spec: TargetSpec) -> nn.Module:
+    """A model of transformers on "cuda", its linear layers but the head quantized while they are loaded.
+
+    transformers does it: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host memory, one weight
+    after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
+
+    Args:
+        model_class: a class of transformers.
+        configuration: the model's.
+        arguments: `dtype` and, if asked for, `attn_implementation`.
+        spec: `quantize` is set.
+    """
+    import transformers
+
+    checkpoint = model_class._from_config(configuration, **arguments)
+    state = _as_saved(checkpoint)
+    del checkpoint
+    model: nn.Module = model_class.from_pretrained(
+        None,
+        config=configuration,
+        state_dict=state,
+        quantization_config=_configuration(transformers, spec, arguments["dtype"]),
+        device_map={"": "cuda:0"},
+        **arguments,
+    )
+    return model
+
+
+def assumptions(spec: TargetSpec) -> list[str]:
+    """What `load_quantized` and what follows it take for given, in sentences."""
+    if spec.quantize is None:
+        return []
+    found = [f"Weights are loaded as transformers' from_pretrained does with BitsAndBytesConfig ({spec.quantize}"]
+    if spec.quantize == "int8":
+        found[0] += ", threshold 6.0)."
+        found.append(
+            "LLM.int8 finds no outliers in the activations; each outlier column would be kept in half precision."
+        )
+    else:
+        double = "with" if spec.double_quant else "without"
+        found[0] += f", {double} double quantization, computing in the model's dtype)."
+    if spec.adapter is not None:
+        found.append(
+            "PEFT's prepare_model_for_kbit_training casts what is not quantized to float32, the head included."
+        )
+    return found
+
+
+def _configuration(transformers: Any, spec: TargetSpec, dtype: torch.dtype) -> Any:
+    if spec.quantize == "int8":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=spec.quantize,
+        bnb_4bit_use_double_quant=spec.double_quant,
+        bnb_4bit_compute_dtype=dtype if spec.amp is None else getattr(torch, spec.amp),
+    )
+
+
+def _as_saved(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of `model` as a checkpoint has it: tied weights once."""
+    seen: set[int] = set()
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            state[name] = tensor.detach()
+    return state

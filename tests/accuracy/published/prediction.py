@@ -1,0 +1,160 @@
+"""What the virtual GPU says of a published row, or why it says nothing; and the runs behind it."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from memprof.allocator.replay import Timeline, replay_trace
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import find_gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.pipeline import allocator_settings, live_allocator
+from memprof.trace.events import Trace
+from tests.accuracy.published.rows import UNITS, Row
+
+CARDS = {
+    "1x A100-80G": "a100-80gb",
+    "1x H20 96GB": "h20-96gb",
+    "1x 4090": "rtx-4090",
+    "1x RTX 4090": "rtx-4090",
+    "1x A6000": "rtx-a6000",
+    "4070Ti SUPER": "rtx-4060-ti-16gb",
+    "A100": "a100-80gb",
+    "A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA B200": "b200",
+    "NVIDIA GeForce RTX 3090": "rtx-3090",
+    "NVIDIA H100 80GB HBM3": "h100-80gb",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA L40S": "l40s",
+    "RTX 4080 16GB": "rtx-4080",
+    "V100 16GB": "v100-16gb",
+}
+"""A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
+its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else."""
+FORMAT = "weights in a format of kernels that are not simulated: {}"
+RANKS = "needs several ranks: sharded parameters and collectives are not simulated"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The simulated counterpart of one row; `num_bytes` None: there is none, and `reason` says why."""
+
+    num_bytes: int | None = None
+    reason: str = ""
+    unit_bytes: int | None = None
+    """Bytes of the row's unit, where its source means another than the table's: "GB" of a script that divides by
+    2**30."""
+    explanation: str = ""
+    """Where a difference comes from, with its bytes."""
+    rounding: float | None = None
+    """How far the published figure may be off, in its unit; None: half of its last digit."""
+    basis: str = ""
+    """What of the run is compared, where it is not its whole."""
+
+    def unit(self, row: Row) -> int:
+        """Bytes of the row's unit."""
+        return self.unit_bytes or UNITS[row.unit.split()[0]]
+
+
+def missing(*packages: str) -> str:
+    """Why a row cannot be run here: what of `packages` is not installed; empty if all are.
+
+    Those that are there are imported, which has to be before a virtual GPU watches.
+    """
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            return f"needs {name}, which is not installed"
+        # Optimizers of torchao are in a package that it does not import itself.
+        importlib.import_module(f"{name}.optim" if name in ("bitsandbytes", "torchao") else name)
+    return ""
+
+
+def not_predicted(reason: str) -> Prediction:
+    """A row that has no counterpart."""
+    return Prediction(reason=reason)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row and its prediction; what the tables are made of."""
+
+    row: Row
+    prediction: Prediction
+    seconds: float = 0.0
+    kind: str = field(default="", compare=False)
+    """Of the source: its heading in the tables."""
+
+    @property
+    def error(self) -> float | None:
+        """(simulated - published) / published; 0 where the published figure is the simulated one, rounded."""
+        prediction = self.prediction
+        if prediction.num_bytes is None:
+            return None
+        simulated = prediction.num_bytes / prediction.unit(self.row)
+        rounding = self.row.half_a_digit if prediction.rounding is None else prediction.rounding
+        if abs(simulated - self.row.figure) <= rounding + 1e-9:
+            return 0.0
+        return simulated / self.row.figure - 1
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run on the virtual card. Peaks are bytes, over the events from number `start` on."""
+
+    trace: Trace
+    replay: Timeline
+    start: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """`torch.cuda.max_memory_allocated()`: of one stream, active is the same."""
+        return max(self.replay.allocated[self.start :])
+
+    @property
+    def reserved(self) -> int:
+        """`torch.cuda.max_memory_reserved()`."""
+        return max(self.replay.reserved[self.start :])
+
+    @property
+    def device_used(self) -> int:
+        """What NVML shows of a card that runs nothing else: reserved and the CUDA context."""
+        return self.reserved + CONTEXT_BYTES
+
+
+def run(
+    program: Callable[[VirtualGpu], int | None], card: str, *, alloc_conf: str = "", passes_kernels: bool = False
+) -> Run:
+    """`program` on the virtual `card`; it may return the number of events before those that count."""
+    gpu, settings = find_gpu(card), allocator_settings(alloc_conf)
+    with (
+        no_collection(),
+        warnings.catch_warnings(),
+        VirtualGpu(
+            gpu, memory=lambda trace: live_allocator(trace, gpu, settings), passes_kernels=passes_kernels
+        ) as virtual,
+    ):
+        warnings.simplefilter("ignore")
+        start = program(virtual) or 0
+    return Run(virtual.trace, replay_trace(virtual.trace, config=settings.config), start)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """When the collector runs depends on what else the process did."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,167 @@
+"""Truth captures, recorded on a stand-in: torch.cuda's counters and history are replaced, tensors are on the CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import textwrap
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memprof import pipeline
+from memprof.capture.measured import MeasuredDevice, cuda
+from memprof.capture.snapshot import parse_snapshot
+from memprof.spec import TargetSpec
+from memprof.trace.events import CPU, GPU
+from memprof.trace.io import load_trace
+from tests.accuracy.cases import CASES
+from tests.accuracy.truth import __main__ as command
+from tests.accuracy.truth import compare, record
+from tests.benchmarks.accuracy import PAGE, TRUTH
+
+MIB = 2**20
+MODEL = """
+import torch
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+    def memprof_inputs(self, batch_size, context_length):
+        return {"x": torch.zeros(batch_size, context_length, 64)}
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x))).square().mean()
+def fails():
+    class Fails(Small):
+        def forward(self, x):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return Fails()
+"""
+HISTORY = [
+    {"action": "segment_alloc", "addr": 1, "size": 20 * MIB, "stream": 0, "frames": [{"name": "f"}]},
+    {"action": "segment_alloc", "addr": 2, "size": 30 * MIB, "stream": 0, "frames": []},
+    {"action": "segment_free", "addr": 1, "size": 20 * MIB, "stream": 0, "frames": []},
+]
+
+
+class OnCpu(MeasuredDevice):
+    """Runs where there is no card, and reads the counters of one."""
+
+    def __init__(self, name: str, device_used: Any) -> None:
+        super().__init__(name, device_used)
+        self.name = "cpu"
+        self.trace.device = CPU
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpec]:
+    """A stand-in of a card, and two cases in place of the real ones."""
+    properties = types.SimpleNamespace(name="NVIDIA Stand-In", total_memory=8 << 30, uuid="none")
+    counters = {
+        "init": None,
+        "synchronize": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 3 * MIB,
+        "max_memory_allocated": 5 * MIB,
+        "memory_reserved": 30 * MIB,
+        "current_device": 0,
+        "mem_get_info": (7 << 30, 8 << 30),
+    }
+    for name, value in counters.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
+    snapshot = {"device_traces": [HISTORY], "segments": [], "allocator_settings": {}}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
+    monkeypatch.setattr(cuda, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(record, "MeasuredDevice", OnCpu)
+    file = tmp_path / "small.py"
+    file.write_text(textwrap.dedent(MODEL))
+    small = TargetSpec(model=f"{file}:Small", batch_size=2, context_length=16, dtype="float32")
+    cases = {"small": small, "full": small.edit(model=f"{file}:fails")}
+    monkeypatch.setattr(command, "CASES", cases)
+    return cases
+
+
+def test_a_case_is_recorded_and_compared(
+    card: dict[str, TargetSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "stand-in"
+    assert command.main(["--case", "small", "--out", str(folder)]) == 0
+    index = json.loads((folder / "INDEX.json").read_text())
+    assert (index["card"], index["total_bytes"], index["torch"]) == ("NVIDIA Stand-In", 8 << 30, torch.__version__)
+    found = index["cases"]["small"]
+    # Two segments were there at once, which no sample saw.
+    assert (found["allocated"], found["reserved"], found["nvml"]) == (5 * MIB, 50 * MIB, None)
+    trace = load_trace(folder / "small.capture")
+    stream = compare.allocations(trace)
+    weight = 64 * 256 * 4
+    # Two weights of this size, their gradients, and AdamW's two moments; more is activations of it.
+    assert sum(size == weight for size, _ in stream) >= 8
+    assert {"aten.addmm", "aten.clamp_min"} <= {op for _, op in stream}
+    assert pipeline.analyze(trace).peak.allocated_bytes > 8 * weight
+    plain = gzip.decompress((folder / "small.snapshot.pickle.gz").read_bytes())
+    assert [entry["action"] for entry in pickle.loads(plain)["device_traces"][0]] == [e["action"] for e in HISTORY]
+    assert b"frames" not in plain
+    assert len(parse_snapshot(plain).traces[0]) == len(HISTORY)
+    _, simulated = pipeline.profile(card["small"].edit(gpu_vram_bytes=8 << 30))
+    line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("| small |"))
+    shown = simulated.peak.allocated_bytes / MIB
+    assert line.startswith(f"| small | 5.0 | {shown:,.1f} | {shown / 5 - 1:+.3%} | 50.0 |")
+
+
+def test_a_case_that_fails_is_skipped_with_the_reason(
+    card: dict[str, TargetSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--case", "full", "--out", str(tmp_path / "out")]) == 1
+    reason = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert capsys.readouterr().err == f"full: {reason}\n"
+    assert compare.table(tmp_path / "out", card).endswith(f"* full was not recorded: {reason}")
+
+
+def test_without_a_card_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    assert command.main([]) == command.main(["--case", "gpt2-float32"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.partition(":")[0] for line in said.err.splitlines()] == [
+        "truth captures are recorded on a CUDA card"
+    ] * 2
+
+
+def test_an_unknown_case_is_refused(card: dict[str, TargetSpec], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--case", "none"]) == 2
+    assert capsys.readouterr().err == "no such case: none; there are small, full\n"
+
+
+def test_streams_are_compared_in_bytes_and_order(card: dict[str, TargetSpec]) -> None:
+    trace, _ = pipeline.profile(card["small"])
+    count = len(compare.allocations(trace))
+    assert compare.streams(trace, trace) == f"equal, {count:,}"
+    on_card = (n for n, one in enumerate(trace.storages) if one.device == GPU and one.num_bytes == 64 * 256 * 4)
+    number = next(on_card)
+    changed = list(trace.storages)
+    changed[number] = changed[number]._replace(num_bytes=12)
+    said = compare.streams(replace(trace, storages=changed), trace)
+    assert said.startswith(f"{count - 1:,} of {count:,} measured are among {count:,} simulated; the first difference")
+    assert "12 `" in said and "65,536 `" in said
+
+
+def test_a_folder_is_named_by_card_and_torch() -> None:
+    assert command.folder_name("NVIDIA H200", "2.8.0+cu128") == "h200-2.8.0"
+    assert command.folder_name("NVIDIA GeForce RTX 4090", "2.13.0") == "rtx-4090-2.13.0"
+
+
+def test_the_page_says_what_was_recorded(tmp_path: Path) -> None:
+    assert compare.section(CASES, tmp_path) == compare.NONE_YET
+    shown = PAGE.read_text(encoding="utf-8").partition(TRUTH[0])[2].partition(TRUTH[1])[0]
+    if not compare.folders():
+        assert shown.strip() == compare.NONE_YET
+    else:
+        assert all(f"torch {record.read_index(folder)['torch']}" in shown for folder in compare.folders())

@@ -1,0 +1,107 @@
+"""Record the truth cases on the CUDA card of this machine, and compare their simulation with them.
+
+    python -m tests.accuracy.truth [--out DIR] [--case NAME] [--compare]
+
+Each case runs in a process of its own, on a card that nothing else uses; one that fails is skipped, with the reason.
+Files go to tests/accuracy/truth/<gpu>-<torch>/, or DIR. --compare records nothing.
+
+Exit codes: 0; 1 no case could be recorded; 2 there is no CUDA card, or no such case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from memprof.errors import MemprofError
+from tests.accuracy.cases import CASES
+from tests.accuracy.truth import compare
+from tests.accuracy.truth.record import machine, read_index, record, write_index
+
+USAGE = 2
+_LIMIT_S = 600
+
+
+def folder_name(card: str, torch_version: str) -> str:
+    """`h200-2.8.0`: of a card and a release of torch."""
+    short = re.sub(r"^nvidia (geforce )?", "", card.lower())
+    return f"{re.sub(r'[^a-z0-9]+', '-', short).strip('-')}-{torch_version.partition('+')[0]}"
+
+
+def record_one(name: str, folder: Path) -> str:
+    """Record a case in this process; returns why it was skipped, empty if it was not."""
+    index = read_index(folder)
+    why = ""
+    try:
+        index["cases"][name] = record(name, CASES[name], folder)
+    except (MemprofError, RuntimeError, ImportError, ValueError) as error:
+        problem = (
+            f"{error.problem}: {error.value}" if isinstance(error, MemprofError) else f"{type(error).__name__}: {error}"
+        )
+        why = " ".join(problem.split())[:300]
+        index["cases"][name] = {"skipped": why}
+    write_index(folder, {**index, **machine()})
+    return why
+
+
+def record_all(folder: Path) -> int:
+    """Record every case, each in a process of its own; returns how many were recorded."""
+    recorded = 0
+    for name in CASES:
+        command = [sys.executable, "-m", "tests.accuracy.truth", "--case", name, "--out", str(folder), "--quiet"]
+        try:
+            done = subprocess.run(command, timeout=_LIMIT_S, check=False, capture_output=True, text=True)
+            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        except subprocess.TimeoutExpired:
+            said = f"it ran longer than {_LIMIT_S} s"
+        index = read_index(folder)
+        if name not in index["cases"]:  # its process died
+            index["cases"][name] = {"skipped": said[:300]}
+            write_index(folder, {**index, **machine()})
+        case = index["cases"][name]
+        recorded += "skipped" not in case
+        print(f"{name}: {case['skipped']}" if "skipped" in case else f"{name}: {case['seconds']} s", flush=True)
+    return recorded
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record and compare."""
+    parser = argparse.ArgumentParser(prog="python -m tests.accuracy.truth", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to, instead of tests/accuracy/truth/<gpu>-<torch>"
+    )
+    parser.add_argument("--case", metavar="NAME", help="this case alone, in this process")
+    parser.add_argument("--compare", action="store_true", help="record nothing, compare what is there")
+    parser.add_argument("--quiet", action="store_true", help="do not compare")
+    asked = parser.parse_args(arguments)
+    if asked.compare:
+        print(compare.section(CASES) if asked.out is None else compare.table(asked.out, CASES))
+        return 0
+    from memprof.capture.measured.cuda import why_no_cuda
+
+    why = why_no_cuda()
+    if why is not None:
+        print(f"truth captures are recorded on a CUDA card: {why}", file=sys.stderr)
+        return USAGE
+    if asked.case is not None and asked.case not in CASES:
+        print(f"no such case: {asked.case}; there are {', '.join(CASES)}", file=sys.stderr)
+        return USAGE
+    facts = machine()
+    folder = asked.out or compare.HERE / folder_name(facts["card"], facts["torch"])
+    if asked.case is None:
+        recorded = record_all(folder)
+    else:
+        why = record_one(asked.case, folder)
+        recorded = not why
+        if why:
+            print(f"{asked.case}: {why}", file=sys.stderr)
+    if not asked.quiet and recorded:
+        print(compare.table(folder, CASES))
+    return 0 if recorded else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

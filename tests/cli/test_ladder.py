@@ -1,0 +1,125 @@
+"""`--fix`, `--fix auto` and `--ladder` end to end."""
+
+import itertools
+import json
+
+import pytest
+
+from memprof.remedies.catalog import REMEDIES
+
+MIB = 2**20
+SMALL = ("profile", "--model", "gpt2", "--batch-size", 4, "--context-length", 512, "--vocab-size", 200_000)
+
+
+def run(memprof, *arguments, vram="6GiB"):
+    return memprof(*SMALL, "--gpu-vram", vram, "--json", *arguments)
+
+
+def test_fix_gives_the_report_of_the_fixed_run(memprof):
+    plain = run(memprof, vram="40GiB").json
+    result = run(memprof, "--fix", "chunked-loss=64,activation-checkpointing", vram="40GiB")
+    report = result.json
+    assert result.exit_code == 0
+    assert report["target"]["fixes"] == ["chunked-loss=64", "activation-checkpointing"]
+    before, after = report["ladder"]
+    assert before["remedies"] == []
+    assert before["peak_allocated_bytes"] == plain["peak"]["allocated_bytes"]
+    assert after["remedies"] == ["chunked-loss=64", "activation-checkpointing"]
+    assert after["peak_allocated_bytes"] == report["peak"]["allocated_bytes"] < before["peak_allocated_bytes"]
+    assert after["saved_bytes"] == before["device_used_bytes"] - after["device_used_bytes"] > 0
+    assert after["cost"]["numerics"] == "exact"
+    assert 0 < after["cost"]["extra_operations"] < before["cost"]["operations"]
+
+
+def test_ladder_of_named_fixes_has_a_row_each(memprof):
+    result = run(memprof, "--fix", "activation-checkpointing,chunked-loss", "--ladder", vram="40GiB")
+    rungs = result.json["ladder"]
+    assert [rung["added"] for rung in rungs] == [None, "activation-checkpointing", "chunked-loss"]
+    extra = [rung["cost"]["extra_operations"] for rung in rungs]
+    assert extra == sorted(extra)
+    assert all(rung["next_bottleneck"]["text"] for rung in rungs)
+
+
+def test_ladder_goes_from_what_does_not_fit_to_what_does(memprof):
+    result = run(memprof, "--ladder")
+    report = result.json
+    assert result.exit_code == 3  # of the run as it is, whose report this is
+    rungs = report["ladder"]
+    assert not rungs[0]["fits"]
+    assert rungs[0]["next_bottleneck"]["text"].startswith("dies in")
+    assert rungs[-1]["fits"]
+    for above, below in itertools.pairwise(rungs):
+        assert below["remedies"][:-1] == above["remedies"]
+        assert below["saved_bytes"] == above["device_used_bytes"] - below["device_used_bytes"] > 0
+        assert None not in below["cost"].values()
+    # What trains another model is no row where the same model can be made to fit.
+    assert not any(REMEDIES[rung["added"]].numerics.value == "different" for rung in rungs[1:])
+
+
+def test_auto_finds_a_set_that_fits_and_needs_each_of_it(memprof):
+    result = run(memprof, "--fix", "auto")
+    report = result.json
+    assert result.exit_code == 0
+    assert report["verdict"]["fits"]
+    chosen = report["ladder"][-1]["remedies"]
+    assert report["target"]["fixes"] or chosen
+    assert report["ladder_reason"]
+    for left_out in chosen:
+        rest = [name for name in chosen if name != left_out]
+        if not rest:
+            continue
+        without = run(memprof, "--fix", ",".join(rest)).json
+        slower = without["ladder"][-1]["cost"]["step_seconds"] >= report["ladder"][-1]["cost"]["step_seconds"]
+        assert not without["verdict"]["fits"] or slower
+
+
+def test_auto_changes_nothing_that_fits(memprof):
+    result = run(memprof, "--fix", "auto", vram="60GiB")
+    assert result.exit_code == 0
+    assert [rung["remedies"] for rung in result.json["ladder"]] == [[]]
+    assert "as it is" in result.json["ladder_reason"]
+
+
+def test_auto_says_when_nothing_helps(memprof):
+    result = run(memprof, "--fix", "auto", vram="0.6GiB")
+    assert result.exit_code == 3
+    assert result.json["ladder_reason"].startswith("nothing fits")
+
+
+def test_the_text_has_every_column(memprof):
+    result = memprof(*SMALL, "--gpu-vram", "6GiB", "--ladder")
+    assert "The ladder" in result.stdout
+    for column in ("peak", "reserved", "saved", "verdict", "compute", "bus", "step", "numbers"):
+        assert column in result.stdout
+    assert "then: dies in" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("fix", "problem"),
+    [
+        ("chunked-los", "unknown remedy"),
+        ("vocabulary-cap", "needs a value"),
+        ("chunked-loss=0", "chunk_size"),
+        ("activation-checkpointing,chunked-loss=-3", "chunk_size"),
+    ],
+)
+def test_wrong_fixes_are_errors(memprof, fix, problem):
+    result = memprof(*SMALL, "--fix", fix)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_saved_capture_is_of_the_fixed_run(memprof, tmp_path):
+    file = tmp_path / "run.json.gz"
+    fixed = run(memprof, "--fix", "chunked-loss", "--save", file, vram="40GiB").json
+    shown = memprof("show", file, "--json")
+    assert json.loads(shown.stdout)["peak"] == fixed["peak"]
+    assert json.loads(shown.stdout)["target"]["fixes"] == ["chunked-loss"]
+
+
+def test_inference_says_what_is_of_no_use(memprof):
+    result = memprof("profile", "--model", "gpt2", "--mode", "inference", "--fix", "chunked-loss")
+    assert result.exit_code == 2
+    assert "does not apply" in result.stderr

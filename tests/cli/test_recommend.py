@@ -1,0 +1,44 @@
+"""`memprof recommend`: wrong use is one error, exit code 2, before anything is run."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--gpu-vram", "banana"], "not an amount of memory"),
+        (["--gpu-vram", "-8"], "not an amount of memory"),
+        (["--gpu", "rtx-4090", "--gpu-vram", "8"], "not both"),
+        (["--gpu", "rtx-4091"], "unknown GPU"),
+        (["--model", "gpt2", "--gpu-vram", "8"], "what is the model for"),
+        (["--train", "lora", "--gpu-vram", "8"], "needs a model"),
+        (["--model", "gpt2", "--train", "lorra", "--gpu-vram", "8"], "unknown --train"),
+        (["--model", "gpt2", "--train", "full", "--infer", "--gpu-vram", "8"], "not both"),
+        (["--model", "gpt2", "--train", "full", "--lengths", "none.txt", "--gpu-vram", "8"], "no such file"),
+        (["--model", "gpt2", "--train", "full", "--effective-batch", "0", "--gpu-vram", "8"], "at least 1"),
+    ],
+)
+def test_wrong_use(memprof, arguments, problem):
+    result = memprof("recommend", *arguments)
+    assert result.exit_code == 2
+    assert problem in result.stderr and result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_the_limit_was_run_on_both_sides(memprof):
+    """The configuration is confirmed by `memprof profile`; a batch more does not fit."""
+    arguments = ["--model-size", "1M", "--train", "lora", "--context-length", "256", "--gpu-vram", "0.6"]
+    result = memprof("recommend", *arguments, "--effective-batch", "2", "--json")
+    assert result.exit_code == 0, result.stderr
+    answer = result.json
+    chosen, batch = answer["chosen"], answer["batch"]
+    assert chosen["fits"] and batch["first_too_large"] == batch["largest"] + 1
+    command = chosen["command"].split()[1:]
+    assert memprof(*command).exit_code == 0
+    size = command.index("--batch-size") + 1 if "--batch-size" in command else None
+    for count, code in ((batch["largest"], 0), (batch["first_too_large"], 3)):
+        changed = [*command, "--batch-size", str(count)] if size is None else [*command]
+        if size is not None:
+            changed[size] = str(count)
+        assert memprof(*changed).exit_code == code

@@ -1,0 +1,66 @@
+"""From an installed wheel, without the checkout: the recipes are there, copies of them run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder into which the wheel was unpacked, as pip does."""
+    for package in ("hatchling", "pip"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install -e '.[dev]'")
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "-q"]
+    build = [*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(build, check=True, capture_output=True, text=True)
+    (wheel,) = folder.glob("*.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".pyc")]
+    target = folder / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
+    return target
+
+
+def run(installed, folder, *arguments):
+    """In an empty folder, with the wheel's memprof before any other."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_wheel_has_the_recipes_and_a_copy_runs(installed, tmp_path):
+    where = run(installed, tmp_path, "-c", "import memprof; print(memprof.__file__)")
+    assert Path(where.stdout.strip()).is_relative_to(installed)
+    listed = run(installed, tmp_path, "-m", "memprof", "recipes", "ls")
+    assert listed.returncode == 0, listed.stderr
+    names = [line for line in listed.stdout.splitlines() if not line.startswith(" ")]
+    assert names == sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.py"))
+    copied = run(installed, tmp_path, "-m", "memprof", "recipes", "cp", "4", "copy")
+    assert copied.returncode == 0, copied.stderr
+    from_copy = run(installed, tmp_path, "copy/run.py", "--no-clock")
+    assert from_copy.returncode == 0, from_copy.stderr
+    from_wheel = run(installed, tmp_path, "-m", "memprof", "recipes", "run", "4", "--no-clock")
+    assert from_copy.stdout == from_wheel.stdout != ""
+
+
+def test_every_copy_is_whole(installed, tmp_path):
+    """A copy imports nothing beside it but memprof: --help imports all of a script's files and stops."""
+    for number in (4, 5):
+        assert run(installed, tmp_path, "-m", "memprof", "recipes", "cp", number, f"copy{number}").returncode == 0
+        done = run(installed, tmp_path, f"copy{number}/run.py", "--help")
+        assert done.returncode == 0, done.stderr

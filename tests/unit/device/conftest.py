@@ -1,0 +1,19 @@
+"""`driver(card, ...)`: from then on pynvml talks to cards that a test made up."""
+
+from __future__ import annotations
+
+import pynvml
+import pytest
+
+from tests.unit.device.driver import FakeDriver
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def install(*cards, **options):
+        fake = FakeDriver(*cards, **options)
+        monkeypatch.setattr(pynvml, "nvmlLib", fake)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        return fake
+
+    return install

@@ -1,0 +1,77 @@
+"""What is recorded of a run's surroundings: without torch being imported, and without a variable being set."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from memprof.device.cards import Card, Reading
+from memprof.device.environment import VARIABLES, read_environment
+
+
+def test_records_what_is_here():
+    before = dict(os.environ)
+    environment = read_environment()
+    import torch
+
+    assert environment.torch_version == torch.__version__
+    assert environment.torch_cuda == torch.version.cuda
+    assert environment.torch_git == torch.version.git_version
+    assert environment.packages["nvidia-ml-py"] == version("nvidia-ml-py")
+    assert dict(os.environ) == before
+    assert json.loads(json.dumps(environment.to_json()))["python"] == environment.python
+
+
+def test_imports_no_torch():
+    code = "import sys; from memprof.device.environment import read_environment; read_environment(); "
+    subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True)
+
+
+def test_variables_that_are_set():
+    variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_VISIBLE_DEVICES": "1", "HOME": "/nowhere"}
+    environment = read_environment(variables=variables)
+    assert environment.variables == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+    assert set(environment.variables) <= set(VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, "hides every card"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"}, "torch reads the first"),
+    ],
+)
+def test_what_does_not_fit_together(variables, said):
+    assert any(said in note for note in read_environment(variables=variables).notes)
+    assert not any(said in note for note in read_environment(variables={}).notes)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "reading", "said"),
+    [
+        ("13.0", Reading(), "torch is built for CUDA 13.0, and there is no NVIDIA driver here"),
+        (
+            "13.0",
+            Reading((Card(0, "x"),), "570.1", "12.8"),
+            "torch is built for CUDA 13.0, and the driver runs CUDA 12.8 at most",
+        ),
+        (
+            None,
+            Reading((Card(0, "x"),), "570.1", "12.8"),
+            "there is a card, and the installed torch is built without CUDA",
+        ),
+        ("12.9", Reading((Card(0, "x"),), "570.1", "12.8"), None),
+    ],
+)
+def test_build_and_driver(monkeypatch, cuda, reading, said):
+    monkeypatch.setattr("memprof.device.environment._torch", lambda: {"__version__": "2.13.0", "cuda": cuda})
+    monkeypatch.setattr("memprof.device.environment._loaded_driver", lambda: None)
+    assert read_environment(reading, {}).notes == (() if said is None else (said,))

@@ -1,0 +1,238 @@
+"""From logs to diagnoses: which error is the one, where it was, which tensor, and what is not a log."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from memprof.allocator import OomReport, release_for
+from memprof.catalog import find_model
+from memprof.doctor import Cause, Diagnosis, Known, diagnose
+from memprof.doctor.dimensions import dimensions, model_in
+from memprof.doctor.tensors import Question, candidates
+from memprof.errors import UsageError
+from memprof.remedies.catalog import REMEDIES
+
+GIB, MIB = 1 << 30, 1 << 20
+LOGITS = 131072 * 151936 * 2
+
+
+def diagnoses(text: str | bytes, **known: object) -> list[Diagnosis]:
+    data = text if isinstance(text, bytes) else text.encode()
+    return diagnose(io.BytesIO(data), "log", Known(**known))
+
+
+def report(requested: int = LOGITS, **changes: int) -> OomReport:
+    tried = -(-requested // (2 * MIB)) * 2 * MIB
+    figures = {
+        "total_bytes": 80 * GIB, "free_bytes": 20 * GIB, "allocated_bytes": 57 * GIB, "reserved_bytes": 58 * GIB,
+        "process_bytes": 59 * GIB, "device": 0,
+    }  # fmt: skip
+    return OomReport(requested, tried, **{**figures, **changes})
+
+
+@pytest.mark.parametrize("version", ["2.0.1", "2.1.2", "2.2.0", "2.6.0", "2.9.1", "2.10.0", "2.13.0", "2.15.0"])
+def test_the_message_of_every_release_gives_its_figures_back(version: str):
+    wanted = report(private_pool_bytes=0 if version == "2.0.1" else 64 * MIB)
+    (found,) = diagnoses("torch.OutOfMemoryError: " + wanted.message(release_for(version)))
+    figures = found.figures
+    for size, expected in (
+        (figures.tried, wanted.tried_bytes),
+        (figures.total, wanted.total_bytes),
+        (figures.free, wanted.free_bytes),
+        (figures.allocated, wanted.allocated_bytes),
+        (figures.reserved, wanted.reserved_bytes),
+    ):
+        assert size is not None
+        assert size.low <= expected <= size.high
+    assert found.cause is Cause.LARGE_TENSOR
+    # The tensor too, from its rounded size alone.
+    assert found.tensors[0].shape == (1, 131072, 151936)
+    assert found.tensors[0].dtype == "bfloat16"
+
+
+def test_the_tensor_of_given_sizes_comes_first():
+    text = report().message()
+    (found,) = diagnoses(text, model="qwen3-4b", batch_size=1, context_length=131072)
+    first = found.tensors[0]
+    assert (first.shape, first.dtype, first.role, first.exact) == ((1, 131072, 151936), "bfloat16", "logits", True)
+    assert first.num_bytes == LOGITS
+    assert found.steps[0].remedy == "chunked-loss"
+    assert "--model qwen3-4b --batch-size 1 --context-length 131072" in found.steps[0].command
+
+
+@pytest.mark.parametrize(
+    ("shape", "item", "role"),
+    [
+        ((2, 4096, 128256), 4, "logits"),
+        ((4, 32, 8192, 8192), 2, "attention scores"),
+        ((8, 4096, 14336), 2, "feed-forward activations"),
+        ((8, 8192, 4096), 2, "hidden states"),
+    ],
+)
+def test_tensors_of_a_known_run_are_named(shape: tuple[int, ...], item: int, role: str):
+    length = shape[1] if len(shape) == 3 else shape[2]
+    text = report(math.prod(shape) * item).message()
+    (found,) = diagnoses(text, model="llama-3.1-8b", batch_size=shape[0], context_length=length)
+    assert found.tensors[0].shape == shape
+    assert found.tensors[0].role == role
+    assert found.tensors[0].exact
+
+
+def test_dimensions_of_a_configuration_file(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 77777, "torch_dtype": "float16"}')
+    shape = (3, 5000, 77777)
+    for name in (path, tmp_path):
+        (found,) = diagnoses(report(math.prod(shape) * 2).message(), model=str(name), batch_size=3, context_length=5000)
+        first = found.tensors[0]
+        assert (first.shape, first.dtype, first.role) == (shape, "float16", "logits")
+    path.write_text("[]")
+    with pytest.raises(UsageError, match="configuration"):
+        diagnoses("Killed", model=str(path))
+
+
+def test_a_size_that_fits_nothing_well_gets_no_name():
+    # 12,347 tokens of a vocabulary: chance finds as much.
+    low = 12_347 * 151_936 * 2
+    assert candidates(Question(low - 2 * MIB, low)) == []
+
+
+def test_every_model_of_the_catalog_has_dimensions():
+    for name in ("gpt2", "llama-3.1-8b", "qwen3-30b-a3b", "t5-base", "mamba-130m", "falcon-7b"):
+        found = dimensions(find_model(name))
+        assert found.hidden > 0
+        assert found.vocabulary > 0
+    assert dimensions(find_model("falcon-7b")).kv_heads == 1
+    assert dimensions(find_model("qwen3-30b-a3b")).experts == 128
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("python train.py --model_name_or_path Qwen/Qwen3-4B", "qwen3-4b"),
+        ("model='meta-llama/Llama-3.1-8B-Instruct', dtype=torch.bfloat16", "llama-3.1-8b"),
+        ("vllm serve Qwen/Qwen2.5-7B-Instruct --port 80", "qwen2.5-7b"),
+        ("model = Net()", None),
+    ],
+)
+def test_a_model_that_the_log_names_is_found(text: str, key: str | None):
+    assert model_in(text) == key
+
+
+MISMATCH = """[rank1]: Traceback (most recent call last):
+[rank0]: Traceback (most recent call last):
+[rank1]:   File "/app/other.py", line 9, in g
+[rank0]:   File "/app/train.py", line 5, in main
+[rank0]:     model(x)
+[rank1]:     oops()
+[rank0]:   File "/app/net.py", line 31, in forward
+[rank0]:     return x @ self.mask
+[rank0]: RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! \
+(when checking argument for argument mat2 in method wrapper_CUDA_mm)
+"""
+
+
+def test_the_guilty_line_is_of_the_rank_that_failed():
+    (found,) = diagnoses(MISMATCH)
+    assert found.cause is Cause.DEVICE_MISMATCH
+    assert found.devices == ("cuda:0", "cpu")
+    assert found.where[0] == "/app/net.py:31 forward: return x @ self.mask"
+    assert any(step.remedy == "device-placement" for step in found.steps)
+
+
+def test_the_first_cause_explains_what_follows_it():
+    text = "starting\n" + report().message() + "\n" + "x\n" * 20 + "exits with return code = -9\n" + report().message()
+    first, second = diagnoses(text)
+    assert (first.cause, first.line, first.count) == (Cause.LARGE_TENSOR, 2, 2)
+    assert (second.cause, second.line) == (Cause.HOST_KILLED, 23)
+
+
+def test_every_remedy_that_is_advised_exists():
+    for text in (report().message(), "Killed", "No available memory for the cache blocks.", MISMATCH):
+        for step in diagnoses(text)[0].steps:
+            assert not step.remedy or step.remedy in REMEDIES
+            assert step.what
+
+
+def test_a_container_takes_itself_for_another_process():
+    text = (
+        "CUDA out of memory. Tried to allocate 128.00 MiB. GPU 0 has a total capacity of 79.33 GiB of which 16.00 MiB "
+        "is free. Process 7 has 79.29 GiB memory in use. Of the allocated memory 69.59 GiB is allocated by PyTorch, "
+        "and 18.90 MiB is reserved by PyTorch but unallocated."
+    )
+    assert diagnoses(text)[0].cause is Cause.CARD_FULL
+    assert diagnoses(text.replace("69.59", "1.59").replace("79.29", "70.29"))[0].cause is Cause.OTHER_PROCESSES
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x80\x04\x95snapshot", b"\x1f\x8b\x08", b"PK\x03\x04", bytes(range(32)) * 200, b"\x7fELF" + bytes(900)],
+    ids=["pickle", "gzip", "zip", "bytes", "program"],
+)
+def test_what_is_no_text_is_refused(data: bytes):
+    with pytest.raises(UsageError):
+        diagnoses(data)
+
+
+def test_text_of_powershell_is_read():
+    text = "\ufeff" + "line\r\n" * 3 + report().message() + "\r\n"
+    (found,) = diagnoses(text.encode("utf-16-le"))
+    assert (found.cause, found.line) == (Cause.LARGE_TENSOR, 4)
+
+
+def test_an_error_across_the_ends_of_pieces_is_found_whatever_stands_around_it(monkeypatch: pytest.MonkeyPatch):
+    from memprof.doctor import log
+
+    message = b"torch.OutOfMemoryError: " + report().message().encode() + b"\n"
+    monkeypatch.setattr(log, "_PIECE", 64 << 10)
+    for shift in (0, 1, 500, 900):
+        lines = b"loss 1.0\n" * ((64 << 10) // 9 * 2) + b"." * shift + b"\n"
+        (found,) = diagnoses(lines + message + b"after\n" * 20_000)
+        assert found.line == lines.count(b"\n") + 1
+        assert found.figures.total is not None
+
+
+def test_figures_that_make_no_sense_are_no_trouble():
+    text = "CUDA out of memory. Tried to allocate 7.00 GiB (GPU 0; 0 bytes total capacity; 0 bytes already allocated; "
+    text += "0 bytes free; 17179869184.00 GiB reserved in total by PyTorch)"
+    (found,) = diagnoses(text)
+    assert found.cause is Cause.DEVICE_MEMORY
+    assert found.figures.reserved is None
+
+
+def test_memory_is_bounded_and_repeated_errors_are_not_all_looked_at():
+    import tracemalloc
+
+    class Endless(io.RawIOBase):
+        left = 64 << 20
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: object) -> int:
+            view = memoryview(buffer)  # type: ignore[arg-type]
+            count = min(len(view), self.left)
+            line = report().message().encode() + b"\n"
+            view[:count] = (line * (count // len(line) + 1))[:count]
+            self.left -= count
+            return count
+
+    tracemalloc.start()
+    found = diagnose(io.BufferedReader(Endless()), "log")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 32 << 20
+    assert found[0].count > 10
+
+
+def test_every_word_of_a_signature_is_searched_for():
+    from memprof.doctor import log
+    from memprof.doctor.signatures import SIGNATURES
+
+    searched = {word for words in log._WORDS.values() for word in words}
+    assert {word.encode() for signature in SIGNATURES for word in signature.words} == searched
+    assert all(log._WORDS.values())

@@ -1,0 +1,112 @@
+"""`memprof doctor --env`: settings that contradict each other, limits, cards in use, and libraries."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.allocator import release_for
+from memprof.device.cards import Card, CardProcess, Reading
+from memprof.device.environment import Environment
+from memprof.doctor.installation import Host, check_installation, check_settings, read_host, version_tuple
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def environment(**changes: object) -> Environment:
+    values: dict[str, object] = {
+        "python": "3.12", "platform": "Linux", "torch_version": "2.13.0+cu130", "torch_cuda": "13.0", "torch_hip": None,
+        "torch_git": None, "driver_version": "580.1", "driver_cuda": "13.0", "cards": (), "packages": {},
+        "variables": {}, "notes": (),
+    }  # fmt: skip
+    return Environment(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def problems(text: str, release: str = "2.13", name: str = "PYTORCH_CUDA_ALLOC_CONF", **others: str) -> list[str]:
+    return [check.problem for check in check_settings({name: text, **others}, release_for(release))]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("expandable_segments:True,max_split_size_mb:128", "max_split_size_mb beside expandable_segments"),
+        ("expandable_segments:True,garbage_collection_threshold:0.8", "does nothing for expandable segments"),
+        ("garbage_collection_threshold:0.8", "acts only under a memory limit"),
+        ("backend:cudaMallocAsync,max_split_size_mb:128", "ignores max_split_size_mb"),
+        ("expandable_segment:True", "unknown allocator setting"),
+        ("max_split_size_mb:1", "max_split_size_mb is 1"),
+    ],
+)
+def test_settings_that_do_not_do_what_they_seem_to(text: str, words: str):
+    (problem,) = problems(text)
+    assert words in problem
+
+
+def test_good_settings_are_left_alone():
+    assert problems("expandable_segments:True") == []
+    assert problems("garbage_collection_threshold:0.8,per_process_memory_fraction:0.9") == []
+    assert check_settings({}, release_for("2.13")) == []
+
+
+def test_the_new_name_in_an_old_release():
+    assert "not read by torch 2.6" in problems("expandable_segments:True", "2.6", "PYTORCH_ALLOC_CONF")[0]
+    assert "does not take expandable_segments" in problems("expandable_segments:True", "2.9", "PYTORCH_ALLOC_CONF")[0]
+    assert problems("expandable_segments:True", "2.13", "PYTORCH_ALLOC_CONF") == []
+
+
+def test_no_caching_makes_settings_idle():
+    found = problems("expandable_segments:True", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    assert "PYTORCH_CUDA_ALLOC_CONF does nothing" in found[0]
+
+
+def test_cards_in_use_small_shared_memory_and_a_job_limit():
+    card = Card(
+        0, "NVIDIA A100", total_bytes=80 * GIB, used_bytes=70 * GIB,
+        processes=(CardProcess(42, "python old.py", 69 * GIB, "compute"),),
+    )  # fmt: skip
+    host = Host(
+        total=128 * GIB, available=64 * GIB, shm_total=64 * MIB, shm_free=64 * MIB, locked=None, cgroup=16 * GIB
+    )
+    checked = check_installation(environment(), Reading((card,)), host, lambda name: None)
+    text = " | ".join(finding.problem for finding in checked.findings)
+    assert "python old.py (pid 42, 69.00 GiB)" in text
+    assert "/dev/shm has 64.00 MiB" in text
+    assert "16.00 GiB of 128.00 GiB" in text
+    severities = [finding.severity for finding in checked.findings]
+    assert severities == sorted(severities, key=["error", "warning", "note"].index)
+
+
+def test_a_build_that_does_not_fit_the_driver_is_an_error():
+    note = "torch is built for CUDA 13.0, and the driver runs CUDA 12.4 at most"
+    checked = check_installation(environment(notes=(note,)), Reading(), Host(), lambda name: None)
+    assert (checked.findings[0].severity, checked.findings[0].problem) == ("error", note)
+
+
+@pytest.mark.parametrize(
+    ("versions", "words"),
+    [
+        ({"transformers": "4.44.2"}, "float32, in inference too"),
+        ({"transformers": "4.45.1"}, "forward without labels"),
+        ({"transformers": "4.46.0"}, None),
+        ({"torch": "2.9.1+cu128", "nvidia-cudnn-cu12": "9.10.2.21"}, "conv3d"),
+        ({"torch": "2.9.1+cu128", "nvidia-cudnn-cu12": "9.15.0.57"}, None),
+        ({"torch": "2.8.0"}, None),
+    ],
+)
+def test_libraries_known_to_take_more_than_they_should(versions: dict[str, str], words: str | None):
+    checked = check_installation(environment(), Reading(), Host(), versions.get)
+    found = [finding for finding in checked.findings if finding.source]
+    assert [words in finding.problem for finding in found] == ([] if words is None else [True])
+    assert all(finding.source.startswith("github.com/") for finding in found)
+
+
+def test_this_machine_can_be_looked_at():
+    host = read_host()
+    assert host.total is None or host.total > 0
+    checked = check_installation()
+    assert dict(checked.facts)["torch"]
+    assert checked.to_json()["facts"]["torch"] == dict(checked.facts)["torch"]
+
+
+def test_versions_are_compared_as_numbers():
+    assert version_tuple("4.46.0.dev0") == (4, 46, 0)
+    assert version_tuple("git") == ()

@@ -1,0 +1,166 @@
+"""The bridge: every step is there, in bytes, and the steps add up."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from memprof.allocator import Card, TraceReplay, parse_config, replay_on_card, without_allocator
+from memprof.ledger.bridge import build_bridge
+from memprof.ledger.ledger import build_ledger
+from memprof.ledger.state import model_state
+from memprof.report.bridge_terminal import render_bridge
+from memprof.report.units import unit_for
+from memprof.trace.events import CPU, HOST, Owner, Role, Sample
+from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
+
+CONTEXT = 426 * MIB
+CARD = {"name": "a card", "total_bytes": 1 << 40, "usable_bytes": (1 << 40) - CONTEXT, "context_bytes": CONTEXT}
+
+
+def bridge_of(trace, conf="", **facts):
+    trace.facts = {"device": CARD, **facts}
+    config = parse_config(conf)
+    ledger = build_ledger(trace, replay_on_card(trace, Card(CARD["total_bytes"], CONTEXT), config))
+    return build_bridge(ledger)
+
+
+@st.composite
+def random_traces(draw):
+    """Requests of all size classes, freed in any order."""
+    script, alive = Script(), []
+    sizes = st.one_of(st.integers(1, 4096), st.integers(1 << 19, 3 << 20), st.integers(5 * MIB, 60 * MIB))
+    for _ in range(draw(st.integers(1, 60))):
+        if alive and draw(st.booleans()):
+            script.free(alive.pop(draw(st.integers(0, len(alive) - 1))))
+        else:
+            alive.append(script.new(draw(sizes)))
+    if not script.trace.storages:
+        script.new(1)
+    return script.trace
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_traces(), st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:20"]))
+def test_the_steps_add_up_and_empty_cache_gives_back_what_is_said(trace, conf):
+    bridge = bridge_of(trace, conf)
+    for moment in (bridge.peak_reserved, bridge.peak_allocated):
+        assert moment.requested_bytes + moment.rounding_bytes == moment.allocated_bytes
+        held = moment.allocated_bytes + moment.fragmentation_bytes
+        assert held + moment.given_back_bytes == moment.reserved_bytes
+        assert moment.reserved_bytes + CONTEXT == moment.device_used_bytes
+        assert sum(pool.free_bytes for pool in moment.pools) == moment.fragmentation_bytes
+        assert all(pool.free_bytes == pool.pinned_bytes + pool.releasable_bytes for pool in moment.pools)
+        assert min(moment.rounding_bytes, moment.fragmentation_bytes, moment.given_back_bytes) >= 0
+    # The same run up to the height of reserved memory, and then really torch.cuda.empty_cache().
+    replay = TraceReplay(trace, None, parse_config(conf))
+    replay.advance()
+    peak = replay.finish().peak_reserved
+    again = TraceReplay(trace, None, parse_config(conf))
+    again.skip(peak.event + 1)
+    before = again.allocator.statistics.all.reserved_bytes
+    again.allocator.empty_cache()
+    given_back = before - again.allocator.statistics.all.reserved_bytes
+    assert sum(pool.releasable_bytes for pool in bridge.peak_reserved.pools) == given_back
+    assert bridge.peak_reserved.reserved_bytes == peak.num_bytes
+
+
+def test_which_segments_and_pools():
+    """Four freed tensors of 30 MiB leave empty segments; a small one is in the small pool."""
+    trace = outgrown_blocks()
+    bridge = bridge_of(trace)
+    moment = bridge.peak_reserved
+    assert bridge.same_moment
+    (large,) = moment.pools
+    assert (large.pool, large.segments, large.empty_segments) == ("large", 7, 4)
+    assert large.free_bytes == large.releasable_bytes == 120 * MIB
+    (kind,) = moment.free_segments
+    assert (kind.count, kind.size_bytes, kind.free_bytes, kind.tensors) == (4, 30 * MIB, 30 * MIB, False)
+    script = Script()
+    script.new(1000)
+    small = bridge_of(script.trace).peak_reserved
+    assert (small.pools[0].pool, small.pools[0].free_bytes, small.rounding_bytes) == ("small", 2 * MIB - 1024, 24)
+
+
+def test_simulated_runs_know_nothing_of_libraries_and_others():
+    moment = (bridge := bridge_of(outgrown_blocks())).peak_reserved
+    assert moment.libraries_bytes is None and moment.other_processes_bytes is None and bridge.processes is None
+
+
+def test_what_nvml_saw_closes_the_gap():
+    """The card says 1,900 MiB: 240 reserved, 426 of context, 34 of libraries, 1,200 of others."""
+    nvml = {
+        "reserved_bytes": 240 * MIB,
+        "process_bytes": 700 * MIB,
+        "used_bytes": 1900 * MIB,
+        "processes": [{"pid": 12, "name": "Xorg", "bytes": 1000 * MIB}, {"pid": 13, "name": "python", "bytes": None}],
+    }
+    bridge = bridge_of(outgrown_blocks(), nvml=nvml)
+    moment = bridge.peak_reserved
+    assert (moment.libraries_bytes, moment.other_processes_bytes) == (34 * MIB, 1200 * MIB)
+    assert moment.device_used_bytes == 1900 * MIB
+    assert [(one.pid, one.name) for one in bridge.processes] == [(12, "Xorg"), (13, "python")]
+
+    console = Console(width=100, file=io.StringIO())
+    console.print(render_bridge(bridge, unit_for(MIB)))
+    text = console.file.getvalue()
+    assert "Xorg (12) 1,000.00 MiB, python (13) ?" in text and "+ libraries outside" in text
+
+
+def test_samples_of_a_measured_run_have_libraries_and_others_in_one():
+    trace = outgrown_blocks()
+    trace.source = "measured"
+    trace.samples = [
+        Sample(1, 0.1, None, None, 60 * MIB, 900 * MIB, None),
+        Sample(5, 0.2, None, None, 240 * MIB, 1900 * MIB, None),
+        Sample(6, 0.3, None, None, 240 * MIB, None, None),
+    ]
+    bridge = bridge_of(trace)
+    moment = bridge.peak_reserved
+    assert moment.unnamed_bytes == (1900 - 240 - 426) * MIB and moment.libraries_bytes is None
+    assert moment.device_used_bytes == 1900 * MIB and not bridge.outside_is_unknown
+    console = Console(width=100, file=io.StringIO())
+    console.print(render_bridge(bridge, unit_for(MIB)))
+    assert "not told apart" in console.file.getvalue() and "not known" not in console.file.getvalue()
+
+
+def test_nvml_that_may_not_name_processes():
+    moment = bridge_of(outgrown_blocks(), nvml={"used_bytes": 5, "process_bytes": None}).peak_reserved
+    assert moment.libraries_bytes is None and moment.other_processes_bytes is None
+
+
+def test_there_is_none_without_a_card():
+    trace = outgrown_blocks()
+    trace.device = CPU
+    trace.storages = [storage._replace(device=CPU) for storage in trace.storages]
+    trace.facts = {"device": {"name": "a CPU", "total_bytes": 1, "usable_bytes": 1, "context_bytes": 0}}
+    assert build_bridge(build_ledger(trace, without_allocator(trace))) is None
+
+
+def test_model_state_is_of_roles_and_without_kernels_own():
+    script = Script()
+    weight, gradient, workspace, host, moment = (script.new(n) for n in (1000, 900, 50, 70, 30))
+    trace = script.trace
+    trace.storages[workspace] = trace.storages[workspace]._replace(hidden=True)
+    trace.storages[host] = trace.storages[host]._replace(device=HOST)
+    roles = {weight: Role.PARAMETER, gradient: Role.GRADIENT, moment: Role.OPTIMIZER_STATE, host: Role.PARAMETER}
+    trace.owners = {index: Owner(role, "x") for index, role in roles.items()}
+    script.free(gradient)
+    trace.owners[script.new(800)] = Owner(Role.GRADIENT, "x")
+    state = model_state(trace)
+    assert (state.parameters_bytes, state.gradients_bytes, state.optimizer_state_bytes) == (1000, 900, 30)
+    assert state.tensors_bytes == 1000 + 900 + 30
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+def test_one_replay_gives_the_layouts_of_several_moments(conf):
+    trace = outgrown_blocks()
+    run = replay_on_card(trace, None, parse_config(conf))
+    run.prepare_layouts((9, 3))
+    other = replay_on_card(trace, None, parse_config(conf))
+    assert run.layout_at(3) == other.layout_at(3)
+    assert run.layout_at(9) == other.layout_at(9)

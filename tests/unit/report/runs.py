@@ -1,0 +1,124 @@
+"""Random runs for comparisons: any phases, modules, roles and devices, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from memprof import pipeline
+from memprof.report.sides import Run, run_of_report
+from memprof.trace.events import (
+    CPU,
+    GPU,
+    HOST,
+    NONE,
+    Event,
+    EventKind,
+    Module,
+    ModuleRole,
+    Owner,
+    Phase,
+    PhaseKind,
+    Role,
+    Storage,
+    Trace,
+)
+
+MIB = 1 << 20
+OPS = ["aten.mm", "aten.mul", "cublas workspace"]
+MODULES = [
+    Module("", "Net", ModuleRole.ROOT, ""),
+    Module("layers.0", "Layer", ModuleRole.LAYER, "layers"),
+    Module("layers.1", "Layer", ModuleRole.LAYER, "layers"),
+    Module("head", "Linear", ModuleRole.HEAD, ""),
+]
+PHASES = [PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD]
+CONTEXT = 426 * MIB
+
+
+def facts(**target: Any) -> dict[str, object]:
+    """What a profile writes beside the events."""
+    return {
+        "command": "profile",
+        "memprof_version": "0.1.0",
+        "target": {
+            "model": "net",
+            "num_parameters": 1,
+            "batch_size": 1,
+            "context_length": 8,
+            "dtype": "float32",
+            "optimizer": "adamw",
+            "mode": "train",
+            "device": "virtual",
+            **target,
+        },
+        "device": {
+            "name": "a card",
+            "total_bytes": 1 << 40,
+            "usable_bytes": (1 << 40) - CONTEXT,
+            "context_bytes": CONTEXT,
+        },
+        "allocator": {"torch": "2.8.0", "alloc_conf": None, "alloc_conf_from": None},
+    }
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """A run with at least one tensor on the card."""
+    trace = Trace(modules=list(MODULES), ops=list(OPS), sources=["/a/b.py:1 f"])
+    alive: list[int] = []
+
+    def phase(kind: PhaseKind, step: int) -> None:
+        trace.events.append(Event(EventKind.PHASE, len(trace.phases)))
+        trace.phases.append(Phase(kind, step, 1 if step else 0))
+
+    def alloc(module: int) -> None:
+        num_bytes = draw(st.one_of(st.integers(1, 5000), st.integers(MIB, 40 * MIB)))
+        device = draw(st.sampled_from([GPU, GPU, GPU, HOST]))
+        op = draw(st.integers(0, 2))
+        index = len(trace.storages)
+        trace.storages.append(
+            Storage(num_bytes, (num_bytes,), "uint8", device, op, module, 0, len(trace.phases) - 1, NONE, op == 2)
+        )
+        role = draw(st.sampled_from([None, None, *Role]))
+        if role is not None and op != 2:
+            trace.owners[index] = Owner(role, draw(st.sampled_from(["layers.0.weight", "layers.1.weight", "exp_avg"])))
+        trace.events.append(Event(EventKind.ALLOC, index))
+        alive.append(index)
+
+    phase(PhaseKind.MODEL, 0)
+    trace.storages.append(Storage(4096, (1024,), "float32", GPU, 0, NONE, NONE, 0, NONE, False))
+    trace.events.append(Event(EventKind.ALLOC, 0))
+    for step in range(1, draw(st.integers(1, 3))):
+        for kind in PHASES:
+            phase(kind, step)
+            for module in draw(st.lists(st.integers(1, 3), max_size=4)):
+                if kind is PhaseKind.FORWARD:
+                    trace.events.append(Event(EventKind.ENTER, module))
+                alloc(module)
+                if alive and draw(st.booleans()):
+                    trace.events.append(Event(EventKind.FREE, alive.pop(draw(st.integers(0, len(alive) - 1)))))
+                if kind is PhaseKind.FORWARD:
+                    trace.events.append(Event(EventKind.EXIT, module))
+    trace.facts = facts()
+    return trace
+
+
+def report_of(trace: Trace) -> dict[str, Any]:
+    """The JSON of its report."""
+    return pipeline.analyze(trace).to_json()
+
+
+def run_of(trace: Trace) -> Run:
+    """The form that is compared."""
+    return run_of_report(report_of(trace), "run.memprof", "memprof capture")
+
+
+def on_cpu(trace: Trace) -> Trace:
+    """The same run as if it had been measured on a CPU."""
+    trace.source, trace.device = "measured", CPU
+    trace.storages = [one._replace(device=CPU) if one.device == GPU else one for one in trace.storages]
+    trace.facts = facts(device="cpu")
+    trace.facts["device"] = {"name": "a CPU", "total_bytes": 1, "usable_bytes": 1, "context_bytes": 0}
+    return trace

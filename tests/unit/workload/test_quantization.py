@@ -1,0 +1,97 @@
+"""--quantize and the optimizers of libraries: what is built, what it needs, and wrong use."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from memprof import pipeline
+from memprof.errors import UsageError
+from memprof.spec import QUANTIZED_OPTIMIZERS, TargetSpec
+from memprof.workload.models import find_source
+
+MODEL = {"model": "qwen2.5-0.5b", "context_length": 64, "steps": 1}
+LINEAR = 357_826_560
+"""Weights of the linear layers but the head: 24 x (2 x 896 x 896 + 2 x 896 x 128 + 3 x 896 x 4864)."""
+
+ROWS = 24 * (2 * 896 + 2 * 128 + 2 * 4864 + 896)
+
+
+def profile(**fields):
+    return pipeline.profile(TargetSpec(**{**MODEL, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("quantize", "fields", "per_weight"),
+    [
+        ("int8", {}, 1 + 4 * ROWS / LINEAR),
+        ("nf4", {}, 0.5 + 1 / 64 + 4 / 64 / 256),
+        ("fp4", {"double_quant": False}, 0.5 + 4 / 64),
+    ],
+)
+def test_what_parameters_take(quantize, fields, per_weight):
+    pytest.importorskip("bitsandbytes")
+    plain = profile(mode="inference", dtype="bfloat16")[1].peak.categories["parameters"]
+    trace, document = profile(mode="inference", dtype="bfloat16", quantize=quantize, **fields)
+    found = document.peak.categories["parameters"]
+    # Small rests: tables and means of each layer.
+    assert plain - found == pytest.approx(LINEAR * (2 - per_weight), rel=2e-3)
+    assert any(quantize in sentence for sentence in trace.assumptions)
+    assert not trace.mismatches
+
+
+def test_qlora_trains_the_adapter_alone():
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    trace, document = profile(quantize="nf4", adapter="lora", optimizer="paged-adamw-8bit")
+    assert 0 < document.target["num_trainable_parameters"] < 2_000_000
+    assert document.failure is None
+    assert any("prepare_model_for_kbit_training" in sentence for sentence in trace.assumptions)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_OPTIMIZERS)
+def test_optimizer_state(name):
+    pytest.importorskip("torchao" if name.startswith("torchao") else "bitsandbytes")
+    _, document = profile(optimizer=name, steps=2, dtype="bfloat16")
+    state = document.peak.categories.get("optimizer state", 0) / 494_032_768
+    expected = {"paged-adamw-8bit": 8 / 256, "torchao-adamw-4bit": 1 + 8 / 128}.get(name, 2 + 8 / 256)
+    assert state == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"quantize": "int3"}, "quantize"),
+        ({"quantize": "nf4"}, "quantized weights are not trained"),
+        ({"double_quant": False}, "--no-double-quant is for 4-bit weights"),
+        ({"quantize": "int8", "double_quant": False, "adapter": "lora"}, "--no-double-quant is for 4-bit weights"),
+        ({"quantize": "nf4", "npt": "low-rank"}, "does not go with --npt"),
+        ({"optimizer": "adamw-8bit", "optimizer_impl": "fused"}, "one implementation"),
+    ],
+)
+def test_wrong_use(fields, problem):
+    with pytest.raises(UsageError, match=problem):
+        TargetSpec(**{**MODEL, **fields})
+
+
+def test_a_factory_quantizes_itself():
+    with pytest.raises(UsageError, match="for models of transformers"):
+        find_source(TargetSpec(model="file.py:build", quantize="nf4", mode="inference"))
+
+
+@pytest.mark.parametrize(
+    ("package", "fields"),
+    [
+        ("bitsandbytes", {"quantize": "nf4", "mode": "inference"}),
+        ("bitsandbytes", {"optimizer": "paged-adamw-8bit"}),
+        ("torchao", {"optimizer": "torchao-adamw-4bit"}),
+    ],
+)
+def test_a_package_that_lacks(monkeypatch, package, fields):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=f"{package} is needed") as raised:
+        profile(**fields)
+    assert raised.value.hint == f"pip install {package}"
