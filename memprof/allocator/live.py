@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from memprof.allocator.config import AllocatorConfig
+from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.on_card import Card
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.replay import TraceReplay
+from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
@@ -25,10 +29,54 @@ class LiveAllocator:
     def __init__(
         self, trace: Trace, card: Card, config: AllocatorConfig | None = None, release: Release = LATEST
     ) -> None:
+        self._room = 0
+        """What can certainly still be reserved."""
+        self._large_segment = (config or AllocatorConfig()).large_segment_size
+        self._trace = trace
+        self._card = card
+        self._release = release
         self._replay = TraceReplay(trace, card.usable_bytes, config, release, total_bytes=card.total_bytes)
-
         self._before: dict[str, int] = {}
         """Accumulated counters at their last reset."""
+
+    def refusal(self) -> str | None:
+        """What torch.OutOfMemoryError says if the card refuses the request that is the last event; None: it is served.
+
+        The allocator goes on as torch's does: its cache was given back, and nothing was handed out. The caller notes
+        the storage in `Trace.refused`.
+        """
+        replay, trace = self._replay, self._trace
+        last = len(trace.events) - 1
+        ref = trace.events[last].ref
+        num_bytes = trace.storages[ref].num_bytes
+        self._room -= self._largest_segment(num_bytes)
+        if self._room >= 0:
+            return None
+        replay.skip(last)
+        replay.event = last + 1
+        try:
+            replay.live[ref] = replay.allocator.malloc(num_bytes)
+        except OutOfMemory as error:
+            report = dataclasses.replace(
+                error.report, process_bytes=error.report.reserved_bytes + self._card.context_bytes
+            )
+            return report.message(self._release)
+        self._room = self._free()
+        return None
+
+    def _free(self) -> int:
+        """Bytes that may still be reserved."""
+        allocator = self._replay.allocator
+        limit = self._card.usable_bytes if allocator.allowed_bytes is None else allocator.allowed_bytes
+        return min(limit, self._card.usable_bytes) - allocator.statistics.all.reserved_bytes
+
+    def _largest_segment(self, num_bytes: int) -> int:
+        """No request makes the allocator reserve more than this: so long as there is room for all of them, none is
+        refused, and none need be replayed to know it. Small blocks come from 2 MiB; others from a segment of their own
+        or of `large_segment_size`, and `roundup_power2_divisions` at most doubles them."""
+        if num_bytes <= SMALL_SIZE // 2:
+            return SMALL_BUFFER
+        return 2 * num_bytes + self._large_segment + SMALL_BUFFER
 
     def stats(self) -> dict[str, int]:
         """torch.cuda.memory_stats() now."""

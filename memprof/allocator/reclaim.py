@@ -30,7 +30,7 @@ def release_available(allocator: CachingAllocator, owner: StreamPool, size: int)
     at = bisect_left(owner.keys, wanted << ADDRESS_BITS)
     if at < len(owner.keys):
         block = owner.blocks[owner.keys[at]]
-        if not block.segment.expandable:
+        if _fills_segment(block):
             store.release(block)
             return True
     released = 0
@@ -38,7 +38,7 @@ def release_available(allocator: CachingAllocator, owner: StreamPool, size: int)
         block = owner.blocks[key]
         if released >= wanted or block.size < limit:
             break
-        if not block.segment.expandable:
+        if _fills_segment(block):
             released += block.size
             store.release(block)
     return released >= wanted
@@ -57,13 +57,19 @@ def release_cached(allocator: CachingAllocator) -> None:
             _release_pool(store, private.large)
 
 
+def _fills_segment(block: Block) -> bool:
+    """Whether the driver can take it back as it got it. An oversize one always does, for it is never split; but a
+    damaged recording may begin with what no allocator has made."""
+    return block.prev is None and block.next is None and not block.segment.expandable
+
+
 def _release_pool(store: Segments, pool: Pool) -> None:
     """`release_blocks`: free unsplit segments, unmap what expandable ones do not use."""
     expandable: list[Block] = []
     for block in pool.free_blocks():
         if block.segment.expandable:
             expandable.append(block)
-        elif block.prev is None and block.next is None:
+        elif _fills_segment(block):
             store.release(block)
     for block in expandable:
         store.shrink(block)

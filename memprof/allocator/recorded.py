@@ -126,6 +126,7 @@ class _Replay:
         self.state: State = state_before(self.final, self.events, config)
         self.driver = RecordedDriver(self.events, config.large_segment_size)
         self.allocator = CachingAllocator(total_bytes, config, driver=self.driver, completion=Completion.AT_SYNC)
+        self.driver.live = self.allocator.segment_store.live
         if not snapshot.settings:
             maps = any(event.action is Action.SEGMENT_MAP for event in self.events)
             self.allocator.expandable |= maps or any(segment.expandable for segment in self.final)

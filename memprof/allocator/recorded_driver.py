@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from memprof.allocator.caching import UNKNOWN_SPACE
 from memprof.trace.snapshot import Action, SnapshotEvent
 
@@ -23,6 +25,8 @@ class RecordedDriver:
         """What the request is for: set before each."""
         self.spaces: dict[int, int] = {}
         """Reservations by address, with their sizes."""
+        self.live: Mapping[int, object] = {}
+        """By address: the segments that there are."""
         self.at = 0
         self.problem: str | None = None
         self._foreign = _FOREIGN
@@ -32,7 +36,10 @@ class RecordedDriver:
         event = self.next()
         if event is not None and event.action is Action.SEGMENT_ALLOC and event.size == size:
             self.at += 1
-            return event.address
+            if event.address not in self.live:
+                return event.address
+            self.differs(f"a segment was taken at {event.address:#x}, where there is one")
+            return self._new(size)
         if event is not None and (event.action in RETURNS or event.action is Action.OOM):
             return None
         self.differs(f"a segment of {size} bytes was not taken")

@@ -7,6 +7,7 @@ there, so that its whole need is known.
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -220,11 +221,18 @@ class TraceReplay(Replayer):
         self.live: dict[int, Block] = {}
         """Blocks of the storages that are alive, by storage."""
 
+    def _ask(self, num_bytes: int) -> None:
+        """A request that was refused when the program ran, and that it went on without: what asking does to the cache
+        is done again."""
+        with contextlib.suppress(OutOfMemory):
+            self.allocator.free(self.allocator.malloc(num_bytes))
+
     def skip(self, end: int | None = None) -> None:
         """Replay as `advance`, but write no timeline: a third faster, for who wants the allocator's state alone."""
         storages, device, live = self.trace.storages, self.device, self.live
         malloc, free = self.malloc, self.allocator.free
         alloc, dead, emptied = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE
+        refused = self.trace.refused
         begin = self.event
         events = self.trace.events[begin:end]
         for time, (kind, ref) in enumerate(events, begin):
@@ -232,7 +240,10 @@ class TraceReplay(Replayer):
                 storage = storages[ref]
                 if storage.num_bytes and storage.device == device:
                     self.event = time
-                    live[ref] = malloc(storage.num_bytes)
+                    if refused and ref in refused:
+                        self._ask(storage.num_bytes)
+                    else:
+                        live[ref] = malloc(storage.num_bytes)
             elif kind is dead:
                 if ref in live:
                     free(live.pop(ref))
@@ -250,10 +261,15 @@ class TraceReplay(Replayer):
         storages, device, live, blocks = self.trace.storages, self.device, self.live, self.timeline.blocks
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
         alloc, dead, emptied = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE
+        refused = self.trace.refused
         for kind, ref in self.trace.events[self.event : end]:
             if kind is alloc:
                 storage = storages[ref]
                 if storage.num_bytes and storage.device == device:
+                    if refused and ref in refused:
+                        self._ask(storage.num_bytes)
+                        end_event(grew=True)
+                        continue
                     block = live[ref] = malloc(storage.num_bytes)
                     blocks[ref] = block.size
                     end_event(grew=True)

@@ -107,6 +107,17 @@ def describe(
     )
 
 
+def ended_by_refusal(error: BaseException | None) -> bool:
+    """Whether `error` is, or was raised because of, a card that was full."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
 def measured_failure(error: BaseException, phase: Phase | None) -> Failure:
     """The failure that `error` is, raised on a real device in `phase`."""
     text = str(error)

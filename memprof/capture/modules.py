@@ -26,7 +26,7 @@ class ModuleTracker:
         """Index of the innermost running module, NONE outside all modules."""
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
-        self.on_outermost: Callable[[], None] = lambda: None
+        self.on_outermost: Callable[[nn.Module], None] = lambda module: None
         """A module is about to be called from outside all others."""
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
@@ -42,7 +42,7 @@ class ModuleTracker:
                 index = tracker._register(module)
             outer = tracker.current
             if outer == NONE:
-                tracker.on_outermost()
+                tracker.on_outermost(module)
             tracker.current = index
             tracker.listener(EventKind.ENTER, index)
             try:

@@ -67,8 +67,12 @@ class Recorder:
         self.live: dict[int, int] = {}
         """Address of a living storage object -> its index in the trace."""
         self.on_death: Callable[[int], None] = lambda address: None
+        self.refusal: Callable[[], str | None] | None = None
+        """Asked after each request for memory on the card: what torch.OutOfMemoryError is to say, or None."""
         self.counts_hidden = True
         """Whether memory that no tensor shows is recorded."""
+        self._temporaries: set[int] = set()
+        """Hidden memory that is given back within an operator, also one that raises."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self._refs: dict[int, _StorageRef] = {}
@@ -126,15 +130,20 @@ class Recorder:
         self.live[address] = index
         return index
 
-    def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
-        """Memory that a library takes and no tensor shows; the caller frees it with `free_hidden`, or never."""
+    def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str, *, keep: bool = False) -> int:
+        """Memory that a library takes and no tensor shows; the caller frees it with `free_hidden` before its operator
+        returns, or (`keep`) later or never."""
         if not self.counts_hidden:
             return NONE
-        return self._append(num_bytes, (num_bytes,), torch.uint8, device, op, place, hidden=True)
+        index = self._append(num_bytes, (num_bytes,), torch.uint8, device, op, place, hidden=True)
+        if not keep:
+            self._temporaries.add(index)
+        return index
 
     def free_hidden(self, index: int) -> None:
         """The library gave back what `allocate_hidden` returned as `index`."""
         if index != NONE:
+            self._temporaries.discard(index)
             self._append_free(index)
 
     def release(self, index: int) -> None:
@@ -180,7 +189,17 @@ class Recorder:
             self.live_bytes += num_bytes
             if self.live_bytes > self.peak_bytes:
                 self.peak_bytes = self.live_bytes
+            if self.refusal is not None and (message := self.refusal()) is not None:
+                self._refuse(index, message)
         return index
+
+    def _refuse(self, index: int, message: str) -> None:
+        """The card has no room for what was just asked for."""
+        self.trace.refused.append(index)
+        self._append_free(index)
+        for taken in sorted(self._temporaries, reverse=True):
+            self.free_hidden(taken)
+        raise torch.OutOfMemoryError(message)
 
     def _died(self, ref: Any) -> None:
         if self._closed or self._refs.pop(ref.index, None) is None:

@@ -29,6 +29,9 @@ from memprof.cli import (
     verify,
     vocab,
 )
+from memprof.cli import (
+    run as dry_run,
+)
 from memprof.errors import MemprofError
 
 app = typer.Typer(
@@ -40,6 +43,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("profile")(profile.profile)
+# What follows the script's name is the script's, whatever it looks like.
+app.command("run", context_settings={"allow_interspersed_args": False})(dry_run.run)
 app.command("estimate")(estimate.estimate)
 app.command("recommend")(recommend.recommend)
 app.command("show")(show.show)
@@ -76,6 +81,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments[: arguments.index("--") if "--" in arguments else None]
+    if arguments[:1] == ["run"]:  # it says its errors itself: what follows its script is not ours
+        debug = True
     if ends_process:
         # What these have to say when transformers imports them is not about the run.
         for name in ("torchao", "torch.utils._pytree"):

@@ -30,6 +30,7 @@ from memprof.spec import (
     Mode,
     TargetSpec,
 )
+from memprof.trace.files import check_place
 from memprof.units import parse_gib
 
 
@@ -237,10 +238,8 @@ def profile(
         gpu=gpu,
         gpu_vram_bytes=None if gpu_vram is None else parse_gib(gpu_vram),
     )
-    if save is not None and not save.parent.is_dir():
-        raise UsageError("no such folder to save into", value=save.parent, hint="make it first")
-    if save is not None and save.is_dir():
-        raise UsageError("this is a folder, not a file to save into", value=save, hint="name a file in it")
+    if save is not None:
+        check_place(save, option="--save")
     # A card that was named is to be simulated.
     resolves = device == "auto" and gpu_vram is None and gpu == DEFAULT_GPU
     # Importing torch and transformers makes millions of objects that live for good; looking for garbage among them

@@ -15,6 +15,7 @@ _WHOLE_PHASE = {
     PhaseKind.BACKWARD: "backward",
     PhaseKind.OPTIMIZER_STEP: "optimizer step",
     PhaseKind.ZERO_GRAD: "zero_grad",
+    PhaseKind.CHECKPOINT: "checkpoint",
     PhaseKind.OTHER: "other",
 }
 _EVALUATION = "evaluation "

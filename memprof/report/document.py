@@ -159,6 +159,9 @@ class Document:
     command: str
     source: str
     target: dict[str, Any]
+    program: dict[str, Any] | None
+    """Of a script: its `command`, how it `ended` (steps, exit, timeout, error, refused, interrupted), its `exit_code`,
+    the training `steps` that it began and the `fixes` in force."""
     device: dict[str, Any]
     allocator: dict[str, Any]
     """`torch`, `alloc_conf` and `alloc_conf_from`: whose rules, and by which settings."""
@@ -212,6 +215,7 @@ def build_document(
         command=facts["command"],
         source=trace.source,
         target=facts["target"],
+        program=facts.get("program"),
         device=device,
         allocator=settings.facts(),
         stages=(

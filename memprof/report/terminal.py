@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -73,7 +74,26 @@ def _heading(document: Document) -> RenderableType:
     lines = [title]
     if target:
         lines.append(Text(_describe(target)))
+    if document.program is not None:
+        lines.append(Text(_describe_program(document.program)))
     return Group(*lines)
+
+
+_ENDS = {
+    "steps": "stopped after {steps}: the steady state (--steps and --until-exit go on)",
+    "exit": "ran to its end, {steps}",
+    "timeout": "stopped by --timeout after {steps} had begun",
+    "error": "failed by itself after {steps} had begun",
+    "refused": "ended where the card was full, after {steps} had begun",
+    "interrupted": "interrupted after {steps} had begun",
+}
+
+
+def _describe_program(program: dict[str, Any]) -> str:
+    number = program["steps"]
+    steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
+    fixes = f", with {', '.join(program['fixes'])}" if program["fixes"] else ""
+    return f"{shlex.join(program['command'])}{fixes}: {_ENDS[program['ended']].format(steps=steps)}"
 
 
 def _describe(target: dict[str, Any]) -> str:
@@ -202,10 +222,12 @@ def _verdict(document: Document) -> RenderableType:
         )
     text = Text("\nDoes not fit: ", style="bold red")
     step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
+    ended = document.program is not None and document.program["ended"] == "refused"
+    whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
     text.append(
         f"a real run dies in {verdict.oom_stage}{step}, when it tries to allocate "
         f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
-        f"The whole run needs {need}. torch would say:",
+        f"{whole} {need}. torch {'said' if ended else 'would say'}:",
         style="default",
     )
     message = (verdict.oom_message or "").partition(" If reserved ")

@@ -99,6 +99,7 @@ class PhaseKind(enum.StrEnum):
     OPTIMIZER_STEP = "optimizer step"
     ZERO_GRAD = "zero_grad"
     EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
     OTHER = "other"
 
 
@@ -245,6 +246,9 @@ class Trace:
     facts: dict[str, object] = field(default_factory=dict)
     failure: Failure | None = None
     """None if the run came to its end."""
+    refused: list[int] = field(default_factory=list)
+    """Storages that the card had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
+    has an ALLOC, when it was asked for, and a FREE right after it."""
 
     def op(self, storage: Storage) -> str:
         """The operator that allocated `storage`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from memprof.errors import MemprofError
+from memprof.errors import MemprofError, UsageError
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], None], what: str = "file", *, option: str = "--to") -> None:
@@ -38,6 +38,18 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], None], what: str = "fil
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def check_place(path: Path, *, option: str) -> None:
+    """Whether a file can be written there, before the work that it is to hold.
+
+    Raises:
+        UsageError: there is no such folder, or it is a folder itself.
+    """
+    if not path.parent.is_dir():
+        raise UsageError("no such folder to save into", value=path.parent, hint=f"make it first, or change {option}")
+    if path.is_dir():
+        raise UsageError("this is a folder, not a file to save into", value=path, hint="name a file in it")
 
 
 def _umask() -> int:

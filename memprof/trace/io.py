@@ -60,6 +60,7 @@ def save_trace(trace: Trace, path: Path) -> None:
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
         "mismatches": trace.mismatches,
         "failure": trace.failure,
+        "refused": trace.refused,
         "work": trace.work,
         "device": trace.device,
         "samples": trace.samples,
@@ -132,6 +133,7 @@ def _trace(document: dict[str, Any]) -> Trace:
         samples=[Sample(*row) for row in document.get("samples", ())],
         times=document.get("times", []),
         work=[Work(*row) for row in document.get("work", ())],
+        refused=document.get("refused", []),
     )
     _check(trace)
     return trace
@@ -162,6 +164,8 @@ def _check(trace: Trace) -> None:
     for event in trace.events:
         if not 0 <= event.ref < sizes[event.kind]:
             raise ValueError(f"an event points to {event.kind.name} {event.ref}")
+    if any(not 0 <= index < len(trace.storages) for index in trace.refused):
+        raise ValueError("a refused request points outside the table")
     if trace.times and len(trace.times) != len(trace.events):
         raise ValueError("there is not one time for each event")
     for work in trace.work:

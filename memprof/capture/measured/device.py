@@ -16,12 +16,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
+from memprof.capture.imports import watch_imports
 from memprof.capture.measured import cuda
 from memprof.capture.measured.events import Recorded, read_events
 from memprof.capture.measured.marks import Marks
 from memprof.capture.measured.merge import merge
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
+from memprof.capture.phases import Phases
 from memprof.trace.events import CPU, GPU, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -55,6 +57,8 @@ class MeasuredDevice:
         self._roots: list[weakref.ref[nn.Module]] = []
         self._profiler: Any = None
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
+        self.phases = Phases(self._begin_phase, lambda: self._phase)
+        """Those of a program that does not name its own."""
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None
         """Of torch's allocator, with its history; after a run on CUDA."""
@@ -86,11 +90,16 @@ class MeasuredDevice:
 
     def _install(self) -> None:
         activities = [ProfilerActivity.CPU]
+        for owner, name, value in self.phases.patches():
+            self._patches.set(owner, name, value)
+        self._stack.enter_context(watch_imports(self._libraries()))
+        self.modules.on_outermost = self.phases.forward
         self._patches.set(nn.Module, "__call__", self._noting_sources(self.modules.wrap_call(nn.Module.__call__)))
         self.modules.listener = self._module_event
         self.modules.on_root = self.adopt
         self._watch_backward()
-        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        for handle in (register_optimizer_step_post_hook(self._after_step), *self.phases.hooks()):
+            self._stack.callback(handle.remove)
         if self.records_history:
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats()
@@ -132,8 +141,9 @@ class MeasuredDevice:
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
         """What runs inside is this phase."""
-        before, self._phase = self._phase, Phase(kind, step, micro_batch)
-        self._marks.begin_phase(self._phase)
+        before = self._phase
+        recognised, self.phases.recognises = self.phases.recognises, False
+        self._begin_phase(kind, step, micro_batch)
         try:
             yield
         except BaseException:
@@ -141,8 +151,22 @@ class MeasuredDevice:
                 self.failed_phase = self._phase
             raise
         finally:
-            self._phase = before
-            self._marks.begin_phase(before)
+            self.phases.recognises = recognised
+            self._begin_phase(*before)
+
+    def _begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        self._phase = Phase(kind, step, micro_batch)
+        self._marks.begin_phase(self._phase)
+
+    def _libraries(self) -> dict[str, Callable[[], None]]:
+        def replace(patches: Callable[[], Iterator[tuple[Any, str, Any]]]) -> Callable[[], None]:
+            def act() -> None:
+                for owner, name, value in patches():
+                    self._patches.set(owner, name, value)
+
+            return act
+
+        return {name: replace(patches) for name, patches in self.phases.of_imports().items()}
 
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run."""
@@ -194,11 +218,19 @@ class MeasuredDevice:
         original = torch.autograd.graph._engine_run_backward
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
+            nested = torch._C._current_graph_task_id() != -1
+            if not nested:
+                self.phases.backward()
             try:
                 return original(*args, **kwargs)
+            except BaseException:
+                if self.failed_phase is None:
+                    self.failed_phase = self._phase
+                raise
             finally:
-                if torch._C._current_graph_task_id() == -1:
+                if not nested:
                     self._name_parameters()
+                    self.phases.after_backward()
 
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
 

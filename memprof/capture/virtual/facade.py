@@ -89,6 +89,9 @@ class MemoryStatistics(Protocol):
     def reset_accumulated(self) -> None:
         """As `torch.cuda.reset_accumulated_memory_stats()`."""
 
+    def refusal(self) -> str | None:
+        """What torch.OutOfMemoryError says if there is no room for the request that is the trace's last event."""
+
 
 class AllocatorSettings(Protocol):
     """The caching allocator's settings, as the program reads and sets them."""
@@ -136,12 +139,41 @@ class _LivingTensors:
     def reset_accumulated(self) -> None:
         """Nothing is accumulated."""
 
+    def refusal(self) -> str | None:
+        """There is always room."""
+        return None
+
+
+class Memory:
+    """The statistics of a run, made when they are first asked for, and again when the settings have changed.
+
+    Args:
+        recorder: who writes the trace.
+        make: see VirtualGpu.
+    """
+
+    def __init__(self, recorder: Recorder, make: Callable[[Trace], MemoryStatistics] | None) -> None:
+        self._recorder = recorder
+        self._make = make
+        self._made: MemoryStatistics | None = None
+
+    @property
+    def now(self) -> MemoryStatistics:
+        """What answers now."""
+        if self._made is None:
+            self._made = _LivingTensors(self._recorder) if self._make is None else self._make(self._recorder.trace)
+        return self._made
+
+    def settings_changed(self) -> None:
+        """The next answer follows other settings."""
+        self._made = None
+
 
 def cuda_facade(
     gpu: Gpu,
     recorder: Recorder,
     context_bytes: int,
-    memory: Callable[[Trace], MemoryStatistics] | None,
+    memory: Memory,
     settings: AllocatorSettings,
 ) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) that make `torch.cuda` describe `gpu`.
@@ -150,7 +182,7 @@ def cuda_facade(
         gpu: the card.
         recorder: who writes the trace.
         context_bytes: what the CUDA context takes of the card.
-        memory: see VirtualGpu; called at the program's first question, so that a run without one pays nothing.
+        memory: what answers questions about memory.
         settings: of the caching allocator.
     """
     major, minor = gpu.compute_capability
@@ -171,39 +203,28 @@ def cuda_facade(
     def returning(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
 
-    asked: list[MemoryStatistics] = []
-
-    def statistics() -> MemoryStatistics:
-        if not asked:
-            asked.append(_LivingTensors(recorder) if memory is None else memory(recorder.trace))
-        return asked[0]
-
-    def set_settings(alloc_conf: str) -> None:
-        settings.set(alloc_conf)
-        asked.clear()  # it follows other settings now
-
     def one(name: str) -> Callable[..., int]:
-        return lambda device=None: statistics().stats()[name]
+        return lambda device=None: memory.now.stats()[name]
 
     def reset_peak(device: Any = None) -> None:
-        statistics().reset_peak()
+        memory.now.reset_peak()
 
     def reset_accumulated(device: Any = None) -> None:
-        statistics().reset_accumulated()
+        memory.now.reset_accumulated()
 
     def empty_cache() -> None:
         recorder.empty_cache()
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        reserved = statistics().stats()["reserved_bytes.all.current"]
+        reserved = memory.now.stats()["reserved_bytes.all.current"]
         return max(0, gpu.total_bytes - context_bytes - reserved), gpu.total_bytes
 
     def memory_stats(device: Any = None) -> dict[str, int]:
-        return collections.defaultdict(int, statistics().stats())
+        return collections.defaultdict(int, memory.now.stats())
 
     def nested_stats(device: Any = None) -> dict[str, Any]:
         nested: dict[str, Any] = {}
-        for name, value in statistics().stats().items():
+        for name, value in memory.now.stats().items():
             *path, last = name.split(".")
             inner = nested
             for part in path:
@@ -294,9 +315,9 @@ def cuda_facade(
     yield torch.cuda.nvtx, "_nvtx", nvtx
     yield torch.cuda.memory, "_record_memory_history", _distinct(nothing)
     yield torch.cuda.memory, "_dump_snapshot", _distinct(nothing)
-    yield torch.cuda.memory, "_set_allocator_settings", _distinct(set_settings)
+    yield torch.cuda.memory, "_set_allocator_settings", _distinct(settings.set)
     for name, value in (
-        ("_accelerator_setAllocatorSettings", set_settings),
+        ("_accelerator_setAllocatorSettings", settings.set),
         ("_accelerator_getAllocatorSettings", settings.get),
     ):
         if hasattr(torch._C, name):  # releases differ

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from memprof.capture.failure import describe
+from memprof.capture.failure import describe, ended_by_refusal
+from memprof.capture.imports import watch_imports
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
+from memprof.capture.phases import Phases
 from memprof.capture.recorder import Recorder
 from memprof.capture.virtual import compiled, quantized
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
-from memprof.capture.virtual.facade import AllocatorSettings, MemoryStatistics, UnusedSettings, cuda_facade
+from memprof.capture.virtual.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.capture.virtual.hidden import CublasWorkspace
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.capture.virtual.values import Values
@@ -50,6 +49,8 @@ class VirtualGpu:
             is passed over, which is right for kernels that only write tensors that they are given: memory is theirs to
             fill and not to allocate. What autotuning allocates for its timings is not counted.
         allocator_settings: what the program reads and sets as the settings of its caching allocator.
+        refuses: whether a request that the card has no room for raises torch.OutOfMemoryError, as `memory` says it.
+            False: the run goes on, so that its whole need is known.
 
     Raises:
         MemprofError: a virtual GPU is already active.
@@ -68,6 +69,7 @@ class VirtualGpu:
         memory: Callable[[Trace], MemoryStatistics] | None = None,
         passes_kernels: bool = False,
         allocator_settings: AllocatorSettings | None = None,
+        refuses: bool = False,
     ) -> None:
         self.gpu = gpu
         self.modules = ModuleTracker()
@@ -82,13 +84,13 @@ class VirtualGpu:
         self._watches_kernels = False
         self._passes_kernels = passes_kernels
         self._watches_quantized = False
-        self._step = 0
-        self._automatic_phases = True
         self._patches = Patches()
         self._modes = contextlib.ExitStack()
         self._context_bytes = context_bytes
-        self._memory = memory
-        self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self.recorder, self.assume)
+        self._memory = Memory(self.recorder, memory)
+        self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
+        if refuses:
+            self.recorder.refusal = lambda: self._memory.now.refusal()
         card = Card.of(gpu)
         workspace = CublasWorkspace.of(card.compute_capability, card.release)
         self._values = Values(self.assume)
@@ -96,7 +98,9 @@ class VirtualGpu:
         self.recording = RecordingMode(self.recorder, self._values, workspace if workspaces else None, card)
         self.recorder.on_death = self.recording.forget
         self.modules.on_root = self.adopt
-        self.modules.on_outermost = self._outermost_call
+        self.phases = Phases(self.recorder.begin_phase, lambda: self.recorder.phase)
+        """Those of a program that does not name its own."""
+        self.modules.on_outermost = self.phases.forward
 
     @property
     def trace(self) -> Trace:
@@ -105,6 +109,10 @@ class VirtualGpu:
         trace.assumptions = list(self._assumptions)
         trace.work = self.recording.meter.finish()
         return trace
+
+    def memory_changed(self) -> None:
+        """The allocator's settings are others than before."""
+        self._memory.settings_changed()
 
     def assume(self, sentence: str) -> None:
         """The run rests on this; said once."""
@@ -125,7 +133,10 @@ class VirtualGpu:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, MemprofError):
+        if ended_by_refusal(error) and self.recorder.trace.refused:
+            # The run ends where the card is full: that is its verdict, and no failure.
+            self.recorder.trace.refused.pop()
+        elif isinstance(error, Exception) and not isinstance(error, MemprofError):
             at_raise = self._failed
             phase = at_raise[1] if at_raise and at_raise[0] == id(error) else self.recorder.phase
             self.recorder.trace.failure = describe(
@@ -177,7 +188,12 @@ class VirtualGpu:
             patches.set(owner, name, value)
         self._modes.enter_context(compiled.eager())
         self._watch_kernels()
-        self._modes.enter_context(quantized.import_watched(self._watch_kernels))
+        for owner, name, value in self.phases.patches():
+            patches.set(owner, name, value)
+        libraries: dict[str, Callable[[], None]] = {
+            name: functools.partial(self._replace, of_library) for name, of_library in self.phases.of_imports().items()
+        }
+        self._modes.enter_context(watch_imports({"bitsandbytes": self._watch_kernels, **libraries}))
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
         by_device = "_group_tensors_by_device_and_dtype"
         patches.set(torch._C, by_device, function_mode.grouping(getattr(torch._C, by_device)))
@@ -191,6 +207,10 @@ class VirtualGpu:
         self._modes.enter_context(kept_whole())
         self._modes.enter_context(function_mode)
         self._modes.enter_context(self.recording)
+
+    def _replace(self, patches: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
+        for owner, name, value in patches():
+            self._patches.set(owner, name, value)
 
     def _remove(self) -> None:
         global _active
@@ -207,7 +227,7 @@ class VirtualGpu:
     @contextlib.contextmanager
     def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
         """What runs inside is this phase; a workload that knows its phases names them, and none are guessed."""
-        automatic, self._automatic_phases = self._automatic_phases, False
+        recognised, self.phases.recognises = self.phases.recognises, False
         before = self.recorder.phase
         self.recorder.begin_phase(kind, step, micro_batch)
         try:
@@ -216,20 +236,8 @@ class VirtualGpu:
             self._note_failed(error)
             raise
         finally:
-            self._automatic_phases = automatic
+            self.phases.recognises = recognised
             self.recorder.begin_phase(*before)
-
-    def _begin(self, kind: PhaseKind) -> None:
-        """A phase that was recognised in a program that does not name its own."""
-        if self._automatic_phases:
-            self.recorder.begin_phase(kind, self._step, 0)
-
-    def _outermost_call(self) -> None:
-        """A module is called from outside all others: a forward begins."""
-        if torch._C._current_graph_task_id() == -1:
-            if self._step == 0 and self._automatic_phases:
-                self._step = 1
-            self._begin(PhaseKind.FORWARD)
 
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run: its parameters and buffers are named after it."""
@@ -271,7 +279,7 @@ class VirtualGpu:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             nested = torch._C._current_graph_task_id() != -1
             if not nested:
-                self._begin(PhaseKind.BACKWARD)
+                self.phases.backward()
             try:
                 return original(*args, **kwargs)
             except BaseException as error:
@@ -280,7 +288,7 @@ class VirtualGpu:
             finally:
                 if not nested:
                     self.name_parameters()
-                    self._begin(PhaseKind.OTHER)
+                    self.phases.after_backward()
 
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
 
@@ -327,44 +335,29 @@ class VirtualGpu:
         self._patches.set(torch.autograd, "_engine_run_backward", run)
 
     def _watch_optimizers(self) -> None:
-        """Optimizer steps are seen through torch's own global hooks, which every optimizer class honours."""
-
-        outermost: list[Optimizer] = []
-        """The optimizer that steps; one that steps another inside is still one step."""
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            # A step that raised has not ended; the same optimizer then begins again.
-            if outermost and outermost[0] is not optimizer:
-                return
-            outermost[:] = [optimizer]
-            self._begin(PhaseKind.OPTIMIZER_STEP)
-
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self.name_optimizer_state(optimizer)
-            if not outermost or outermost[0] is not optimizer:
-                return
-            outermost.clear()
-            self._begin(PhaseKind.OTHER)
-            self._step += 1
 
-        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+        # Before the phases' own: who is told that a step was made may end the run.
+        for handle in (register_optimizer_step_post_hook(after), *self.phases.hooks()):
             self._modes.callback(handle.remove)
 
 
 class _Settings:
     """The allocator's settings; a run has one configuration, and says so where the program changes it late."""
 
-    def __init__(self, settings: AllocatorSettings, recorder: Recorder, assume: Callable[[str], None]) -> None:
+    def __init__(self, settings: AllocatorSettings, gpu: VirtualGpu) -> None:
         self._settings = settings
-        self._recorder = recorder
-        self._assume = assume
+        self._gpu = gpu
         self.get = settings.get
 
     def set(self, alloc_conf: str) -> None:
         """For the whole run."""
         self._settings.set(alloc_conf)
-        if self._recorder.peak_bytes:
-            self._assume(
+        self._gpu.memory_changed()
+        recorder = self._gpu.recorder
+        if recorder.peak_bytes:
+            self._gpu.assume(
                 f"The allocator's settings {alloc_conf!r} hold from the first allocation on; the program set them when "
-                f"{self._recorder.live_bytes:,} bytes were on the card."
+                f"{recorder.live_bytes:,} bytes were on the card."
             )

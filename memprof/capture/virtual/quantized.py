@@ -49,42 +49,6 @@ def is_loaded() -> bool:
     return _FUNCTIONS in sys.modules
 
 
-@contextlib.contextmanager
-def import_watched(then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` when the program imports bitsandbytes inside, as soon as that is done."""
-    finder = _Finder(then)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-        self._looking = False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """That of the other finders; running the module ends with `then`."""
-        if name != "bitsandbytes" or self._looking:
-            return None
-        self._looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._looking = False
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                self._then()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) that let bitsandbytes run without its native library.
 

@@ -362,12 +362,12 @@ class RecordingMode(TorchDispatchMode):
             return
         thread = "backward" if in_backward() else "forward"
         if thread not in self._taken_workspaces:
+            self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, GPU, keep=True)
             self._taken_workspaces.add(thread)
-            self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, GPU)
         lt = "lt " + thread
         if operator.uses_cublaslt and self._workspace.lt_num_bytes and lt not in self._taken_workspaces:
+            self.recorder.allocate_hidden(self._workspace.lt_num_bytes, "cublaslt workspace", place, GPU, keep=True)
             self._taken_workspaces.add(lt)
-            self.recorder.allocate_hidden(self._workspace.lt_num_bytes, "cublaslt workspace", place, GPU)
 
     # -- device mismatch --------------------------------------------------------------------------------------------
 

@@ -195,3 +195,12 @@ def test_nonsense_is_never_a_traceback(seed, text, data):
     found = one(snapshot) if snapshot.segments or trace else None
     if found is not None and found.exact:
         assert found.first_difference is None
+
+
+def test_a_segment_where_there_is_one():
+    snapshot = run("max_split_size_mb:40", 2920, steps=40).snapshot()
+    trace = snapshot.traces[0]
+    taken = [at for at, event in enumerate(trace) if event.action is Action.SEGMENT_ALLOC]
+    trace[taken[1]] = trace[taken[1]]._replace(address=trace[taken[0]].address)
+    found = one(snapshot)
+    assert found.first_difference is not None and not found.exact

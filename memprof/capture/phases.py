@@ -1,0 +1,217 @@
+"""The phases of a program that does not name its own, recognised as they happen.
+
+| what happens | phase |
+|---|---|
+| nothing yet; a module is moved (`.to`, `.cuda`, `.half`) | model |
+| a module is called from outside all others | forward |
+| ... without gradients, in eval mode, a module that is being trained | evaluation |
+| ... inside `generate()`, after its first call | decode |
+| a backward pass, an optimizer's step | backward, optimizer step |
+| `torch.save` and its like | checkpoint |
+| everything else | other |
+
+A step ends with the optimizer's; with several optimizers, when the one that stepped first steps again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memprof.trace.events import Phase, PhaseKind
+
+_PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
+
+
+class Phases:
+    """Recognises phases, and begins them.
+
+    Args:
+        begin: told each phase that begins: kind, step, micro-batch.
+        now: the phase that is running.
+    """
+
+    def __init__(self, begin: Callable[[PhaseKind, int, int], None], now: Callable[[], Phase]) -> None:
+        self._begin_phase = begin
+        self._now = now
+        self.recognises = True
+        """Whether phases are recognised: not while the workload names them itself."""
+        self.step = 0
+        """The training step that is running or has just ended, from 1; 0 before the first."""
+        self._ended = True
+        """Whether it has."""
+        self.on_step: Callable[[Optimizer], None] = lambda optimizer: None
+        """An optimizer has made a step: the outermost one, where one steps another."""
+        self.before_forward: Callable[[nn.Module], None] = lambda module: None
+        """A module with parameters is about to be called from outside all others."""
+        self._micro_batch = 1
+        self._ran_backward = False
+        self._generating = 0
+        """Calls of the model within `generate()`; 0 outside."""
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._trained = False
+        self._outermost: list[Optimizer] = []
+        """The optimizer that steps; one that steps another inside is still one step."""
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that have in this step."""
+
+    def _begin(self, kind: PhaseKind) -> None:
+        if self.recognises:
+            between = self._ended and kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
+            in_step = self.step and not between
+            self._begin_phase(
+                kind, self.step if in_step else 0, self._micro_batch if in_step and kind in _PER_STEP else 0
+            )
+
+    # -- what happens -----------------------------------------------------------------------------------------------
+
+    def building(self) -> None:
+        """The program starts: it builds its model."""
+        self._begin(PhaseKind.MODEL)
+
+    def built(self) -> None:
+        """What follows is no longer the model's construction."""
+        if self._now().kind is PhaseKind.MODEL:
+            self._begin(PhaseKind.OTHER)
+
+    def forward(self, module: nn.Module) -> None:
+        """`module` is called from outside all others."""
+        if not self.recognises or torch._C._current_graph_task_id() != -1:
+            return
+        if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
+            self.built()
+            return
+        self.before_forward(module)
+        trains = torch.is_grad_enabled()
+        if self._ended and (trains or (self.step == 0 and not self._optimizers)):
+            self.step += 1
+            self._ended = False
+            self._micro_batch = 1
+            self._ran_backward = False
+        if self._generating:
+            kind = PhaseKind.FORWARD if self._generating == 1 else PhaseKind.DECODE
+            self._generating += 1
+            if self._now().kind is PhaseKind.DECODE:
+                return
+        elif not trains and not module.training and self._optimizers and _is_trained(module):
+            kind = PhaseKind.EVALUATION
+        else:
+            kind = PhaseKind.FORWARD
+            if trains and self._ran_backward:  # of the same step: gradients are accumulated
+                self._ran_backward = False
+                self._micro_batch += 1
+        self._begin(kind)
+
+    def backward(self) -> None:
+        """A backward pass begins."""
+        self._begin(PhaseKind.BACKWARD)
+
+    def after_backward(self) -> None:
+        """It has ended."""
+        self._ran_backward = True
+        self._begin(PhaseKind.OTHER)
+
+    @contextlib.contextmanager
+    def inside(self, kind: PhaseKind) -> Iterator[None]:
+        """What runs inside is this phase, and what was going on goes on afterwards."""
+        before = self._now()
+        if not self.recognises or before.kind is kind:
+            yield
+            return
+        self._begin_phase(kind, before.step, before.micro_batch)
+        try:
+            yield
+        finally:
+            self._begin_phase(before.kind, before.step, before.micro_batch)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A step that raised has not ended; the same optimizer then begins again.
+        if self._outermost and self._outermost[0] is not optimizer:
+            return
+        self._outermost[:] = [optimizer]
+        if optimizer in self._stepped:
+            self.step += 1
+            self._stepped.clear()
+        self._begin(PhaseKind.OPTIMIZER_STEP)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._outermost or self._outermost[0] is not optimizer:
+            return
+        self._outermost.clear()
+        self._stepped.add(optimizer)
+        if len(self._stepped) >= len(self._optimizers):
+            self._ended = True
+            self._stepped.clear()
+        self._begin(PhaseKind.OTHER)
+        self.on_step(optimizer)
+
+    @property
+    def completed(self) -> int:
+        """Training steps that have ended."""
+        return self.step if self._ended else max(self.step - 1, 0)
+
+    # -- how it is seen ---------------------------------------------------------------------------------------------
+
+    def hooks(self) -> Iterator[Any]:
+        """torch's own global hooks, which every optimizer class honours; each has `remove`."""
+        yield register_optimizer_step_pre_hook(self._before_step)
+        yield register_optimizer_step_post_hook(self._after_step)
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement) that see what has no hook. Backward passes are the caller's to see."""
+        yield nn.Module, "_apply", self._wrap(nn.Module._apply, PhaseKind.MODEL)
+        yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
+        yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
+
+    def of_imports(self) -> Mapping[str, Callable[[], Iterator[tuple[Any, str, Any]]]]:
+        """The patches of libraries, by the module that has to be imported first."""
+
+        def generation() -> Iterator[tuple[Any, str, Any]]:
+            mixin = sys.modules["transformers.generation.utils"].GenerationMixin
+            yield mixin, "generate", self._wrap_generate(mixin.generate)
+
+        def saving() -> Iterator[tuple[Any, str, Any]]:
+            module = sys.modules["safetensors.torch"]
+            yield module, "save_file", self._wrap(module.save_file, PhaseKind.CHECKPOINT)
+
+        return {"transformers.generation.utils": generation, "safetensors.torch": saving}
+
+    def _wrap(self, original: Callable[..., Any], kind: PhaseKind) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.inside(kind):
+                return original(*args, **kwargs)
+
+        call.__name__ = call.__qualname__ = original.__name__
+        return call
+
+    def _wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if self._generating:
+                return original(*args, **kwargs)
+            self._generating = 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._generating = 0
+                self._begin(PhaseKind.OTHER)
+
+        return generate
+
+    def _wrap_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+            self.built()
+
+        return __init__
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())

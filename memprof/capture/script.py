@@ -1,0 +1,90 @@
+"""Capture of a script: the user's own program, unmodified, on a virtual card or measured on a real device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from torch import nn
+
+from memprof.capture.failure import ended_by_refusal, measured_failure
+from memprof.capture.measured import MeasuredDevice
+from memprof.capture.virtual import VirtualGpu
+from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.script.stop import StopRun
+from memprof.trace.events import FailureKind, Trace
+
+
+class _Seen:
+    """What was recorded when the script was stopped: what its clean-up does then is not part of the run."""
+
+    def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> None:
+        self._device = device
+        self._rule = rule
+        self._events: int | None = None
+        self._storages = 0
+
+    def step(self, optimizer: object) -> None:
+        """An optimizer has made a step."""
+        try:
+            self._rule.after_step(self._device.phases.completed)
+        except StopRun:
+            if self._events is None:
+                self._events = len(self._device.trace.events)
+                self._storages = len(self._device.trace.storages)
+            raise
+
+    def cut(self, trace: Trace) -> None:
+        """Take away what came after."""
+        events, storages = self._events, self._storages
+        if events is None or trace.source != "simulated":
+            return
+        del trace.events[events:], trace.storages[storages:]
+        trace.owners = {index: owner for index, owner in trace.owners.items() if index < storages}
+        trace.refused = [index for index in trace.refused if index < storages]
+        trace.mismatches = [found for found in trace.mismatches if found.event <= events]
+
+
+def capture_script(
+    program: Program,
+    device: VirtualGpu | MeasuredDevice,
+    rule: StopRule,
+    before_forward: Callable[[nn.Module], None] = lambda model: None,
+    *,
+    worst_batch: bool = False,
+) -> tuple[Trace, Outcome]:
+    """Run `program` on `device` until `rule` stops it, it ends, or it raises.
+
+    Args:
+        program: the script.
+        device: what it finds as "cuda", or is measured on.
+        rule: when to stop it.
+        before_forward: told each model that is called from outside all others, before it runs.
+        worst_batch: feed the largest batch of each data loader first.
+    """
+    seen = _Seen(device, rule)
+    device.phases.on_step = seen.step
+    device.phases.before_forward = before_forward
+    # What memprof has imported lives for good: the program's own garbage is found as fast as without it.
+    gc.collect()
+    gc.freeze()
+    error: BaseException | None = None
+    try:
+        device.__enter__()
+        try:
+            device.phases.building()
+            outcome = program.run(rule)
+            error = outcome.error
+        finally:
+            device.__exit__(type(error), error, None if error is None else error.__traceback__)
+    finally:
+        gc.unfreeze()
+    trace = device.trace
+    full = ended_by_refusal(error)
+    if isinstance(device, MeasuredDevice) and isinstance(error, Exception):
+        trace.failure = measured_failure(error, device.failed_phase)
+        full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
+    if full:
+        outcome = Outcome(Ended.REFUSED, outcome.exit_code, error)
+    seen.cut(trace)
+    return trace, outcome

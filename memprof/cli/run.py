@@ -1,0 +1,190 @@
+"""`memprof run`: execute a script, unmodified, on a virtual GPU, and say where its memory goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from memprof.catalog import DEFAULT_GPU, custom_gpu, find_gpu
+from memprof.cli.profile import exit_code, print_document
+from memprof.errors import MemprofError, UsageError, unknown_name
+from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.trace.files import check_place
+from memprof.units import parse_gib
+
+DEVICES = ("virtual", "cuda", "cpu")
+
+
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
+    gpu: Annotated[str, typer.Option(help="The virtual card (`memprof gpus` lists them).")] = DEFAULT_GPU,
+    gpu_vram: Annotated[
+        str | None, typer.Option(help="Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB")
+    ] = None,
+    device: Annotated[str, typer.Option(help="virtual: simulate; cuda or cpu: run for real, and measure.")] = "virtual",
+    steps: Annotated[
+        int | None, typer.Option(help="Stop after so many optimizer steps. [default: 2]", metavar="COUNT")
+    ] = None,
+    until_exit: Annotated[bool, typer.Option("--until-exit", help="Let the script run to its own end.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Stop after so long.", metavar="SECONDS")] = None,
+    worst_batch: Annotated[
+        bool, typer.Option("--worst-batch", help="Feed the largest batch of each data loader first.")
+    ] = False,
+    beyond: Annotated[
+        bool,
+        typer.Option("--beyond", help="Go on past a full card, to see the whole need: no error in the script."),
+    ] = False,
+    fix: Annotated[
+        str | None,
+        typer.Option(help="Switch these remedies on in the script's models, such as chunked-loss.", metavar="NAMES"),
+    ] = None,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder", help="Run again with remedies that can be switched on from outside, one after another."
+        ),
+    ] = False,
+    alloc_conf: Annotated[
+        str | None,
+        typer.Option(
+            help="The caching allocator's, such as expandable_segments:True. [default: the environment's]",
+            metavar="SETTINGS",
+        ),
+    ] = None,
+    detail: Annotated[
+        bool, typer.Option("--detail", help="Measured: the line of every allocation as well, which makes steps longer.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON; what the script prints goes to stderr.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="Keep the capture in a file, for `memprof show`.", metavar="FILE")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="List what was assumed.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error of memprof's.")] = False,
+) -> None:
+    """Run a training script as it is on a virtual GPU, and say where its memory goes.
+
+    Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
+    optimizer step, when memory has reached its steady state. Exit code 0: it fits; 3: it does not; if the script fails
+    by itself, its own.
+    """
+    try:
+        code = _run(
+            _program(command, module=module),
+            _rule(steps, timeout, until_exit=until_exit),
+            gpu=find_gpu(gpu) if gpu_vram is None else custom_gpu(parse_gib(gpu_vram)),
+            device=_device(device),
+            alloc_conf=alloc_conf,
+            beyond=beyond,
+            fix=fix,
+            ladder=ladder,
+            worst_batch=worst_batch,
+            detail=detail,
+            as_json=as_json,
+            save=save,
+            explain=explain,
+        )
+    except MemprofError as error:
+        # Not left to the caller: there --debug may be the script's.
+        if debug:
+            raise
+        typer.echo(f"memprof: {error}", err=True)
+        code = error.exit_code
+    raise typer.Exit(code)
+
+
+def _program(command: list[str] | None, *, module: bool) -> Program:
+    if not command:
+        raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
+    return Program(command[0], tuple(command[1:]), is_module=module)
+
+
+def _rule(steps: int | None, timeout: float | None, *, until_exit: bool) -> StopRule:
+    if steps is not None and until_exit:
+        raise UsageError("give --steps or --until-exit, not both", value=steps)
+    if steps is not None and steps < 1:
+        raise UsageError("--steps counts from 1", value=steps, hint="--until-exit stops after none")
+    if timeout is not None and not timeout > 0:
+        raise UsageError("--timeout must be longer", value=timeout, hint="give seconds, more than 0")
+    if until_exit:
+        return StopRule(None, timeout)
+    return StopRule(2 if steps is None else steps, timeout)
+
+
+def _device(name: str) -> str:
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    return name
+
+
+def _run(
+    program: Program,
+    rule: StopRule,
+    *,
+    fix: str | None,
+    ladder: bool,
+    as_json: bool,
+    save: Path | None,
+    explain: bool,
+    **options: Any,
+) -> int:
+    from memprof.dry_run import run_script
+    from memprof.remedies.fixes import parse_fixes
+
+    if save is not None:
+        check_place(save, option="--save")
+    fixes = () if fix is None else tuple(map(str, parse_fixes(fix)))
+    with _script_output(to_stderr=as_json):
+        found = run_script(program, rule, fixes=fixes, **options)
+    outcome, document = found.outcome, found.document
+    if outcome.error is not None:
+        from memprof.script.program import print_error
+
+        print_error(outcome.error)
+    if document is None:
+        _say_nothing_was_there(outcome)
+        return outcome.exit_code
+    print_document(document, as_json=as_json, explain=explain)
+    if save is not None:
+        from memprof.trace.io import save_trace
+
+        save_trace(found.trace, save)
+        typer.echo(f"Saved: memprof show {save}", err=True)
+    if outcome.ended is Ended.REFUSED:
+        return 3
+    if outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
+        return outcome.exit_code
+    return exit_code(document)
+
+
+def _say_nothing_was_there(outcome: Outcome) -> None:
+    how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
+    typer.echo(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)
+
+
+@contextlib.contextmanager
+def _script_output(*, to_stderr: bool) -> Iterator[None]:
+    """What the script writes to stdout, also past Python, goes to stderr inside."""
+    if not to_stderr:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the script closed it
+            sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

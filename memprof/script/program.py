@@ -1,0 +1,145 @@
+"""The program that is run: a file or a module, as `python file args` and `python -m module args` run it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from memprof.errors import UsageError
+from memprof.script.stop import Ended, Outcome, StopRule, StopRun
+
+_OWN = str(Path(__file__).resolve().parent.parent) + os.sep
+_LAUNCH = (_OWN, runpy.__file__, "<frozen runpy>")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A Python program and its arguments.
+
+    Args:
+        name: a file, a folder or archive with a `__main__.py`, or (`is_module`) a module that can be imported.
+        arguments: what it finds in `sys.argv[1:]`.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        """As one types it after `python`."""
+        return [*(("-m",) if self.is_module else ()), self.name, *self.arguments]
+
+    def check(self) -> None:
+        """Whether there is such a program.
+
+        Raises:
+            UsageError: there is not.
+        """
+        if self.is_module:
+            self._check_module()
+            return
+        path = Path(self.name)
+        if not path.exists():
+            option = "; options of memprof stand before it" if self.name.startswith("-") else ""
+            raise UsageError("no such script", value=self.name, hint=f"give the path of a Python file{option}")
+        if path.is_dir() and not (path / "__main__.py").is_file():
+            raise UsageError("this folder is no program", value=self.name, hint="it has no __main__.py: name a file")
+        if path.is_file() and not os.access(path, os.R_OK):
+            raise UsageError("the script cannot be read", value=self.name, hint="mind its permissions")
+
+    def _check_module(self) -> None:
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(self.name)
+        except (ImportError, ValueError, AttributeError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise UsageError("no such module", value=self.name, hint="-m takes a name as `python -m` does")
+
+    def run(self, rule: StopRule) -> Outcome:
+        """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through."""
+        try:
+            with self._as_main(), rule.clock():
+                if self.is_module:
+                    left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+                else:
+                    left = runpy.run_path(self.name, run_name="__main__")
+        except StopRun as stop:
+            return Outcome(stop.why, 0, kept=stop)
+        except SystemExit as end:
+            return Outcome(Ended.EXIT, _exit_code(end), kept=end)
+        except KeyboardInterrupt as error:
+            return Outcome(Ended.INTERRUPTED, 130, error)
+        except BaseException as error:
+            return Outcome(Ended.ERROR, 1, error)
+        return Outcome(Ended.EXIT, 0, kept=left)
+
+    @contextlib.contextmanager
+    def _as_main(self) -> Iterator[None]:
+        """`sys.argv`, `sys.path` and the ways out of a process, as the program is to find them."""
+        argv, path, leave = sys.argv, sys.path[:], os._exit
+        process = os.getpid()
+
+        def exit_now(status: int) -> NoReturn:
+            if os.getpid() != process:
+                leave(status)
+            raise SystemExit(status)
+
+        sys.argv = [self.name, *self.arguments]
+        folder = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
+        sys.path.insert(0, folder)
+        os._exit = exit_now
+        try:
+            yield
+        finally:
+            sys.argv, sys.path[:] = argv, path
+            os._exit = leave
+
+
+def _exit_code(end: SystemExit) -> int:
+    """As the interpreter would: a message goes to stderr and is 1."""
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)  # noqa: T201
+    return 1
+
+
+def print_error(error: BaseException) -> None:
+    """The program's own traceback on stderr, without the frames of what ran it."""
+    shown = traceback.TracebackException.from_exception(error, compact=True)
+    pending, seen = [shown], set()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.stack = traceback.StackSummary.from_list(
+            [frame for frame in one.stack if not frame.filename.startswith(_LAUNCH)]
+        )
+        pending += [other for other in (one.__cause__, one.__context__) if other is not None]
+        pending += list(one.exceptions or ()) if hasattr(one, "exceptions") else []
+    sys.stderr.write("".join(shown.format()))
+
+
+def raised_outside(error: BaseException) -> bool:
+    """Whether the program never ran: its file has no code that Python understands."""
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        if not step.tb_frame.f_code.co_filename.startswith(_LAUNCH):
+            return False
+        step = step.tb_next
+    return True

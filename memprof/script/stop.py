@@ -1,0 +1,88 @@
+"""When a script has shown enough: after so many optimizer steps, or a time; and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+
+class Ended(enum.StrEnum):
+    """Why a script no longer runs."""
+
+    STEPS = "steps"
+    """It has made the steps that were asked for."""
+    TIMEOUT = "timeout"
+    EXIT = "exit"
+    """It came to its end, or called sys.exit."""
+    ERROR = "error"
+    """It raised."""
+    REFUSED = "refused"
+    """It raised because the card was full."""
+    INTERRUPTED = "interrupted"
+
+
+class StopRun(BaseException):
+    """Ends the script. Not an Exception: a script that survives its own errors is not to survive this."""
+
+    def __init__(self, why: Ended) -> None:
+        super().__init__(f"memprof has seen enough ({why.value})")
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """When to stop.
+
+    Args:
+        steps: after so many optimizer steps; None: never.
+        seconds: after so much time; None: never.
+    """
+
+    steps: int | None = 2
+    seconds: float | None = None
+
+    def after_step(self, completed: int) -> None:
+        """`completed` optimizer steps were made.
+
+        Raises:
+            StopRun: they are enough.
+        """
+        if self.steps is not None and completed >= self.steps:
+            raise StopRun(Ended.STEPS)
+
+    @contextlib.contextmanager
+    def clock(self) -> Iterator[None]:
+        """Inside, the script is stopped when its time is up: by a signal, which needs the main thread."""
+        if self.seconds is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            raise StopRun(Ended.TIMEOUT)
+
+        before = signal.signal(signal.SIGALRM, stop)
+        # Again and again: an exception that is raised where nothing may be raised (a finalizer) is lost.
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, 1.0)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a script ended."""
+
+    ended: Ended
+    exit_code: int
+    """The script's own: 0 where it was stopped, 1 where it raised."""
+    error: BaseException | None = None
+    """What it raised."""
+    kept: object = field(default=None, repr=False, compare=False)
+    """Its variables, or the exception whose frames hold them: what is alive at the end is not to die of the end."""

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+
+import pytest
+
+from memprof.errors import UsageError
+from memprof.script import Ended, Program, StopRule
+from memprof.script.program import print_error
+from memprof.script.stop import StopRun
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str, name: str = "train.py") -> str:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_it_is_main_and_finds_its_arguments_and_its_folder(script, capsys):
+    script("VALUE = 7\n", "beside.py")
+    name = script(
+        """
+        import pickle, sys
+        import beside
+        class Point: pass
+        print(__name__, sys.argv[1:], beside.VALUE, __file__, type(pickle.loads(pickle.dumps(Point()))) is Point)
+        """
+    )
+    before = sys.argv, sys.path[:], os._exit, sys.modules["__main__"]
+    outcome = Program(name, ("--lr", "1e-3")).run(StopRule())
+    assert outcome.ended is Ended.EXIT and outcome.exit_code == 0
+    assert capsys.readouterr().out == f"__main__ ['--lr', '1e-3'] 7 {name} True\n"
+    assert (sys.argv, sys.path, os._exit, sys.modules["__main__"]) == before
+
+
+def test_a_module(script, tmp_path, monkeypatch, capsys):
+    (tmp_path / "package").mkdir()
+    script("", "package/__init__.py")
+    script("import sys; from . import other; print(__name__, sys.argv[1:], other.X)", "package/train.py")
+    script("X = 3", "package/other.py")
+    monkeypatch.chdir(tmp_path)
+    program = Program("package.train", ("a",), is_module=True)
+    program.check()
+    assert program.run(StopRule()).ended is Ended.EXIT
+    assert capsys.readouterr().out == "__main__ ['a'] 3\n"
+    assert program.command == ["-m", "package.train", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit('no data')", 1, "no data\n"),
+        ("import os; os._exit(5)", 5, ""),
+    ],
+)
+def test_ways_out(script, capsys, text, code, said):
+    outcome = Program(script(text)).run(StopRule())
+    assert (outcome.ended, outcome.exit_code) == (Ended.EXIT, code)
+    assert capsys.readouterr().err == said
+
+
+def test_its_own_error_is_shown_without_what_ran_it(script, capsys):
+    name = script(
+        """
+        def inner():
+            raise KeyError("x")
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("bad") from error
+        """
+    )
+    outcome = Program(name).run(StopRule())
+    assert (outcome.ended, outcome.exit_code) == (Ended.ERROR, 1)
+    print_error(outcome.error)
+    shown = capsys.readouterr().err
+    assert shown.count(f'File "{name}"') == 3
+    assert "runpy" not in shown and "memprof" not in shown
+    assert shown.endswith("ValueError: bad\n") and "direct cause" in shown
+
+
+def test_a_syntax_error(script, capsys):
+    outcome = Program(script("x = = 1")).run(StopRule())
+    assert (outcome.ended, outcome.exit_code) == (Ended.ERROR, 1)
+    print_error(outcome.error)
+    shown = capsys.readouterr().err
+    assert "SyntaxError" in shown and "x = = 1" in shown and "runpy" not in shown
+
+
+def test_an_interrupt(script):
+    outcome = Program(script("raise KeyboardInterrupt")).run(StopRule())
+    assert (outcome.ended, outcome.exit_code) == (Ended.INTERRUPTED, 130)
+
+
+def test_a_script_that_survives_its_errors_does_not_survive_the_clock(script):
+    name = script(
+        """
+        import time
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:
+                pass
+        """
+    )
+    began = time.monotonic()
+    outcome = Program(name).run(StopRule(seconds=0.2))
+    assert (outcome.ended, outcome.exit_code) == (Ended.TIMEOUT, 0)
+    assert time.monotonic() - began < 30
+
+
+def test_what_a_script_holds_outlives_it(script):
+    name = script(
+        """
+        import weakref, builtins
+        class Thing: pass
+        thing = Thing()
+        builtins._thing = weakref.ref(thing)
+        """
+    )
+    import builtins
+
+    outcome = Program(name).run(StopRule())
+    thing = builtins._thing
+    del builtins._thing
+    assert thing() is not None
+    del outcome
+    assert thing() is None
+
+
+def test_steps():
+    StopRule(steps=None).after_step(100)
+    StopRule(steps=3).after_step(2)
+    with pytest.raises(StopRun) as stop:
+        StopRule(steps=3).after_step(3)
+    assert stop.value.why is Ended.STEPS and not isinstance(stop.value, Exception)
+
+
+def test_no_such_program(tmp_path, script):
+    with pytest.raises(UsageError, match="no such script"):
+        Program(str(tmp_path / "none.py")).check()
+    with pytest.raises(UsageError, match="options of memprof stand before it"):
+        Program("--steps").check()
+    with pytest.raises(UsageError, match="no program"):
+        Program(str(tmp_path)).check()
+    for name in ("no_such_module_at_all", "json.nothing.below", "."):
+        with pytest.raises(UsageError, match="no such module"):
+            Program(name, is_module=True).check()
+    Program(script("pass")).check()
+    Program("json.tool", is_module=True).check()
