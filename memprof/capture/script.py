@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
+from torch.optim import Optimizer
 
 from memprof.capture.failure import ended_by_refusal, measured_failure
 from memprof.capture.measured import MeasuredDevice
+from memprof.capture.patches import Patches
 from memprof.capture.virtual import VirtualGpu
+from memprof.capture.worst_batch import WorstBatch
 from memprof.script import Ended, Outcome, Program, StopRule
 from memprof.script.stop import StopRun
 from memprof.trace.events import FailureKind, Trace
@@ -49,7 +52,7 @@ def capture_script(
     program: Program,
     device: VirtualGpu | MeasuredDevice,
     rule: StopRule,
-    before_forward: Callable[[nn.Module], None] = lambda model: None,
+    before_forward: Callable[[nn.Module, Iterable[Optimizer]], None] = lambda model, optimizers: None,
     *,
     worst_batch: bool = False,
 ) -> tuple[Trace, Outcome]:
@@ -59,23 +62,28 @@ def capture_script(
         program: the script.
         device: what it finds as "cuda", or is measured on.
         rule: when to stop it.
-        before_forward: told each model that is called from outside all others, before it runs.
+        before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first.
     """
     seen = _Seen(device, rule)
     device.phases.on_step = seen.step
-    device.phases.before_forward = before_forward
+    device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
     # What memprof has imported lives for good: the program's own garbage is found as fast as without it.
     gc.collect()
     gc.freeze()
     error: BaseException | None = None
     try:
         device.__enter__()
+        patches = Patches()
         try:
+            if worst_batch:
+                for owner, name, value in WorstBatch(device.assume).patches():
+                    patches.set(owner, name, value)
             device.phases.building()
             outcome = program.run(rule)
             error = outcome.error
         finally:
+            patches.undo()
             device.__exit__(type(error), error, None if error is None else error.__traceback__)
     finally:
         gc.unfreeze()

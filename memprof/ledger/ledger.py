@@ -192,7 +192,10 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
     peak_event = max(
         time
         for time, event in enumerate(trace.events)
-        if event.kind is EventKind.ALLOC and allocated[time] == peak_bytes and trace.storages[event.ref].device != HOST
+        if event.kind is EventKind.ALLOC
+        and allocated[time] == peak_bytes
+        and trace.storages[event.ref].device != HOST
+        and event.ref not in trace.refused
     )
     live = _live_tensors(trace, categories, peak_event, rounds=run.rounds)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)
@@ -267,7 +270,7 @@ def alive_at(trace: Trace, time: int) -> list[int]:
             alive[event.ref] = None
         elif event.kind is EventKind.FREE:
             alive.pop(event.ref, None)
-    return list(alive)
+    return [index for index in alive if index not in trace.refused]
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

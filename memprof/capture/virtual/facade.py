@@ -17,6 +17,7 @@ from memprof.capture.virtual.recurrent import MODES, is_acceptable
 from memprof.catalog import Gpu
 from memprof.trace.events import Trace
 
+_FRACTION = "per_process_memory_fraction"
 _OF_MEMORY = (
     "empty_cache",
     "mem_get_info",
@@ -212,6 +213,12 @@ def cuda_facade(
     def reset_accumulated(device: Any = None) -> None:
         memory.now.reset_accumulated()
 
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        others = [part for part in settings.get().split(",") if part and _FRACTION not in part]
+        settings.set(",".join([*others, f"{_FRACTION}:{fraction}"]))
+
     def empty_cache() -> None:
         recorder.empty_cache()
 
@@ -270,7 +277,7 @@ def cuda_facade(
         "reset_accumulated_memory_stats": reset_accumulated,
         "memory_stats": memory_stats,
         "memory_stats_as_nested_dict": nested_stats,
-        "set_per_process_memory_fraction": nothing,
+        "set_per_process_memory_fraction": set_fraction,
         "memory_snapshot": returning([]),
         "list_gpu_processes": returning("no processes are running"),
         "utilization": returning(0),
