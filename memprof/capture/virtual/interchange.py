@@ -1,4 +1,4 @@
-"""What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory, workers.
+"""What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
 
 A tensor of the virtual GPU, or a large one of the host, has no data. Each of these ways to reach it either gives what a
 real run gives, with numbers by the policy of values.py, or raises an error that says what cannot be done; none may end
@@ -74,9 +74,6 @@ class Interchange:
         yield torch.utils.dlpack, "to_dlpack", self._dlpack
         yield torch.utils.dlpack, "from_dlpack", self._from_dlpack
         yield torch, "from_dlpack", self._from_dlpack
-        worker = sys.modules.get("torch.utils.data._utils.worker")
-        if worker is not None:
-            yield worker, "_worker_loop", _outside(worker._worker_loop)
         yield torch, "load", self._loading(torch.load)
         yield torch.UntypedStorage, "cuda", _method(self._storage_to_card)
         yield torch.Tensor, "__reduce_ex__", _method(self._reduce)
@@ -319,14 +316,3 @@ def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
 def _named_as(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement that pickles by the original's name."""
     return functools.wraps(original)(lambda *args: function(*args))
-
-
-def _outside(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader's worker is a process of its own: what it makes is real, whatever is active where it was forked."""
-
-    @functools.wraps(original)
-    def _worker_loop(*args: Any, **kwargs: Any) -> Any:
-        with _NoTorchFunction(), _disable_current_modes():
-            return original(*args, **kwargs)
-
-    return _worker_loop

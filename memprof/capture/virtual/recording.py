@@ -94,6 +94,11 @@ class RecordingMode(TorchDispatchMode):
             return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
         return HOST if address in self._host else GPU
 
+    def is_on_card(self, tensor: torch.Tensor) -> bool:
+        """Whether the program believes `tensor` to be on the card."""
+        with _NoTorchFunction():
+            return self.device_of(tensor) == GPU
+
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
         self.values.drop(address)
