@@ -20,7 +20,7 @@ from memprof.capture.failure import describe
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual import compiled, loaders, processes, quantized
+from memprof.capture.virtual import compiled, distributed, loaders, processes, quantized
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
@@ -179,6 +179,9 @@ class VirtualGpu:
             patches.set(owner, name, value)
         for owner, name, value in processes.patches(self.assume):
             patches.set(owner, name, value)
+        for owner, name, value in distributed.patches(self.assume, self.recording.is_on_card):
+            patches.set(owner, name, value)
+        self._modes.enter_context(distributed.groups_end_with_the_run())
         self._modes.enter_context(function_mode.interchange.safetensors.opening())
         self._modes.enter_context(loaders.collating_here())
         self._modes.enter_context(processes.left_in_children(self._leave_in_child))

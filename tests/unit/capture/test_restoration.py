@@ -16,6 +16,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed
 import torch.multiprocessing
 import torch.utils._device
 import torch.utils._python_dispatch
@@ -39,7 +40,10 @@ PATCHED = [
     multiprocessing.process.BaseProcess,
     safetensors,
     safetensors.torch,
+    torch.cuda.nccl,
     torch.cuda.random,
+    torch.distributed,
+    torch.distributed.distributed_c10d,
     torch.cuda.nvtx,
     torch.multiprocessing,
     torch.utils.data.dataloader,
@@ -88,7 +92,8 @@ REGISTRIES = [
     if name.startswith("_global_") and isinstance(value, dict)
 ]
 OVERRIDES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-STATE_OF_TORCH = {"_warned_capturable_if_run_uncaptured", "__warningregistry__", "_cached_device_count"}
+# reduce_op warns when it is looked at.
+STATE_OF_TORCH = {"reduce_op", "_warned_capturable_if_run_uncaptured", "__warningregistry__", "_cached_device_count"}
 
 
 def attributes() -> dict[tuple[str, str], object]:
