@@ -30,6 +30,7 @@ from memprof.capture.virtual.calls import (
 )
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.engine import FILLS_ZEROS, Accumulation, called_by_engine, in_backward
+from memprof.capture.virtual.limits import refuse_sharded
 from memprof.capture.virtual.operators import HANDLERS
 from memprof.capture.virtual.values import Values
 from memprof.capture.virtual.work import Meter
@@ -86,13 +87,21 @@ class RecordingMode(TorchDispatchMode):
         """The device that the program believes `tensor` to be on."""
         if not tensor.is_meta:
             return str(tensor.device)
-        address = tensor.untyped_storage()._cdata
+        return self.device_of_storage(tensor.untyped_storage())
+
+    def device_of_storage(self, storage: torch.UntypedStorage) -> str:
+        """The same of a storage on torch's meta device."""
+        address = storage._cdata
         if address not in self.recorder.live:
             # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
             # itself, they are taken for the program's own.
-            storage = tensor.untyped_storage()
             return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
         return HOST if address in self._host else GPU
+
+    def is_on_card(self, tensor: torch.Tensor) -> bool:
+        """Whether the program believes `tensor` to be on the card."""
+        with _NoTorchFunction():
+            return self.device_of(tensor) == GPU
 
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
@@ -104,6 +113,7 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             # A tensor subclass unwraps itself first; its inner operators come back here.
+            refuse_sharded(types)
             return NotImplemented
         with _NoTorchFunction():
             operator = self._operator(func)

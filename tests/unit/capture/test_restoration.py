@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
+import multiprocessing.process
 import random
 import sys
 import types
@@ -12,10 +14,14 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed
+import torch.multiprocessing
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
+import torch.utils.data
 from torch import nn
 
 from memprof.capture.run import capture_virtual
@@ -30,6 +36,19 @@ from memprof.workload.step import Workload
 optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
 GPU = find_gpu("a100-80gb")
 PATCHED = [
+    concurrent.futures.ThreadPoolExecutor,
+    multiprocessing.process.BaseProcess,
+    safetensors,
+    safetensors.torch,
+    torch.cuda.nccl,
+    torch.cuda.random,
+    torch.distributed,
+    torch.distributed.distributed_c10d,
+    torch.cuda.nvtx,
+    torch.multiprocessing,
+    torch.utils.data.dataloader,
+    torch.utils.data._utils.collate,
+    torch.utils.data._utils.worker,
     torch,
     torch._C,
     torch._C._autograd,
@@ -73,7 +92,8 @@ REGISTRIES = [
     if name.startswith("_global_") and isinstance(value, dict)
 ]
 OVERRIDES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-STATE_OF_TORCH = {"_warned_capturable_if_run_uncaptured", "__warningregistry__", "_cached_device_count"}
+# reduce_op warns when it is looked at.
+STATE_OF_TORCH = {"reduce_op", "_warned_capturable_if_run_uncaptured", "__warningregistry__", "_cached_device_count"}
 
 
 def attributes() -> dict[tuple[str, str], object]:
@@ -91,6 +111,7 @@ def attributes() -> dict[tuple[str, str], object]:
                     found[module_name, name] = vars(module)[name]
     for module, name in REGISTRIES:
         found[module.__name__, name + " entries"] = list(vars(module)[name])
+    found["collate", "functions"] = dict(torch.utils.data._utils.collate.default_collate_fn_map)
     return found
 
 
