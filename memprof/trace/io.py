@@ -20,6 +20,8 @@ from memprof.trace.events import (
     EventKind,
     Failure,
     FailureKind,
+    Forward,
+    Holder,
     Module,
     ModuleRole,
     Operand,
@@ -64,6 +66,8 @@ def save_trace(trace: Trace, path: Path) -> None:
         "device": trace.device,
         "samples": trace.samples,
         "times": trace.times,
+        "forwards": trace.forwards,
+        "holders": trace.holders,
         "storages": trace.storages,
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
@@ -132,6 +136,8 @@ def _trace(document: dict[str, Any]) -> Trace:
         samples=[Sample(*row) for row in document.get("samples", ())],
         times=document.get("times", []),
         work=[Work(*row) for row in document.get("work", ())],
+        forwards=[_forward(row) for row in document.get("forwards", ())],
+        holders=[_holder(row) for row in document.get("holders", ())],
     )
     _check(trace)
     return trace
@@ -147,6 +153,16 @@ def _mismatch(row: list[Any]) -> DeviceMismatch:
 def _failure(row: list[Any]) -> Failure:
     kind, *rest = row
     return Failure(FailureKind(kind), *rest)
+
+
+def _forward(row: list[Any]) -> Forward:
+    forward = Forward(*row)
+    return forward._replace(outputs=tuple(forward.outputs))
+
+
+def _holder(row: list[Any]) -> Holder:
+    holder = Holder(*row)
+    return holder._replace(storages=tuple(holder.storages))
 
 
 def _check(trace: Trace) -> None:
@@ -167,6 +183,14 @@ def _check(trace: Trace) -> None:
     for work in trace.work:
         if not (0 <= work.phase < len(trace.phases) and 0 <= work.op < len(trace.ops)):
             raise ValueError("some work points outside its tables")
+    named = {
+        index for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in trace.holders)) for index in row
+    }
+    if not (
+        all(0 <= index < len(trace.storages) for index in named)
+        and all(0 <= forward.module < len(trace.modules) for forward in trace.forwards)
+    ):
+        raise ValueError("a forward or a holder points outside its tables")
     for storage in trace.storages:
         if not (
             storage.op < len(trace.ops)

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from memprof.capture.failure import describe
+from memprof.capture.growth import GrowthWatch
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.recorder import Recorder
@@ -84,6 +85,7 @@ class VirtualGpu:
         self._watches_quantized = False
         self._step = 0
         self._automatic_phases = True
+        self._growth = GrowthWatch(self.recorder)
         self._patches = Patches()
         self._modes = contextlib.ExitStack()
         self._context_bytes = context_bytes
@@ -97,6 +99,7 @@ class VirtualGpu:
         self.recorder.on_death = self.recording.forget
         self.modules.on_root = self.adopt
         self.modules.on_outermost = self._outermost_call
+        self.modules.on_outermost_return = self._outermost_return
 
     @property
     def trace(self) -> Trace:
@@ -135,6 +138,8 @@ class VirtualGpu:
                 self._unknown_read,
                 RecordingMode.__torch_dispatch__.__code__,
             )
+        if error is None and self._automatic_phases:
+            self._growth.run_ends()
         self._remove()
 
     def _watch_kernels(self) -> None:
@@ -223,13 +228,21 @@ class VirtualGpu:
         """A phase that was recognised in a program that does not name its own."""
         if self._automatic_phases:
             self.recorder.begin_phase(kind, self._step, 0)
+            self._growth.phase_begins(kind)
 
-    def _outermost_call(self) -> None:
+    def _outermost_call(self, module: nn.Module, index: int) -> None:
         """A module is called from outside all others: a forward begins."""
         if torch._C._current_graph_task_id() == -1:
             if self._step == 0 and self._automatic_phases:
                 self._step = 1
             self._begin(PhaseKind.FORWARD)
+            if self._automatic_phases:
+                self._growth.call_begins(module, index)
+
+    def _outermost_return(self, result: Any) -> None:
+        """That call returns."""
+        if self._automatic_phases and torch._C._current_graph_task_id() == -1:
+            self._growth.call_returned(result)
 
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run: its parameters and buffers are named after it."""
@@ -259,9 +272,10 @@ class VirtualGpu:
         """Tell the recorder which storages are this optimizer's state."""
         for state in optimizer.state.values():
             for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    for part in quantized.parts(value) or [value]:
-                        self.recorder.own(part, Owner(Role.OPTIMIZER_STATE, str(key)))
+                for tensor in value if isinstance(value, list) else [value]:  # LBFGS keeps lists of directions
+                    if isinstance(tensor, torch.Tensor):
+                        for part in quantized.parts(tensor) or [tensor]:
+                            self.recorder.own(part, Owner(Role.OPTIMIZER_STATE, str(key)))
 
     # -- what is watched --------------------------------------------------------------------------------------------
 
