@@ -49,7 +49,7 @@ class GrowthWatch:
         """Of calls without a backward between them, by module."""
         self._calls_begin = 0
         self._outputs: set[int] = set()
-        self._call: tuple[int, int, bool, int] | None = None
+        self._call: tuple[int, int, int, bool, int] | None = None
         self._searches = 0
         self._explained: set[_Key] = set()
         """What has been searched for."""
@@ -72,19 +72,20 @@ class GrowthWatch:
             self._loop_begin = len(trace.storages)
         if not self._calls:
             self._calls_begin = len(trace.storages)
-        self._call = (len(trace.events), index, module.training, _sequence_number())
+        self._call = (len(trace.events), index, self._recorder.caller(), module.training, _sequence_number())
 
     def call_returned(self, result: Any) -> None:
         """That call returns `result`."""
         if self._call is None:
             return
-        (begin, module, training, number), self._call = self._call, None
+        (begin, module, source, training, number), self._call = self._call, None
         live = self._recorder.live
         with torch._C.DisableTorchFunction():
             outputs = {live.get(tensor.untyped_storage()._cdata, NONE) for tensor in _tensors(result)} - {NONE}
         trace = self._recorder.trace
         nodes = _sequence_number() - number
-        trace.forwards.append(Forward(begin, len(trace.events), module, training, nodes, tuple(sorted(outputs))))
+        made = tuple(sorted(outputs))
+        trace.forwards.append(Forward(begin, len(trace.events), module, source, training, nodes, made))
         self._outputs |= outputs
         looks = self._calls.setdefault(module, _Looks())
         # In training, what calls leave is for a backward that may still come.
@@ -160,16 +161,14 @@ class _Looks:
         return self.count <= self.FIRST or self.count & (self.count - 1) == 0
 
     def grown(self, held: dict[_Key, int], least: int = 1) -> set[_Key]:
-        """What has grown by `least` bytes at each of the last two looks, this one among them."""
+        """What has grown at each of the last two looks, this one among them, if some of it did by `least` bytes."""
         self._held = [*self._held[-2:], held]
         if len(self._held) < 3:
             return set()
         first, second, third = self._held
-        return {
-            key
-            for key, num_bytes in third.items()
-            if num_bytes - second.get(key, 0) >= least and second.get(key, 0) - first.get(key, 0) >= least
-        }
+        rises = {key: min(third[key] - second.get(key, 0), second.get(key, 0) - first.get(key, 0)) for key in third}
+        grown = {key: rise for key, rise in rises.items() if rise > 0}
+        return set(grown) if any(rise >= least for rise in grown.values()) else set()
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -84,9 +84,11 @@ class Search:
             tensors = self._tensors_of(targets)
             variables = _Variables(self._recorder)
             found = _climb(tensors, variables)
+            sizes = self._recorder.trace.storages
             # The nearest name of those that hold as much.
-            order = sorted(found, key=lambda one: (-len({targets[tensors[t][1]] for t in one.tensors}), one.depth))
-            order.sort(key=lambda one: -len({tensors[t][1] for t in one.tensors}))
+            order = sorted(
+                found, key=lambda o: (-sum(sizes[i].num_bytes for i in {tensors[t][1] for t in o.tensors}), o.depth)
+            )
             explained: set[object] = set()
             result = []
             for one in order:
@@ -178,7 +180,7 @@ class _Variables:
                 values = _locals(frame)
                 self._add(values, code)
                 if not loaders:
-                    loaders = {id(v): v for v in values.values() if issubclass(type(v), DataLoader)}
+                    loaders = {id(v): v for v in values.values() if _is_loader(v)}
                 if code.co_flags & inspect.CO_OPTIMIZED and id(frame.f_globals) not in seen_globals:
                     seen_globals.add(id(frame.f_globals))
                     self._add(dict(frame.f_globals), code)
@@ -205,6 +207,12 @@ class _Variables:
                 for attribute, part in _attributes(value).items():
                     if issubclass(type(part), torch.Tensor):
                         self._tensors.append((_Name(f"{kind.__name__}.{attribute}", None, kind), part))
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
+    kind = type(value)
+    return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:

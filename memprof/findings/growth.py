@@ -159,8 +159,9 @@ def holder_evidence(holder: Holder | None) -> Evidence:
 
 def pile_evidence(trace: Trace, pile: Pile, per: str) -> Evidence:
     """What piles up: a tensor, its line, bytes per round, how many are alive."""
-    first = pile.storages[-1]
-    storage = trace.storages[first]
+    # The largest, of equal ones the last: one line may join logits, labels and losses.
+    shown = max(pile.storages, key=lambda index: (trace.storages[index].num_bytes, index))
+    storage = trace.storages[shown]
     module = module_pattern(trace, storage)
     inside = f"in {module} " if module else ""
     text = (
@@ -168,7 +169,7 @@ def pile_evidence(trace: Trace, pile: Pile, per: str) -> Evidence:
         f"{file_and_line(trace.source_line(storage))}: {format_bytes(pile.per_round)} more a {per}, "
         f"{plural(len(pile.storages), 'tensor')} alive at the last"
     )
-    return tensor_evidence(trace, first, text, num_bytes=pile.per_round)
+    return tensor_evidence(trace, shown, text, num_bytes=pile.per_round)
 
 
 def until_full(context: Context, per_round: int, per: str) -> Evidence | None:

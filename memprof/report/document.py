@@ -66,7 +66,7 @@ class StepRow:
     step: int
     """From 1."""
     peak_bytes: int
-    """The highest since the step before, evaluation apart."""
+    """The highest since the step before, apart from evaluation where it was recognised."""
     end_bytes: int
     """When the optimizer's step ends."""
     growth_bytes: int

@@ -193,6 +193,8 @@ class Forward(NamedTuple):
     end: int
     module: int
     """Index in Trace.modules."""
+    source: int
+    """Index in Trace.sources: the line that calls it."""
     training: bool
     """The module's own flag."""
     nodes: int

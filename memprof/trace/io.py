@@ -188,7 +188,7 @@ def _check(trace: Trace) -> None:
     }
     if not (
         all(0 <= index < len(trace.storages) for index in named)
-        and all(0 <= forward.module < len(trace.modules) for forward in trace.forwards)
+        and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
     ):
         raise ValueError("a forward or a holder points outside its tables")
     for storage in trace.storages:
