@@ -51,6 +51,7 @@ class Request:
         found = (
             ["--gpu-vram", repr(self.gpu.total_bytes / 2**30)] if self.gpu.key == "custom" else ["--gpu", self.gpu.key]
         )
+        # What patience would add is not the same in every run: all are to make the same steps.
         found += ["--until-exit"] if rule.steps is None else ["--steps", str(rule.steps)]
         found += [] if rule.seconds is None else ["--timeout", repr(rule.seconds)]
         found += [] if self.alloc_conf is None else ["--alloc-conf", self.alloc_conf]

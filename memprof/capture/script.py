@@ -24,13 +24,18 @@ class _Seen:
     def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> None:
         self._device = device
         self._rule = rule
+        self._held: list[int] = []
+        """Bytes on the card after each step."""
         self._events: int | None = None
         self._storages = 0
 
     def step(self, optimizer: object) -> None:
         """An optimizer has made a step."""
+        self._held.append(self._device.held_bytes)
         try:
-            self._rule.after_step(self._device.phases.completed)
+            self._rule.after_step(
+                self._device.phases.completed, grew=len(self._held) > 1 and self._held[-1] > self._held[-2]
+            )
         except StopRun:
             if self._events is None:
                 self._events = len(self._device.trace.events)
@@ -46,6 +51,8 @@ class _Seen:
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < storages}
         trace.refused = [index for index in trace.refused if index < storages]
         trace.mismatches = [found for found in trace.mismatches if found.event <= events]
+        trace.forwards = [forward for forward in trace.forwards if forward.end <= events]
+        trace.holders = [holder for holder in trace.holders if max(holder.storages, default=0) < storages]
 
 
 def capture_script(

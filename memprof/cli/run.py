@@ -21,6 +21,8 @@ from memprof.trace.files import check_place
 from memprof.units import parse_gib
 
 DEVICES = ("virtual", "cuda", "cpu")
+PATIENCE = 2
+"""Steps beyond the second, while memory still grows from step to step."""
 
 
 def run(
@@ -80,8 +82,8 @@ def run(
     """Run a training script as it is on a virtual GPU, and say where its memory goes.
 
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
-    optimizer step, when memory has reached its steady state. Exit code 0: it fits; 3: it does not; if the script fails
-    by itself, its own.
+    optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. Exit
+    code 0: it fits; 3: it does not; if the script fails by itself, its own.
     """
     try:
         code = _run(
@@ -123,7 +125,7 @@ def _rule(steps: int | None, timeout: float | None, *, until_exit: bool) -> Stop
         raise UsageError("--timeout must be longer", value=timeout, hint="give seconds, more than 0")
     if until_exit:
         return StopRule(None, timeout)
-    return StopRule(2 if steps is None else steps, timeout)
+    return StopRule(2, timeout, patience=PATIENCE) if steps is None else StopRule(steps, timeout)
 
 
 def _device(name: str) -> str:

@@ -18,10 +18,12 @@ CARD = find_gpu("a100-80gb")
 
 
 def add(queue: Any, tensor: torch.Tensor | None) -> None:
+    torch.set_num_threads(1)  # a fork takes no threads along, and OpenMP waits for them; data loader workers do so too
     queue.put(float(torch.ones(1 << 20).sum()))  # large enough to be virtual where a card is
 
 
 def use(queue: Any, tensor: torch.Tensor | None) -> None:
+    torch.set_num_threads(1)
     said = [f"{torch.cuda.is_available()} {torch.cuda.device_count()}"]
     for attempt in (
         lambda: torch.zeros(4, device="cuda"),
