@@ -20,6 +20,27 @@ if _workers:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 
 
+_SLOWEST = (
+    "cli/test_verify.py",
+    "accuracy/test_training_rows.py",
+    "accuracy/test_operators_against_cpu.py",
+    "unit/workload/test_npt.py",
+    "cli/test_ladder.py",
+    "docs/test_docs.py",
+    "recipes/",
+    "cli/test_monitor.py",
+    "accuracy/",
+    "cli/",
+    "unit/remedies/",
+)
+"""Begin with these, slowest first: what begins last leaves the other workers without work until it ends."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow modules first; workers take modules in this order (`--no-loadscope-reorder`)."""
+    items.sort(key=lambda item: next((i for i, part in enumerate(_SLOWEST) if f"tests/{part}" in item.nodeid), 99))
+
+
 def _leaks() -> list[str]:
     """What a virtual GPU that was not left would still hold; no torch, no leak."""
     torch = sys.modules.get("torch")
