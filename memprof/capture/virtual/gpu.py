@@ -20,7 +20,7 @@ from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.phases import Phases
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual import compiled, distributed, loaders, processes, quantized
+from memprof.capture.virtual import compiled, distributed, loaders, native, processes, quantized
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
@@ -196,9 +196,11 @@ class VirtualGpu:
             patches.set(owner, name, value)
         for owner, name, value in compiled.patches(self.assume):
             patches.set(owner, name, value)
+        for owner, name, value in native.patches(self.recording.is_on_card):
+            patches.set(owner, name, value)
         for owner, name, value in loaders.patches(self.assume, self.recording.is_on_card):
             patches.set(owner, name, value)
-        for owner, name, value in processes.patches(self.assume):
+        for owner, name, value in processes.patches(self.assume, self.recording.is_virtual):
             patches.set(owner, name, value)
         for owner, name, value in distributed.patches(self.assume, self.recording.is_on_card):
             patches.set(owner, name, value)

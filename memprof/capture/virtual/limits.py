@@ -16,6 +16,7 @@ from memprof.errors import MemprofError
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
 IN_CHILD = "uses CUDA in another process"
 ON_HOST = "have the other process make host tensors, and move them to the card in the process that trains"
+SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
 
 
 def not_yet(what: str, hint: str) -> MemprofError:

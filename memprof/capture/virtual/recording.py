@@ -103,6 +103,11 @@ class RecordingMode(TorchDispatchMode):
         with _NoTorchFunction():
             return self.device_of(tensor) == GPU
 
+    def is_virtual(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` stands for one that has data in a real run."""
+        with _NoTorchFunction():
+            return tensor.is_meta and self.device_of(tensor) != "meta"
+
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
         self.values.drop(address)

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import gc
 import multiprocessing.process
+import multiprocessing.queues
 import random
 import sys
 import types
@@ -38,9 +39,12 @@ GPU = find_gpu("a100-80gb")
 PATCHED = [
     concurrent.futures.ThreadPoolExecutor,
     multiprocessing.process.BaseProcess,
+    multiprocessing.queues.Queue,
+    multiprocessing.queues.SimpleQueue,
     safetensors,
     safetensors.torch,
     torch.cuda.nccl,
+    torch.cuda.profiler,
     torch.cuda.random,
     torch.distributed,
     torch.distributed.distributed_c10d,
