@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from memprof.allocator import Settings, SettingsInForce
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
+from memprof.errors import UsageError
 from memprof.pipeline import allocator_settings, analyze, device_facts, live_allocator
 from memprof.report.document import Document
 from memprof.trace.events import Trace
+from memprof.units import format_bytes
 
 
 class ProfiledGpu:
@@ -52,6 +56,40 @@ class ProfiledGpu:
         }
         return trace
 
-    def report(self) -> Document:
-        """The report so far; `print` shows it, `.to_json()` is a dictionary."""
-        return analyze(self.trace)
+    def report(self, limit_bytes: int | None = None) -> Document:
+        """The report so far; `print` shows it, `.to_json()` is a dictionary.
+
+        Args:
+            limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
+
+        Raises:
+            EmptyTraceError: nothing was allocated on the card.
+            UsageError: no card can be held to `limit_bytes`.
+        """
+        self.check_limit(limit_bytes)
+        trace = self.trace
+        if limit_bytes is not None:
+            name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
+            trace.facts["device"] = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
+        return analyze(trace)
+
+    def check_limit(self, limit_bytes: int | None) -> None:
+        """Whether the card can be held to so much.
+
+        Raises:
+            UsageError: it has not as much, or that is less than the CUDA context takes.
+        """
+        if limit_bytes is None:
+            return
+        if limit_bytes > self._gpu.total_bytes:
+            raise UsageError(
+                "the limit is more than the card has",
+                value=f"{format_bytes(limit_bytes)}; {self._gpu.name} has {format_bytes(self._gpu.total_bytes)}",
+                hint="leave the limit out, or choose another card",
+            )
+        if limit_bytes <= CONTEXT_BYTES:
+            raise UsageError(
+                "the limit leaves nothing beside the CUDA context",
+                value=f"{format_bytes(limit_bytes)}; the context takes {format_bytes(CONTEXT_BYTES)}",
+                hint="the limit is device memory with the context, as nvidia-smi shows it",
+            )
