@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,26 @@ def test_the_largest_of_several_loops_is_told_once() -> None:
 
     (finding,) = found(program)
     assert finding.num_bytes == 5 * LOGITS and "5 calls" in finding.title
+
+
+def test_the_trainer_of_transformers_is_told_its_own_options(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    def program() -> None:
+        ids = {"input_ids": torch.zeros(256, dtype=torch.long), "labels": torch.zeros(256, dtype=torch.long)}
+        config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=5000, bos_token_id=0, eos_token_id=0)
+        options = TrainingArguments(
+            str(tmp_path), per_device_eval_batch_size=4, report_to=[], disable_tqdm=True, save_strategy="no"
+        )
+        trainer = Trainer(GPT2LMHeadModel(config), options, eval_dataset=[ids] * 24, compute_metrics=lambda p: {})
+        trainer.evaluate()
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-accumulates" and "`all_preds`" in finding.title
+    assert finding.num_bytes is not None and finding.num_bytes >= 5 * 4 * 256 * 5000 * 4
+    assert any("the data loader has 6 batches" in line.text for line in finding.evidence)
+    assert "preprocess_logits_for_metrics" in finding.evidence[-1].text
+    assert "eval_accumulation_steps" in finding.evidence[-1].text
 
 
 def test_gradients_in_evaluation() -> None:
