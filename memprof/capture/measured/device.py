@@ -87,6 +87,7 @@ class MeasuredDevice:
         trace.sources = list(self._sources)
         merge(trace, self._marks, recorded(end_ns), self._module_sources)
         trace.assumptions = list(self._assumptions)
+        trace.trains = self.phases.trains
 
     def _install(self) -> None:
         activities = [ProfilerActivity.CPU]

@@ -111,6 +111,7 @@ class VirtualGpu:
         trace = self.recorder.trace
         trace.assumptions = list(self._assumptions)
         trace.work = self.recording.meter.finish()
+        trace.trains = self.phases.trains
         return trace
 
     @property
@@ -144,6 +145,7 @@ class VirtualGpu:
         if ended_by_refusal(error) and self.recorder.trace.refused:
             # The run ends where the card is full: that is its verdict, and no failure.
             self.recorder.trace.refused.pop()
+            self.recorder.trace.cut_short = True
         elif isinstance(error, Exception) and not isinstance(error, MemprofError):
             at_raise = self._failed
             phase = at_raise[1] if at_raise and at_raise[0] == id(error) else self.recorder.phase
