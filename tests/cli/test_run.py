@@ -312,6 +312,22 @@ def test_a_remedy_that_does_not_apply(memprof, script):
     assert "memprof: sdpa-attention" in ran.stderr and "Traceback" not in ran.stderr
 
 
+def test_what_cannot_be_simulated_is_said_in_a_line(memprof, script, monkeypatch):
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1"), ("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    name = script(
+        """
+        import torch
+        x = torch.ones(9, device="cuda")
+        torch.distributed.init_process_group("nccl")
+        """
+    )
+    ran = memprof("run", name)
+    assert ran.exit_code == 1 and "memprof run: simulated on" in ran.stdout
+    assert ran.stderr.startswith("memprof: not yet: ") and "train.py:4" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 2
+
+
 def test_measured_on_the_cpu(memprof, script):
     name = script(TRAIN.replace('"cuda"', '"cpu"'))
     ran = memprof("run", "--device", "cpu", "--json", name, 256, 32)

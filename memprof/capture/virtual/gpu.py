@@ -253,6 +253,7 @@ class VirtualGpu:
         self._watches_kernels = self._watches_quantized = True
         self.recorder.stop()
         self._patches.undo()
+        self._function_mode.interchange.safetensors.is_off = True
         processes.switch_off(self._function_mode, self.recording)
 
     # -- phases -----------------------------------------------------------------------------------------------------
