@@ -215,9 +215,13 @@ class Recorder:
         if storage.device != "cpu":
             self.live_bytes -= storage.num_bytes
 
+    def stop(self) -> None:
+        """Record nothing from now on, and still know which storages were living."""
+        self._closed = True
+
     def close(self) -> None:
         """Stop watching: what dies from now on (the caller's own clean-up) is not part of the run."""
-        self._closed = True
+        self.stop()
         self._refs.clear()
         self.live.clear()
         self._forward_places.clear()

@@ -47,7 +47,7 @@ class DeviceMode(TorchFunctionMode):
         super().__init__()
         self._recording = recording
         self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
-        self.interchange = Interchange(recording, self._to)
+        self.interchange = Interchange(recording, self._to, recording.values.assume)
         self._factories = torch.utils._device._device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {

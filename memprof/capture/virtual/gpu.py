@@ -19,7 +19,7 @@ from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.phases import Phases
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual import compiled, quantized
+from memprof.capture.virtual import compiled, loaders, processes, quantized
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
@@ -186,6 +186,12 @@ class VirtualGpu:
             patches.set(owner, name, value)
         for owner, name, value in compiled.patches(self.assume):
             patches.set(owner, name, value)
+        for owner, name, value in loaders.patches(self.assume, self.recording.is_on_card):
+            patches.set(owner, name, value)
+        for owner, name, value in processes.patches(self.assume):
+            patches.set(owner, name, value)
+        self._modes.enter_context(loaders.collating_here())
+        self._modes.enter_context(processes.left_in_children(self._leave_in_child))
         self._modes.enter_context(compiled.eager())
         self._watch_kernels()
         for owner, name, value in self.phases.patches():
@@ -221,6 +227,15 @@ class VirtualGpu:
             self._patches.undo()
             self.recorder.close()
             self._roots.clear()
+
+    def _leave_in_child(self) -> None:
+        """This is a forked child: nothing of the virtual GPU acts here."""
+        global _active
+        _active = None
+        self._watches_kernels = self._watches_quantized = True
+        self.recorder.stop()
+        self._patches.undo()
+        processes.switch_off(self._function_mode, self.recording)
 
     # -- phases -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory, workers.
+"""What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
 
 A tensor of the virtual GPU, or a large one of the host, has no data. Each of these ways to reach it either gives what a
 real run gives, with numbers by the policy of values.py, or raises an error that says what cannot be done; none may end
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.capture.failure import KernelError
 from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
+from memprof.capture.virtual.checkpoints import Checkpoints
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.trace.events import GPU, HOST
 
@@ -33,16 +34,16 @@ _storage_data_ptr = torch.UntypedStorage.data_ptr
 class Interchange:
     """The ways in which a program reaches a tensor's data, for one virtual GPU."""
 
-    def __init__(self, recording: RecordingMode, move: Callable[[_Tensor, Any], _Tensor]) -> None:
+    def __init__(
+        self, recording: RecordingMode, move: Callable[[_Tensor, Any], _Tensor], assume: Callable[[str], None]
+    ) -> None:
         self._recording = recording
         self._move = move
+        self.checkpoints = Checkpoints(recording, assume)
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
         )
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._map_location: str | None = None
-        self._loaded: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """Storages of the file being loaded that belong on the card."""
         self._shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def handlers(self) -> dict[Any, Callable[..., Any]]:
@@ -74,11 +75,7 @@ class Interchange:
         yield torch.utils.dlpack, "to_dlpack", self._dlpack
         yield torch.utils.dlpack, "from_dlpack", self._from_dlpack
         yield torch, "from_dlpack", self._from_dlpack
-        worker = sys.modules.get("torch.utils.data._utils.worker")
-        if worker is not None:
-            yield worker, "_worker_loop", _outside(worker._worker_loop)
-        yield torch, "load", self._loading(torch.load)
-        yield torch.UntypedStorage, "cuda", _method(self._storage_to_card)
+        yield from self.checkpoints.patches()
         yield torch.Tensor, "__reduce_ex__", _method(self._reduce)
         for name, function in (
             ("_rebuild_meta_tensor_no_storage", self._rebuild),
@@ -200,13 +197,12 @@ class Interchange:
                 return _is_shared(tensor)
             return self._recording.device_of(tensor) == GPU or tensor.untyped_storage() in self._shared
 
-    # -- files --------------------------------------------------------------------------------------------------------
+    # -- pickles ------------------------------------------------------------------------------------------------------
 
     def _reduce(self, tensor: _Tensor, protocol: Any) -> Any:
-        """A pickle says what a tensor is, and its numbers where they are known: a checkpoint costs no room on disk.
-
-        Both forms are torch's own, so that `torch.load(weights_only=True)` takes them.
-        """
+        """A pickle says what a tensor is, and its numbers where they are known."""
+        if self.checkpoints.saving:
+            return _reduce_ex(tensor, protocol)  # by its storage, under the modes: it is on the card
         with _NoTorchFunction():
             device = self._recording.device_of(tensor) if type(tensor) is _Tensor and tensor.is_meta else "meta"
             if device == "meta":
@@ -232,63 +228,13 @@ class Interchange:
     def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> _Tensor:
         with _NoTorchFunction(), _disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
-        target = self._map_location or (HOST if isinstance(stride, list) else GPU)
-        recording = self._recording
-        if target != "meta":
-            place = recording.recorder.place(sys._getframe(1))
-            recording.record([tensor], "torch.load", place, HOST if target.startswith("cpu") else GPU)
+        place = self._recording.recorder.place(sys._getframe(1))
+        self._recording.record([tensor], "pickle.loads", place, HOST if isinstance(stride, list) else GPU)
         return tensor
 
     def _rebuild_known(self, data: _Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> _Tensor:
         with _NoTorchFunction():
-            return self._move(data, torch.device(self._map_location or device)).requires_grad_(requires_grad)
-
-    def _storage_to_card(self, storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> torch.UntypedStorage:
-        """A storage cannot be made on a card that is not there: what is built on it is moved once it is loaded."""
-        self._loaded.add(storage)
-        return storage
-
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.load`, for files of real runs as well: read on the host, then moved."""
-
-        @functools.wraps(original)
-        def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-            def place(storage: Any, location: str) -> Any:
-                if callable(map_location):
-                    return map_location(storage, location)
-                wanted = str(map_location.get(location, location)) if isinstance(map_location, dict) else location
-                if (self._map_location or wanted).startswith("cuda"):
-                    self._loaded.add(getattr(storage, "_untyped_storage", storage))
-                return storage
-
-            if map_location is not None and not callable(map_location) and not isinstance(map_location, dict):
-                self._map_location = str(torch.device(map_location))
-            allowed = torch._weights_only_unpickler._get_allowed_globals
-            # It remembers the functions that were there when it was first asked.
-            allowed.cache_clear()
-            try:
-                if self._map_location is not None and not self._map_location.startswith("cuda"):
-                    return original(file, map_location, *args, **kwargs)
-                return self._to_card(original(file, place, *args, **kwargs))
-            finally:
-                allowed.cache_clear()
-                self._map_location = None
-                self._loaded.clear()
-
-        return load
-
-    def _to_card(self, value: Any) -> Any:
-        if isinstance(value, _Tensor):
-            with _NoTorchFunction():
-                on_card = not value.is_meta and value.untyped_storage() in self._loaded
-                return self._move(value, torch.device("cuda", 0)) if on_card else value
-        if isinstance(value, dict):
-            for key, part in value.items():  # in place: state dicts carry attributes
-                value[key] = self._to_card(part)
-            return value
-        if type(value) in (list, tuple):
-            return type(value)(self._to_card(part) for part in value)
-        return value
+            return self._move(data, torch.device(device)).requires_grad_(requires_grad)
 
 
 _reduce_ex = _Tensor.__reduce_ex__
@@ -319,14 +265,3 @@ def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
 def _named_as(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement that pickles by the original's name."""
     return functools.wraps(original)(lambda *args: function(*args))
-
-
-def _outside(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A loader's worker is a process of its own: what it makes is real, whatever is active where it was forked."""
-
-    @functools.wraps(original)
-    def _worker_loop(*args: Any, **kwargs: Any) -> Any:
-        with _NoTorchFunction(), _disable_current_modes():
-            return original(*args, **kwargs)
-
-    return _worker_loop

@@ -86,13 +86,21 @@ class RecordingMode(TorchDispatchMode):
         """The device that the program believes `tensor` to be on."""
         if not tensor.is_meta:
             return str(tensor.device)
-        address = tensor.untyped_storage()._cdata
+        return self.device_of_storage(tensor.untyped_storage())
+
+    def device_of_storage(self, storage: torch.UntypedStorage) -> str:
+        """The same of a storage on torch's meta device."""
+        address = storage._cdata
         if address not in self.recorder.live:
             # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
             # itself, they are taken for the program's own.
-            storage = tensor.untyped_storage()
             return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
         return HOST if address in self._host else GPU
+
+    def is_on_card(self, tensor: torch.Tensor) -> bool:
+        """Whether the program believes `tensor` to be on the card."""
+        with _NoTorchFunction():
+            return self.device_of(tensor) == GPU
 
     def forget(self, address: int) -> None:
         """The storage at `address` died."""

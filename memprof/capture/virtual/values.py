@@ -47,6 +47,10 @@ class Values:
         """Whether the storage at `address` has a shadow."""
         return address in self._flat
 
+    def flat(self, address: int) -> torch.Tensor | None:
+        """What the whole storage at `address` holds, None if that is not known."""
+        return self._flat.get(address)
+
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
         if not tensor.is_meta:

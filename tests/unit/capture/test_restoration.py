@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing.process
 import random
 import sys
 import types
@@ -13,9 +14,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.multiprocessing
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
+import torch.utils.data
 from torch import nn
 
 from memprof.capture.run import capture_virtual
@@ -30,6 +33,11 @@ from memprof.workload.step import Workload
 optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
 GPU = find_gpu("a100-80gb")
 PATCHED = [
+    multiprocessing.process.BaseProcess,
+    torch.multiprocessing,
+    torch.utils.data.dataloader,
+    torch.utils.data._utils.collate,
+    torch.utils.data._utils.worker,
     torch,
     torch._C,
     torch._C._autograd,
@@ -91,6 +99,7 @@ def attributes() -> dict[tuple[str, str], object]:
                     found[module_name, name] = vars(module)[name]
     for module, name in REGISTRIES:
         found[module.__name__, name + " entries"] = list(vars(module)[name])
+    found["collate", "functions"] = dict(torch.utils.data._utils.collate.default_collate_fn_map)
     return found
 
 

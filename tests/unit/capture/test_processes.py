@@ -1,0 +1,118 @@
+"""Processes that a program starts: those without CUDA work, the others say that they cannot, and name the line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import find_gpu
+
+CARD = find_gpu("a100-80gb")
+
+
+def add(queue: Any, tensor: torch.Tensor | None) -> None:
+    queue.put(float(torch.ones(1 << 20).sum()))  # large enough to be virtual where a card is
+
+
+def use(queue: Any, tensor: torch.Tensor | None) -> None:
+    said = [f"{torch.cuda.is_available()} {torch.cuda.device_count()}"]
+    for attempt in (
+        lambda: torch.zeros(4, device="cuda"),
+        lambda: torch.zeros(4).cuda(),
+        lambda: torch.nn.Linear(2, 2).to("cuda"),
+        lambda: tensor + 1 if tensor is not None else torch.cuda.synchronize(),
+    ):
+        try:
+            attempt()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            said.append("nothing")
+    queue.put(said)
+
+
+def run(method: str, target: Any, tensor: torch.Tensor | None = None) -> Any:
+    context: Any = multiprocessing.get_context(method)
+    queue = context.Queue()
+    process = context.Process(target=target, args=(queue, tensor))
+    process.start()
+    result = queue.get(timeout=60)
+    process.join()
+    assert process.exitcode == 0
+    return result
+
+
+def test_a_forked_child() -> None:
+    with VirtualGpu(CARD) as gpu:
+        kept = torch.zeros(1 << 20, device="cuda")
+        events = len(gpu.trace.events)
+        assert run("fork", add) == 1 << 20
+        available, *errors = run("fork", use, kept)
+        assert len(gpu.trace.events) == events
+        assert (kept + 1).is_cuda
+    assert available == "True 1"
+    assert all(error.startswith("MemprofError: not yet: ") and "test_processes.py" in error for error in errors)
+    assert all(error.endswith("uses CUDA in another process") for error in errors[:3])
+    assert errors[3].endswith("a tensor of the virtual GPU, which has no data")
+
+
+def test_a_child_started_anew() -> None:
+    with VirtualGpu(CARD):
+        available, *errors = run("spawn", use)
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert available == "True 1"
+    assert len(errors) == 4 and all(error.endswith("uses CUDA in another process") for error in errors), errors
+
+
+def test_a_forked_child_leaves_as_any_process() -> None:
+    """Its way out goes through the virtual GPU's own exit."""
+    child = 0
+    try:
+        with VirtualGpu(CARD), torch.device("cuda"):
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert torch.zeros(1).is_cuda
+    except SystemExit as leaving:
+        os._exit(int(leaving.code or 0) if torch.get_default_device().type == "cpu" else 1)
+
+
+def test_forks_outside_are_untouched() -> None:
+    with VirtualGpu(CARD):
+        pass
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.cuda.is_available() == CUDA_HERE else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+CUDA_HERE = torch.cuda.is_available()
+
+
+def test_spawning_one_process_runs_it_here() -> None:
+    def work(rank: int, size: int) -> None:
+        seen.append((rank, torch.zeros(size, device="cuda").nbytes, os.getpid()))
+
+    seen: list[Any] = []
+    with VirtualGpu(CARD) as gpu:
+        torch.multiprocessing.spawn(work, args=(3,), nprocs=torch.cuda.device_count())
+        torch.multiprocessing.start_processes(work, (4,), nprocs=1, join=False, start_method="spawn").join()
+    assert seen == [(0, 12, os.getpid()), (0, 16, os.getpid())]
+    assert any(text.startswith("torch.multiprocessing.spawn") for text in gpu.trace.assumptions)
+
+
+def test_spawning_more_starts_them() -> None:
+    with VirtualGpu(CARD), pytest.raises(Exception, match="uses CUDA in another process"):
+        torch.multiprocessing.spawn(on_card, nprocs=2)
+
+
+def on_card(rank: int) -> None:
+    torch.zeros(rank + 1, device="cuda")
