@@ -39,7 +39,7 @@ SHELLS = (
     "On a virtual GPU they load as what they were; anywhere else, loading them is an error."
 )
 UNREAD = "Large tensors of checkpoints are not read: what they hold is unknown, like all that is computed from it."
-_READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
+READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 """Types whose large storages are read all the same: tokens, indices and masks decide what a program does."""
 
 
@@ -216,7 +216,7 @@ class Checkpoints:
         self, file: Any, name: str, num_bytes: int, dtype: torch.dtype, records: set[str], swap: bool
     ) -> torch.UntypedStorage:
         """The storage of a record on the host: real if it is worth reading, else without data."""
-        if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in _READ):
+        if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in READ):
             with _NoTorchFunction(), _disable_current_modes():
                 data = file.get_storage_from_record(name, num_bytes, torch.UntypedStorage)
                 storage: torch.UntypedStorage = data._typed_storage()._untyped_storage

@@ -30,6 +30,17 @@ _OF_MEMORY = (
     "reset_peak_memory_stats",
 )
 """What the program asks of the allocator."""
+_OF_RANDOM = (
+    "get_rng_state",
+    "get_rng_state_all",
+    "initial_seed",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+)
 
 
 class _Device(contextlib.nullcontext[None]):
@@ -253,6 +264,7 @@ def cuda_facade(
         "manual_seed_all": nothing,
         "seed": nothing,
         "seed_all": nothing,
+        "initial_seed": returning(0),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": nothing,
         "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
@@ -290,6 +302,8 @@ def cuda_facade(
         yield torch.cuda, name, _distinct(value)
         if name in _OF_MEMORY:  # torch.cuda.memory_summary, and who imports them from there
             yield torch.cuda.memory, name, _distinct(value)
+        if name in _OF_RANDOM:
+            yield torch.cuda.random, name, _distinct(value)
     yield torch.Tensor, "record_stream", _distinct(nothing)
     # DataParallel calls it, with the one card that there is.
     yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)

@@ -190,6 +190,7 @@ class VirtualGpu:
             patches.set(owner, name, value)
         for owner, name, value in processes.patches(self.assume):
             patches.set(owner, name, value)
+        self._modes.enter_context(function_mode.interchange.safetensors.opening())
         self._modes.enter_context(loaders.collating_here())
         self._modes.enter_context(processes.left_in_children(self._leave_in_child))
         self._modes.enter_context(compiled.eager())

@@ -22,6 +22,7 @@ from memprof.capture.failure import KernelError
 from memprof.capture.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
 from memprof.capture.virtual.checkpoints import Checkpoints
 from memprof.capture.virtual.recording import RecordingMode
+from memprof.capture.virtual.safetensors_files import SafetensorsFiles
 from memprof.trace.events import GPU, HOST
 
 _Tensor = torch.Tensor
@@ -40,6 +41,7 @@ class Interchange:
         self._recording = recording
         self._move = move
         self.checkpoints = Checkpoints(recording, assume)
+        self.safetensors = SafetensorsFiles(recording, assume)
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()
         )
@@ -76,6 +78,7 @@ class Interchange:
         yield torch.utils.dlpack, "from_dlpack", self._from_dlpack
         yield torch, "from_dlpack", self._from_dlpack
         yield from self.checkpoints.patches()
+        yield from self.safetensors.patches()
         yield torch.Tensor, "__reduce_ex__", _method(self._reduce)
         for name, function in (
             ("_rebuild_meta_tensor_no_storage", self._rebuild),

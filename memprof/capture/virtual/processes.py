@@ -8,6 +8,7 @@ alone (tokenizing, decoding) are none the wiser.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import multiprocessing
 import multiprocessing.process
@@ -25,6 +26,8 @@ from memprof.capture.virtual.limits import IN_CHILD, ON_HOST, not_yet
 from memprof.capture.virtual.recording import RecordingMode
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
+_READ_AHEAD = frozenset({"transformers.core_model_loading"})
+"""Modules whose jobs for threads make tensors on the card."""
 _leave: Callable[[], None] | None = None
 _registered = False
 
@@ -93,8 +96,26 @@ def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
         start(process)
 
     yield multiprocessing.process.BaseProcess, "start", start_elsewhere
+    yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)
     for name in ("spawn", "start_processes"):
         yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume)
+
+
+def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Threads see no card. Those of libraries that read weights ahead run at once instead, in this one: all tensors are
+    then read before the first is converted, which is as far ahead as threads can be."""
+
+    def submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(function, "__module__", None) not in _READ_AHEAD or not torch._C._len_torch_function_stack():
+            return original(pool, function, *args, **kwargs)
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    return submit
 
 
 def _inline(original: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:

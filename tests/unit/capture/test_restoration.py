@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import gc
 import multiprocessing.process
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 import torch.multiprocessing
 import torch.utils._device
@@ -33,7 +35,12 @@ from memprof.workload.step import Workload
 optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
 GPU = find_gpu("a100-80gb")
 PATCHED = [
+    concurrent.futures.ThreadPoolExecutor,
     multiprocessing.process.BaseProcess,
+    safetensors,
+    safetensors.torch,
+    torch.cuda.random,
+    torch.cuda.nvtx,
     torch.multiprocessing,
     torch.utils.data.dataloader,
     torch.utils.data._utils.collate,
