@@ -22,7 +22,7 @@ demo: $(VENV)/.stamp
 	@$(BIN)/memprof profile --model-size 4B --context-length 131072 || test $$? -eq 3
 
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadscope
+	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

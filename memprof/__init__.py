@@ -4,6 +4,8 @@
         ...            # your code, unmodified; "cuda" is the virtual card
     print(gpu.report())
 
+    memprof.profile(train_step, model, optimizer, batch)  # a function, run twice on a virtual card: its report
+
     memprof.apply(model, ["chunked-loss"])  # remedies, in your own model
 
 The public names are imported when first used, so that `import memprof` costs nothing.
@@ -18,15 +20,20 @@ from memprof.version import __version__
 __all__ = ["__version__", "apply", "profile", "virtual_gpu"]
 
 if TYPE_CHECKING:
-    from memprof.pipeline import profile, virtual_gpu
+    from memprof.library import profile
+    from memprof.pipeline import virtual_gpu
     from memprof.remedies.implementation import apply
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("profile", "virtual_gpu"):
-        from memprof import pipeline
+    if name == "profile":
+        from memprof.library import profile
 
-        return getattr(pipeline, name)
+        return profile
+    if name == "virtual_gpu":
+        from memprof.pipeline import virtual_gpu
+
+        return virtual_gpu
     if name == "apply":
         from memprof.remedies.implementation import apply
 

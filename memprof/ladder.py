@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memprof import pipeline
+from memprof.catalog import Gpu
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.ledger.categories import Category
 from memprof.remedies.catalog import REMEDIES
@@ -51,9 +53,8 @@ _BY_CATEGORY: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the pipeline."""
+    """One run."""
 
-    spec: TargetSpec
     trace: Trace
     document: Document
     work: StepWork | None
@@ -79,21 +80,33 @@ class Run:
         return 0.0 if self.work is None else self.work.seconds
 
 
-class Runs:
-    """Runs of one spec with different remedies; each is made once.
+class Runs(abc.ABC):
+    """Runs of one program with different remedies; each is made once.
 
     Args:
-        spec: the run as it is.
-        progress: told what is being done.
+        gpu: the card.
     """
 
-    def __init__(self, spec: TargetSpec, progress: Callable[[str], None]) -> None:
-        self._progress = progress
-        self._gpu = pipeline.virtual_card(spec)
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._known: dict[tuple[str, ...], Run] = {}
-        self.spec = spec
-        self.original = self._run(spec, ())
-        self._known[()] = self.original
+        self.original = self._made(())
+
+    @abc.abstractmethod
+    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
+        """Run it with these in force."""
+
+    @abc.abstractmethod
+    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
+        """The allocator's settings with these in force."""
+
+    @abc.abstractmethod
+    def check(self, fixes: Sequence[Fix]) -> None:
+        """Raises UsageError if it can be told without a run that they do not apply."""
+
+    @abc.abstractmethod
+    def on_now(self) -> frozenset[str]:
+        """Remedies that are in force as it is."""
 
     def __len__(self) -> int:
         """How many were made."""
@@ -109,23 +122,19 @@ class Runs:
         if key in self._known:
             return self._known[key]
         others = [fix for fix in fixes if fix.remedy.name != "expandable-segments"]
-        if len(others) < len(fixes):
-            # The same requests in the same order: only the allocator does otherwise with them.
-            before = self.with_fixes(others) if others else self.original
-            spec = edit_spec(before.spec, Fix(REMEDIES["expandable-segments"]), self.original.document.target)
-            document = pipeline.analyze(before.trace, spec.alloc_conf)
-            self._known[key] = Run(spec, before.trace, document, before.work)
-        else:
-            spec = self.spec
-            for fix in fixes:
-                spec = edit_spec(spec, fix, self.original.document.target)
-            self._known[key] = self._run(spec, tuple(fix.remedy.name for fix in fixes))
+        if len(others) == len(fixes):
+            return self._made(fixes)
+        # The same requests in the same order: only the allocator does otherwise with them.
+        self.check(fixes)
+        before = self.with_fixes(others) if others else self.original
+        document = pipeline.analyze(before.trace, self._alloc_conf(fixes))
+        self._known[key] = Run(before.trace, document, before.work)
         return self._known[key]
 
-    def _run(self, spec: TargetSpec, names: tuple[str, ...]) -> Run:
-        what = "with " + ", ".join(names) if names else "as it is"
-        trace, document = pipeline.profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
-        return Run(spec, trace, document, step_work(trace, self._gpu))
+    def _made(self, fixes: Sequence[Fix]) -> Run:
+        trace, document = self._run(fixes)
+        run = self._known[tuple(sorted(map(str, fixes)))] = Run(trace, document, step_work(trace, self._gpu))
+        return run
 
     def rung(self, fixes: Sequence[Fix], run: Run, before: Run | None) -> Rung:
         """The row of a run; `before` is the row above."""
@@ -146,6 +155,47 @@ class Runs:
         )
 
 
+class SpecRuns(Runs):
+    """Runs of one spec.
+
+    Args:
+        spec: the run as it is.
+        progress: told what is being done.
+    """
+
+    def __init__(self, spec: TargetSpec, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._spec = spec
+        super().__init__(pipeline.virtual_card(spec))
+
+    def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
+        """The spec with `fixes`.
+
+        Raises:
+            UsageError: one of them does not go with it.
+        """
+        spec = self._spec
+        for fix in fixes:
+            spec = edit_spec(spec, fix, self.original.document.target)
+        return spec
+
+    def check(self, fixes: Sequence[Fix]) -> None:
+        """Raises UsageError if they do not go with the spec."""
+        self.in_force(fixes)
+
+    def on_now(self) -> frozenset[str]:
+        """What the spec has already."""
+        return frozenset(in_force(self._spec))
+
+    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
+        return self.in_force(fixes).alloc_conf
+
+    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
+        what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
+        spec = self.in_force(fixes) if fixes else self._spec
+        return pipeline.profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
+
+
 def apply_fixes(
     spec: TargetSpec, fixes: Sequence[Fix], progress: Callable[[str], None], *, each: bool = False
 ) -> tuple[Trace, Document]:
@@ -155,7 +205,7 @@ def apply_fixes(
         UsageError: a fix does not apply.
         RunFailedError: as `pipeline.profile`.
     """
-    runs = Runs(spec, progress)
+    runs = SpecRuns(spec, progress)
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
     return _with_ladder(runs, steps)
 
@@ -178,8 +228,8 @@ def _with_ladder(
 # -- one after another ------------------------------------------------------------------------------------------------
 
 
-def climb(spec: TargetSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
-    """The run as it is, with a ladder: at each row the cheapest remedy against what is then in the way.
+def climb(runs: Runs, names: Sequence[str] = LADDER) -> tuple[Trace, Document]:
+    """The run as it is, with a ladder of `names`: at each row the cheapest remedy against what is then in the way.
 
     It goes on past the row that fits, as long as a remedy saves something that is worth a row and trains the same
     model. What trains another model (LoRA) is tried only where nothing else is enough.
@@ -187,12 +237,11 @@ def climb(spec: TargetSpec, progress: Callable[[str], None]) -> tuple[Trace, Doc
     Raises:
         RunFailedError: as `pipeline.profile`.
     """
-    runs = Runs(spec, progress)
     run, fixes = runs.original, list[Fix]()
     rungs = [runs.rung((), run, None)]
     not_applied: dict[str, str] = {}
     asked: dict[str, int] = {}
-    left = [name for name in LADDER if name in REMEDIES and name not in in_force(spec)]
+    left = [name for name in names if name in REMEDIES and name not in runs.on_now()]
     while len(rungs) < MAX_RUNGS and len(runs) < MAX_RUNS:
         step = _next_step(runs, run, fixes, left, asked, not_applied)
         if step is None:
@@ -278,7 +327,7 @@ _TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Sets of remedies, what is given up in words; the first that fits when all of it is on is searched."""
 
 
-def search(spec: TargetSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
+def search(runs: Runs, tiers: Sequence[tuple[str, Sequence[str]]] = _TIERS) -> tuple[Trace, Document]:
     """The run with the cheapest set of remedies that was found to fit the card, and how.
 
     Of the first kind of set that fits with all of it on, remedies are taken one by one against what is in the way,
@@ -288,13 +337,13 @@ def search(spec: TargetSpec, progress: Callable[[str], None]) -> tuple[Trace, Do
     Raises:
         RunFailedError: as `pipeline.profile`.
     """
-    runs = Runs(spec, progress)
     if runs.original.fits:
         return _with_ladder(runs, (), "it fits as it is: nothing is to be changed")
     not_applied: dict[str, str] = {}
     least: tuple[Run, list[Fix]] | None = None
-    for given_up, names in _TIERS:
-        everything, run = _all_of(runs, [n for n in names if n in REMEDIES and n not in in_force(spec)], not_applied)
+    for given_up, names in tiers:
+        left = [name for name in names if name in REMEDIES and name not in runs.on_now()]
+        everything, run = _all_of(runs, left, not_applied)
         if run is None:
             continue
         if run.is_answer:
@@ -399,10 +448,9 @@ def _that_apply(runs: Runs, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix
 def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], Run | None]:
     """As many of `names` as apply together, and the run with them."""
     fixes: list[Fix] = []
-    spec = runs.spec
     for name in names:
         try:
-            spec = edit_spec(spec, Fix(REMEDIES[name]), runs.original.document.target)
+            runs.check([*fixes, Fix(REMEDIES[name])])
         except UsageError as error:
             not_applied[name] = _why(error)
             continue

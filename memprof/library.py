@@ -1,14 +1,25 @@
-"""memprof as a library: `with memprof.virtual_gpu(...) as gpu: …; print(gpu.report())`."""
+"""memprof as a library: `with memprof.virtual_gpu(...) as gpu: …; print(gpu.report())`, and `memprof.profile`."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, overload
+
+from memprof import pipeline
 from memprof.allocator import Settings, SettingsInForce
+from memprof.capture.arguments import copied, to_card
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
+from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.ledger.ledger import EmptyTraceError
 from memprof.pipeline import allocator_settings, analyze, device_facts, live_allocator
 from memprof.report.document import Document
+from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
+from memprof.units import format_bytes
 
 
 class ProfiledGpu:
@@ -52,6 +63,123 @@ class ProfiledGpu:
         }
         return trace
 
-    def report(self) -> Document:
-        """The report so far; `print` shows it, `.to_json()` is a dictionary."""
-        return analyze(self.trace)
+    def report(self, limit_bytes: int | None = None) -> Document:
+        """The report so far; `print` shows it, `.to_json()` is a dictionary.
+
+        Args:
+            limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
+
+        Raises:
+            EmptyTraceError: nothing was allocated on the card.
+            UsageError: no card can be held to `limit_bytes`.
+        """
+        self.check_limit(limit_bytes)
+        trace = self.trace
+        if limit_bytes is not None:
+            name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
+            trace.facts["device"] = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
+        return analyze(trace)
+
+    def check_limit(self, limit_bytes: int | None) -> None:
+        """Whether the card can be held to so much.
+
+        Raises:
+            UsageError: it has not as much, or that is less than the CUDA context takes.
+        """
+        if limit_bytes is None:
+            return
+        if limit_bytes > self._gpu.total_bytes:
+            raise UsageError(
+                "the limit is more than the card has",
+                value=f"{format_bytes(limit_bytes)}; {self._gpu.name} has {format_bytes(self._gpu.total_bytes)}",
+                hint="leave the limit out, or choose another card",
+            )
+        if limit_bytes <= CONTEXT_BYTES:
+            raise UsageError(
+                "the limit leaves nothing beside the CUDA context",
+                value=f"{format_bytes(limit_bytes)}; the context takes {format_bytes(CONTEXT_BYTES)}",
+                hint="the limit is device memory with the context, as nvidia-smi shows it",
+            )
+
+
+@overload
+def profile(target: TargetSpec, /, progress: Callable[[str], None] = ...) -> tuple[Trace, Document]: ...
+
+
+@overload
+def profile(
+    target: Callable[..., object],
+    /,
+    *args: Any,
+    gpu: str = ...,
+    vram: str | float | None = ...,
+    steps: int = ...,
+    **kwargs: Any,
+) -> Document: ...
+
+
+def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs: Any) -> Any:
+    """Profile what a specification names, or a function of your own.
+
+    A `TargetSpec` is run as by `memprof profile`, by `memprof.pipeline.profile`: the trace and the report are returned.
+
+    A function is called `steps` times on a virtual GPU with the other arguments, and the report is returned. Modules
+    and tensors among the arguments, also in lists, tuples and dictionaries, are on the card; all arguments are copies,
+    so that the caller's own are as they were. Backward and optimizer steps are recognised as they happen.
+
+    Args:
+        target: the specification, or the function.
+        *args: of the function.
+        gpu: a card of the catalog; "h100-80gb" if nothing is given.
+        vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
+        steps: how often to call it. The first makes the optimizer's state, so that two are the least that show what
+            goes on, and three are needed to see memory grow.
+        **kwargs: of the function, by any names but these.
+
+    Raises:
+        UsageError: the card is not known, an argument cannot be copied, `steps` is below 1.
+        RunFailedError: the function raised; `trace` and `document` are what happened until then.
+        EmptyTraceError: the function put nothing on the card.
+    """
+    if isinstance(target, TargetSpec):
+        return pipeline.profile(target, *args, **kwargs)
+    if not callable(target):
+        raise UsageError(
+            "nothing that could be profiled",
+            value=repr(target),
+            hint="give a TargetSpec or a function, and its arguments",
+        )
+    return _profile_function(target, args, **kwargs)
+
+
+def _profile_function(
+    function: Callable[..., object],
+    args: tuple[Any, ...],
+    *,
+    gpu: str = "h100-80gb",
+    vram: str | float | None = None,
+    steps: int = 2,
+    **kwargs: Any,
+) -> Document:
+    if steps < 1:
+        raise UsageError("nothing is run", value=f"steps={steps}", hint="give at least 1, or 2 for the steady state")
+    card = pipeline.virtual_gpu(gpu, vram=vram)
+    args, kwargs = copied((args, kwargs))
+    try:
+        with card:
+            args, kwargs = to_card((args, kwargs))
+            for _ in range(steps):
+                function(*args, **kwargs)
+    except MemprofError:
+        raise
+    except Exception as error:
+        raised = RunFailedError(
+            f"the function raised {type(error).__name__}",
+            value=str(error),
+            hint="if the same code runs on a real GPU, this is a gap of the virtual one",
+        )
+        raised.trace = card.trace
+        with contextlib.suppress(EmptyTraceError):  # before anything was on the card
+            raised.document = card.report()
+        raise raised from error
+    return card.report()

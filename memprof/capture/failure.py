@@ -47,7 +47,8 @@ _CANNOT = re.compile(
 )
 _NEEDS_DATA = re.compile(
     r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
-    r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function",
+    r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
+    r"CUDA_HOME|no CUDA-capable device|cudaError",
     re.IGNORECASE,
 )
 """How extensions and Triton refuse tensors whose data is not on a real card."""

@@ -26,8 +26,10 @@ class ModuleTracker:
         """Index of the innermost running module, NONE outside all modules."""
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
-        self.on_outermost: Callable[[nn.Module], None] = lambda module: None
-        """A module is about to be called from outside all others."""
+        self.on_outermost: Callable[[nn.Module, int], None] = lambda module, index: None
+        """A module, of this index, is about to be called from outside all others."""
+        self.on_outermost_return: Callable[[Any], None] = lambda result: None
+        """Such a call returns this; not called if it raises."""
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
 
@@ -42,14 +44,17 @@ class ModuleTracker:
                 index = tracker._register(module)
             outer = tracker.current
             if outer == NONE:
-                tracker.on_outermost(module)
+                tracker.on_outermost(module, index)
             tracker.current = index
             tracker.listener(EventKind.ENTER, index)
             try:
-                return original(module, *args, **kwargs)
+                result = original(module, *args, **kwargs)
             finally:
                 tracker.current = outer
                 tracker.listener(EventKind.EXIT, index)
+            if outer == NONE:
+                tracker.on_outermost_return(result)
+            return result
 
         return __call__
 

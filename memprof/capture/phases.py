@@ -56,7 +56,8 @@ class Phases:
         self._ran_backward = False
         self._generating = 0
         """Calls of the model within `generate()`; 0 outside."""
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those that the program has made."""
         self._trained = False
         self._outermost: list[Optimizer] = []
         """The optimizer that steps; one that steps another inside is still one step."""
@@ -91,7 +92,7 @@ class Phases:
             return
         self.before_forward(module)
         trains = torch.is_grad_enabled()
-        if self._ended and (trains or (self.step == 0 and not self._optimizers)):
+        if self._ended and (trains or (self.step == 0 and not self.optimizers)):
             self.step += 1
             self._ended = False
             self._micro_batch = 1
@@ -101,7 +102,7 @@ class Phases:
             self._generating += 1
             if self._now().kind is PhaseKind.DECODE:
                 return
-        elif not trains and not module.training and self._optimizers and _is_trained(module):
+        elif not trains and not module.training and self.optimizers and _is_trained(module):
             kind = PhaseKind.EVALUATION
         else:
             kind = PhaseKind.FORWARD
@@ -148,7 +149,7 @@ class Phases:
             return
         self._outermost.clear()
         self._stepped.add(optimizer)
-        if len(self._stepped) >= len(self._optimizers):
+        if len(self._stepped) >= len(self.optimizers):
             self._ended = True
             self._stepped.clear()
         self._begin(PhaseKind.OTHER)
@@ -209,7 +210,7 @@ class Phases:
     def _wrap_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            self._optimizers.add(optimizer)
+            self.optimizers.add(optimizer)
             self.built()
 
         return __init__

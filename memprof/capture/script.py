@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
+from torch.optim import Optimizer
 
 from memprof.capture.failure import ended_by_refusal, measured_failure
 from memprof.capture.measured import MeasuredDevice
+from memprof.capture.patches import Patches
 from memprof.capture.virtual import VirtualGpu
+from memprof.capture.worst_batch import WorstBatch
 from memprof.script import Ended, Outcome, Program, StopRule
 from memprof.script.stop import StopRun
 from memprof.trace.events import GPU, EventKind, FailureKind, Trace
@@ -21,6 +24,8 @@ class _Seen:
     def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> None:
         self._device = device
         self._rule = rule
+        self._held: list[int] = []
+        """Bytes on the card after each step."""
         self._events: int | None = None
         self._storages = 0
 
@@ -31,8 +36,11 @@ class _Seen:
 
     def step(self, optimizer: object) -> None:
         """An optimizer has made a step."""
+        self._held.append(self._device.held_bytes)
         try:
-            self._rule.after_step(self._device.phases.completed)
+            self._rule.after_step(
+                self._device.phases.completed, grew=len(self._held) > 1 and self._held[-1] > self._held[-2]
+            )
         except StopRun:
             if self._events is None:
                 self._events = len(self._device.trace.events)
@@ -48,13 +56,15 @@ class _Seen:
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < storages}
         trace.refused = [index for index in trace.refused if index < storages]
         trace.mismatches = [found for found in trace.mismatches if found.event <= events]
+        trace.forwards = [forward for forward in trace.forwards if forward.end <= events]
+        trace.holders = [holder for holder in trace.holders if max(holder.storages, default=0) < storages]
 
 
 def capture_script(
     program: Program,
     device: VirtualGpu | MeasuredDevice,
     rule: StopRule,
-    before_forward: Callable[[nn.Module], None] = lambda model: None,
+    before_forward: Callable[[nn.Module, Iterable[Optimizer]], None] = lambda model, optimizers: None,
     *,
     worst_batch: bool = False,
 ) -> tuple[Trace, Outcome]:
@@ -64,25 +74,30 @@ def capture_script(
         program: the script.
         device: what it finds as "cuda", or is measured on.
         rule: when to stop it.
-        before_forward: told each model that is called from outside all others, before it runs.
+        before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first.
     """
     seen = _Seen(device, rule)
     device.phases.on_step = seen.step
-    device.phases.before_forward = before_forward
+    device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
     # What memprof has imported lives for good: the program's own garbage is found as fast as without it.
     gc.collect()
     gc.freeze()
     error: BaseException | None = None
     try:
         device.__enter__()
+        patches = Patches()
         try:
+            if worst_batch:
+                for owner, name, value in WorstBatch(device.assume).patches():
+                    patches.set(owner, name, value)
             device.phases.building()
             outcome = program.run(rule)
             if seen.stopped:  # whatever a program does that goes on after that
                 outcome = Outcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
         finally:
+            patches.undo()
             device.__exit__(type(error), error, None if error is None else error.__traceback__)
     finally:
         gc.unfreeze()

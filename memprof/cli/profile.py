@@ -277,9 +277,9 @@ def _run(spec: TargetSpec, fix: str | None, ladder: bool, resolves: bool, progre
     from memprof.remedies.fixes import parse_fixes
 
     if fix is None:
-        return ladders.climb(spec, progress)
+        return ladders.climb(ladders.SpecRuns(spec, progress))
     if fix.strip() == "auto":
-        return ladders.search(spec, progress)
+        return ladders.search(ladders.SpecRuns(spec, progress))
     return ladders.apply_fixes(spec, parse_fixes(fix), progress, each=ladder)
 
 

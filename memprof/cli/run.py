@@ -11,14 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from memprof.catalog import DEFAULT_GPU, custom_gpu, find_gpu
+from memprof.catalog import DEFAULT_GPU, Gpu, custom_gpu, find_gpu
 from memprof.cli.profile import exit_code, print_document
+from memprof.cli.progress import Progress
 from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.trace.events import Trace
 from memprof.trace.files import check_place
 from memprof.units import parse_gib
 
 DEVICES = ("virtual", "cuda", "cpu")
+PATIENCE = 2
+"""Steps beyond the second, while memory still grows from step to step."""
 
 
 def run(
@@ -45,7 +49,10 @@ def run(
     ] = False,
     fix: Annotated[
         str | None,
-        typer.Option(help="Switch these remedies on in the script's models, such as chunked-loss.", metavar="NAMES"),
+        typer.Option(
+            help="Switch these remedies on in the script's models, such as chunked-loss; auto: the cheapest that fit.",
+            metavar="NAMES",
+        ),
     ] = None,
     ladder: Annotated[
         bool,
@@ -75,8 +82,8 @@ def run(
     """Run a training script as it is on a virtual GPU, and say where its memory goes.
 
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
-    optimizer step, when memory has reached its steady state. Exit code 0: it fits; 3: it does not; if the script fails
-    by itself, its own.
+    optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. Exit
+    code 0: it fits; 3: it does not; if the script fails by itself, its own.
     """
     try:
         code = _run(
@@ -118,7 +125,7 @@ def _rule(steps: int | None, timeout: float | None, *, until_exit: bool) -> Stop
         raise UsageError("--timeout must be longer", value=timeout, hint="give seconds, more than 0")
     if until_exit:
         return StopRule(None, timeout)
-    return StopRule(2 if steps is None else steps, timeout)
+    return StopRule(2, timeout, patience=PATIENCE) if steps is None else StopRule(steps, timeout)
 
 
 def _device(name: str) -> str:
@@ -143,10 +150,16 @@ def _run(
 
     if save is not None:
         check_place(save, option="--save")
-    fixes = () if fix is None else tuple(map(str, parse_fixes(fix)))
+    fixes = () if fix is None or fix == "auto" else tuple(map(str, parse_fixes(fix)))
+    if fixes and ladder:
+        raise UsageError("--ladder chooses remedies itself", value=fix, hint="give --fix or --ladder")
+    if ladder or fix == "auto":
+        return _ladder(program, rule, search=fix == "auto", as_json=as_json, save=save, explain=explain, **options)
     with _script_output(to_stderr=as_json):
         found = run_script(program, rule, fixes=fixes, **options)
     outcome, document = found.outcome, found.document
+    if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
+        raise outcome.error
     if outcome.error is not None:
         from memprof.script.program import print_error
 
@@ -155,16 +168,50 @@ def _run(
         _say_nothing_was_there(outcome)
         return outcome.exit_code
     print_document(document, as_json=as_json, explain=explain)
-    if save is not None:
-        from memprof.trace.io import save_trace
-
-        save_trace(found.trace, save)
-        typer.echo(f"Saved: memprof show {save}", err=True)
+    _save(found.trace, save)
     if outcome.ended is Ended.REFUSED:
         return 3
     if outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
         return outcome.exit_code
     return exit_code(document)
+
+
+def _ladder(
+    program: Program,
+    rule: StopRule,
+    *,
+    search: bool,
+    gpu: Gpu,
+    device: str,
+    alloc_conf: str | None,
+    worst_batch: bool,
+    as_json: bool,
+    save: Path | None,
+    explain: bool,
+    **ignored: object,
+) -> int:
+    from memprof.dry_ladder import Request, script_ladder, script_search
+
+    if device != "virtual":
+        raise UsageError(
+            "a ladder runs on the virtual card", value=f"--device {device}", hint="leave out --device, or --ladder"
+        )
+    program.check()
+    request = Request(program, rule, gpu, alloc_conf, worst_batch)
+    with Progress() as progress:
+        trace, document = (script_search if search else script_ladder)(request, progress)
+    print_document(document, as_json=as_json, explain=explain)
+    _save(trace, save)
+    return exit_code(document)
+
+
+def _save(trace: Trace, path: Path | None) -> None:
+    if path is None:
+        return
+    from memprof.trace.io import save_trace
+
+    save_trace(trace, path)
+    typer.echo(f"Saved: memprof show {path}", err=True)
 
 
 def _say_nothing_was_there(outcome: Outcome) -> None:
@@ -182,7 +229,8 @@ def _script_output(*, to_stderr: bool) -> Iterator[None]:
     kept = os.dup(1)
     try:
         os.dup2(2, 1)
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         with contextlib.suppress(ValueError):  # the script closed it
             sys.stdout.flush()

@@ -272,7 +272,7 @@ def alive_at(trace: Trace, time: int) -> list[int]:
             alive[event.ref] = None
         elif event.kind is EventKind.FREE:
             alive.pop(event.ref, None)
-    return list(alive)
+    return [index for index in alive if index not in trace.refused]
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

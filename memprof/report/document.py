@@ -14,6 +14,7 @@ from memprof.findings import Finding
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
+from memprof.ledger.steps import training_steps
 from memprof.report.ladder import Rung
 from memprof.trace.events import CPU, NONE, FailureKind, Trace
 from memprof.version import __version__
@@ -56,6 +57,20 @@ class StageRow:
     """Measured on CUDA: torch's own counters, as last read in the stage; the peak is since the reading before."""
     measured_peak_bytes: int | None = None
     measured_reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One training step that ran to its end; bytes allocated."""
+
+    step: int
+    """From 1."""
+    peak_bytes: int
+    """The highest since the step before, apart from evaluation where it was recognised."""
+    end_bytes: int
+    """When the optimizer's step ends."""
+    growth_bytes: int
+    """`end_bytes` beyond those of the step before; of the first, beyond what was held when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +197,8 @@ class Document:
     """Why the ladder's remedies were chosen, if they were (`--fix auto`)."""
     ladder_left_out: dict[str, str] = field(default_factory=dict)
     """Remedy -> why it is no row."""
+    steps: tuple[StepRow, ...] = ()
+    """Of a program that names no phases of its own, if two or more of its steps ended."""
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
@@ -249,7 +266,15 @@ def build_document(
             *_outside(bridge),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
+        steps=() if facts["command"] == "profile" else _steps(ledger),
     )
+
+
+def _steps(ledger: Ledger) -> tuple[StepRow, ...]:
+    steps = training_steps(ledger.trace, ledger.allocated)
+    if len(steps) < 2:
+        return ()
+    return tuple(StepRow(step.step, step.peak_bytes, step.end_bytes, step.growth_bytes) for step in steps)
 
 
 def _outside(bridge: Bridge | None) -> tuple[str, ...]:

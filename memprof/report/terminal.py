@@ -17,6 +17,7 @@ from memprof.report.bridge_terminal import render_bridge
 from memprof.report.document import Document, TensorRow
 from memprof.report.folding import shown_stages, shown_step
 from memprof.report.ladder_terminal import render_ladder
+from memprof.report.steps_terminal import render_steps
 from memprof.report.units import Unit, unit_for
 from memprof.trace.events import short_source
 from memprof.units import MIB, format_bytes, format_count, gib
@@ -48,7 +49,10 @@ def print_report(document: Document, *, explain: bool = False) -> None:
 
 def renderable(document: Document, *, explain: bool) -> RenderableType:
     """The report, to be printed on a console."""
-    parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), _categories(document)]
+    parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document)]
+    if document.steps:
+        parts.append(render_steps(document.steps, _unit(document)))
+    parts.append(_categories(document))
     if document.bridge is not None:
         parts.append(render_bridge(document.bridge, _unit(document)))
     parts += [_tensors(document), _findings(document)]
@@ -80,7 +84,7 @@ def _heading(document: Document) -> RenderableType:
 
 
 _ENDS = {
-    "steps": "stopped after {steps}: the steady state (--steps and --until-exit go on)",
+    "steps": "stopped after {steps} (--steps and --until-exit go on)",
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout after {steps} had begun",
     "error": "failed by itself after {steps} had begun",

@@ -41,18 +41,23 @@ class StopRule:
     Args:
         steps: after so many optimizer steps; None: never.
         seconds: after so much time; None: never.
+        patience: so many steps more, as long as each leaves more memory held than the one before: the state is not
+            steady then, and one more look tells a leak from what is made once.
     """
 
     steps: int | None = 2
     seconds: float | None = None
+    patience: int = 0
 
-    def after_step(self, completed: int) -> None:
-        """`completed` optimizer steps were made.
+    def after_step(self, completed: int, *, grew: bool = False) -> None:
+        """`completed` optimizer steps were made; `grew`: more is held than after the one before.
 
         Raises:
             StopRun: they are enough.
         """
-        if self.steps is not None and completed >= self.steps:
+        if self.steps is None or completed < self.steps:
+            return
+        if not grew or completed >= self.steps + self.patience:
             raise StopRun(Ended.STEPS)
 
     @contextlib.contextmanager

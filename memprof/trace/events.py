@@ -186,6 +186,50 @@ class DeviceMismatch(NamedTuple):
     operands: tuple[Operand, ...]
 
 
+class Forward(NamedTuple):
+    """One call of a module from outside all others, in a program that names no phases of its own."""
+
+    begin: int
+    """Events before the call; `end`: before its return."""
+    end: int
+    module: int
+    """Index in Trace.modules."""
+    source: int
+    """Index in Trace.sources: the line that calls it."""
+    training: bool
+    """The module's own flag."""
+    nodes: int
+    """Autograd nodes that the call made: 0 without gradients."""
+    outputs: tuple[int, ...]
+    """The storages of the tensors that it returned."""
+
+
+class Holder(NamedTuple):
+    """What of the program keeps tensors alive that pile up, as seen while it ran."""
+
+    event: int
+    """Events before it was looked for."""
+    kind: str
+    """Class of the container, such as `list`; "" if a variable or an attribute is the tensor itself."""
+    name: str
+    """As the program says it: `losses`, or `Meter.values` for an attribute of an object of class Meter."""
+    source: str | None
+    """`file:line function` of the line that puts tensors there; where it cannot be read off the code, of the variable's
+    function or the attribute's class. None: no source code."""
+    fills: bool
+    """Whether `source` is that line."""
+    limit: int | None
+    """How many it can hold (a deque with maxlen); None: any number."""
+    storages: tuple[int, ...]
+    """Those that it holds, itself or through what is in it."""
+    nodes: int
+    """Autograd nodes that hang on its tensors; 0: they carry no graph."""
+    node_steps: int
+    """How many different steps made these nodes."""
+    batches: int | None
+    """The length of the only data loader in the functions that were running then; None if that is not known."""
+
+
 class FailureKind(enum.StrEnum):
     """Why a run could not go on, as far as that decides what to do about it."""
 
@@ -249,6 +293,10 @@ class Trace:
     refused: list[int] = field(default_factory=list)
     """Storages that the card had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
     has an ALLOC, when it was asked for, and a FREE right after it."""
+    forwards: list[Forward] = field(default_factory=list)
+    """Of a program that names no phases of its own."""
+    holders: list[Holder] = field(default_factory=list)
+    """Of what piled up."""
 
     def op(self, storage: Storage) -> str:
         """The operator that allocated `storage`."""

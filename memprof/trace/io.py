@@ -20,6 +20,8 @@ from memprof.trace.events import (
     EventKind,
     Failure,
     FailureKind,
+    Forward,
+    Holder,
     Module,
     ModuleRole,
     Operand,
@@ -65,6 +67,8 @@ def save_trace(trace: Trace, path: Path) -> None:
         "device": trace.device,
         "samples": trace.samples,
         "times": trace.times,
+        "forwards": trace.forwards,
+        "holders": trace.holders,
         "storages": trace.storages,
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
@@ -134,6 +138,8 @@ def _trace(document: dict[str, Any]) -> Trace:
         times=document.get("times", []),
         work=[Work(*row) for row in document.get("work", ())],
         refused=document.get("refused", []),
+        forwards=[_forward(row) for row in document.get("forwards", ())],
+        holders=[_holder(row) for row in document.get("holders", ())],
     )
     _check(trace)
     return trace
@@ -149,6 +155,16 @@ def _mismatch(row: list[Any]) -> DeviceMismatch:
 def _failure(row: list[Any]) -> Failure:
     kind, *rest = row
     return Failure(FailureKind(kind), *rest)
+
+
+def _forward(row: list[Any]) -> Forward:
+    forward = Forward(*row)
+    return forward._replace(outputs=tuple(forward.outputs))
+
+
+def _holder(row: list[Any]) -> Holder:
+    holder = Holder(*row)
+    return holder._replace(storages=tuple(holder.storages))
 
 
 def _check(trace: Trace) -> None:
@@ -171,6 +187,14 @@ def _check(trace: Trace) -> None:
     for work in trace.work:
         if not (0 <= work.phase < len(trace.phases) and 0 <= work.op < len(trace.ops)):
             raise ValueError("some work points outside its tables")
+    named = {
+        index for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in trace.holders)) for index in row
+    }
+    if not (
+        all(0 <= index < len(trace.storages) for index in named)
+        and all(0 <= f.module < len(trace.modules) and f.source < len(trace.sources) for f in trace.forwards)
+    ):
+        raise ValueError("a forward or a holder points outside its tables")
     for storage in trace.storages:
         if not (
             storage.op < len(trace.ops)

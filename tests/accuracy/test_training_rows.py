@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from memprof import pipeline
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
-from memprof.ledger.ledger import Ledger, build_ledger
+from memprof.ledger.ledger import build_ledger
 from memprof.pipeline import allocator_settings, live_allocator
 from memprof.spec import TargetSpec
 from tests.accuracy import adapter_bench, torchtune_recipe
@@ -122,10 +123,28 @@ def needed(run: Recipe | Bench) -> list[str]:
     return ([f"{run.eight_bit}.optim"] if run.eight_bit else []) + (["torchao"] if run.in_4_bits else [])
 
 
-def simulate(run: Recipe | Bench, card: str, snapshot: Callable[[str, int], None] = lambda name, now: None) -> Ledger:
-    """The run on the virtual card; `snapshot` is told what is allocated at the benchmark's readings."""
+@dataclass(frozen=True)
+class Simulated:
+    """What a run on the virtual card gave."""
+
+    peak_bytes: int
+    peak_stage: str
+    peak_reserved_bytes: int
+    readings: dict[str, int]
+    """Bytes allocated at the benchmark's readings."""
+
+
+def simulate(run: Recipe | Bench, card: str) -> Simulated:
+    """The run on the virtual card."""
     for package in needed(run):
         pytest.importorskip(package)
+    return _simulate(run, card)
+
+
+@functools.cache
+def _simulate(run: Recipe | Bench, card: str) -> Simulated:
+    """Once for all tests that ask for something of it."""
+    readings: dict[str, int] = {}
     settings = allocator_settings("")
     with (
         _no_collection(),
@@ -134,8 +153,9 @@ def simulate(run: Recipe | Bench, card: str, snapshot: Callable[[str, int], None
         if isinstance(run, Recipe):
             torchtune_recipe.train(run)
         else:
-            adapter_bench.train(run, lambda name: snapshot(name, torch.cuda.memory_allocated()))
-    return build_ledger(gpu.trace)
+            adapter_bench.train(run, lambda name: readings.__setitem__(name, torch.cuda.memory_allocated()))
+    ledger = build_ledger(gpu.trace)
+    return Simulated(ledger.peak_bytes, ledger.peak_stage.name, ledger.peak_reserved_bytes, readings)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.bar is not None], ids=lambda row: f"{row.model} {row.name}")
@@ -153,9 +173,9 @@ def test_baseline_does_not_depend_on_the_length(length: int, shared_dir: Path) -
     """Its batches are unpacked, and how long the texts were is not published. It decides nothing: the peak is the end
     of the backward, where the tied embedding's two gradients and their sum are alive beside all others."""
     gib, card = published(shared_dir, next(row for row in ROWS if row.method == "baseline full FT"))
-    ledger = simulate(Recipe(length=length, packed=False), card)
-    assert ledger.peak_stage.name == "backward"
-    assert round(ledger.peak_bytes / GIB, 1) == gib
+    simulated = simulate(Recipe(length=length, packed=False), card)
+    assert simulated.peak_stage == "backward"
+    assert round(simulated.peak_bytes / GIB, 1) == gib
 
 
 def test_packed_to_the_last_digit(shared_dir: Path) -> None:
@@ -185,11 +205,10 @@ def test_readings_of_the_adapter_benchmark(name: str) -> None:
     """Within 1.2 MiB; of what torch counts, some are rests of up to 1 MiB that blocks keep. In half precision weights
     are moved first, and 8 MiB of such rests are in every reading, and not in the sum of the tensors, the peak here."""
     bench, (*readings, peak) = READINGS[name]
-    found: dict[str, int] = {}
-    ledger = simulate(bench, "rtx-4080", lambda point, now: found.__setitem__(point, now))
+    simulated = simulate(bench, "rtx-4080")
     for point, gib in zip(_POINTS, readings, strict=True):
-        assert found[point] / GIB == pytest.approx(gib, abs=1.2e-3), point
-    assert ledger.peak_bytes / GIB == pytest.approx(peak, abs=1.2e-3 if bench.in_4_bits else 3e-3)
+        assert simulated.readings[point] / GIB == pytest.approx(gib, abs=1.2e-3), point
+    assert simulated.peak_bytes / GIB == pytest.approx(peak, abs=1.2e-3 if bench.in_4_bits else 3e-3)
 
 
 LOADING = {"qwen2.5-0.5b": 0.9339, "qwen2.5-1.5b": 1.9436, "qwen2.5-7b": 8.2261}

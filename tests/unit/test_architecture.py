@@ -48,6 +48,7 @@ def _imported(code: str) -> set[str]:
         pytest.param("import memprof.report.monitor", id="memprof.report.monitor"),
         pytest.param(HELP.replace("--help", "monitor"), id="memprof monitor"),
         pytest.param("import memprof.compare", id="memprof.compare"),
+        pytest.param("import memprof.pytest_plugin", id="memprof.pytest_plugin"),
         pytest.param("import memprof.report.estimate", id="memprof.report.estimate"),
         pytest.param(HELP, id="memprof --help"),
         pytest.param(

@@ -93,7 +93,7 @@ class MeasuredDevice:
         for owner, name, value in self.phases.patches():
             self._patches.set(owner, name, value)
         self._stack.enter_context(watch_imports(self._libraries()))
-        self.modules.on_outermost = self.phases.forward
+        self.modules.on_outermost = lambda module, index: self.phases.forward(module)
         self._patches.set(nn.Module, "__call__", self._noting_sources(self.modules.wrap_call(nn.Module.__call__)))
         self.modules.listener = self._module_event
         self.modules.on_root = self.adopt
@@ -153,6 +153,11 @@ class MeasuredDevice:
         finally:
             self.phases.recognises = recognised
             self._begin_phase(*before)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes on the card now; 0 on the CPU, where torch does not say."""
+        return torch.cuda.memory_allocated() if self.name == "cuda" else 0
 
     def _begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         self._phase = Phase(kind, step, micro_batch)

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 import torch.serialization
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.capture.virtual.calls import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
@@ -46,8 +47,9 @@ READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 class Checkpoints:
     """Files of torch's, for one virtual GPU."""
 
-    def __init__(self, recording: RecordingMode, assume: Callable[[str], None]) -> None:
+    def __init__(self, recording: RecordingMode, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
         self._recording = recording
+        self._mode = mode
         self._assume = assume
         self._dtype = torch.uint8
         """Of the storage that is being loaded."""
@@ -113,7 +115,9 @@ class Checkpoints:
         pickled = io.BytesIO()
         outer, self.saving = self.saving, True
         try:
-            Pickler(pickled, protocol=pickle_protocol).dump(obj)
+            # A thread that writes checkpoints sees no modes, and would find tensors on the meta device.
+            with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self._mode:
+                Pickler(pickled, protocol=pickle_protocol).dump(obj)
         finally:
             self.saving = outer
         records: list[tuple[str, Any]] = [("data.pkl", pickled.getvalue())]

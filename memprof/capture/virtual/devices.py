@@ -47,7 +47,7 @@ class DeviceMode(TorchFunctionMode):
         super().__init__()
         self._recording = recording
         self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
-        self.interchange = Interchange(recording, self._to, recording.values.assume)
+        self.interchange = Interchange(recording, self._to, recording.values.assume, self)
         self._factories = torch.utils._device._device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -481,11 +481,22 @@ def python_functions_run_inside() -> Iterator[tuple[Any, str, Any]]:
         "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
         "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
     }
+    functions = {name: getattr(torch._C, _C_NAMES[name]) for name in replacements}
     for module_name, module in list(sys.modules.items()):
-        if module is not None and module_name.split(".")[0] == "torch":
-            for name, replacement in replacements.items():
-                if vars(module).get(name) is getattr(torch._C, _C_NAMES[name]):
-                    yield module, name, replacement
+        if module is None:
+            continue
+        calls = _CALLS.get(module_name)
+        if calls is None:  # most of the thousands of modules that transformers brings are asked once
+            of_torch = module_name == "torch" or module_name.startswith("torch.")
+            calls = [name for name in functions if vars(module).get(name) is functions[name]] if of_torch else []
+            _CALLS[module_name] = calls
+        for name in calls:
+            if vars(module).get(name) is functions[name]:
+                yield module, name, replacements[name]
+
+
+_CALLS: dict[str, list[str]] = {}
+"""Module -> which of torch's three questions about overriding it has imported."""
 
 
 def _overridden(tensors: Any) -> bool:

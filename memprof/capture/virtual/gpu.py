@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memprof.capture.failure import describe, ended_by_refusal
+from memprof.capture.growth import GrowthWatch
 from memprof.capture.imports import watch_imports
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.phases import Phases
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual import compiled, loaders, processes, quantized
+from memprof.capture.virtual import compiled, distributed, loaders, native, processes, quantized
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
@@ -85,6 +86,7 @@ class VirtualGpu:
         self._watches_kernels = False
         self._passes_kernels = passes_kernels
         self._watches_quantized = False
+        self._growth = GrowthWatch(self.recorder)
         self._patches = Patches()
         self._modes = contextlib.ExitStack()
         self._context_bytes = context_bytes
@@ -99,9 +101,10 @@ class VirtualGpu:
         self.recording = RecordingMode(self.recorder, self._values, workspace if workspaces else None, card)
         self.recorder.on_death = self.recording.forget
         self.modules.on_root = self.adopt
-        self.phases = Phases(self.recorder.begin_phase, lambda: self.recorder.phase)
+        self.phases = Phases(self._begin_phase, lambda: self.recorder.phase)
         """Those of a program that does not name its own."""
-        self.modules.on_outermost = self.phases.forward
+        self.modules.on_outermost = self._outermost_call
+        self.modules.on_outermost_return = self._outermost_return
 
     @property
     def trace(self) -> Trace:
@@ -110,6 +113,11 @@ class VirtualGpu:
         trace.assumptions = list(self._assumptions)
         trace.work = self.recording.meter.finish()
         return trace
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes on the card now."""
+        return self.recorder.live_bytes
 
     def memory_changed(self) -> None:
         """The allocator's settings are others than before."""
@@ -147,6 +155,8 @@ class VirtualGpu:
                 self._unknown_read,
                 RecordingMode.__torch_dispatch__.__code__,
             )
+        if error is None and self.phases.recognises:
+            self._growth.run_ends()
         self._remove()
 
     def _watch_kernels(self) -> None:
@@ -187,10 +197,15 @@ class VirtualGpu:
             patches.set(owner, name, value)
         for owner, name, value in compiled.patches(self.assume):
             patches.set(owner, name, value)
+        for owner, name, value in native.patches(self.recording.is_on_card):
+            patches.set(owner, name, value)
         for owner, name, value in loaders.patches(self.assume, self.recording.is_on_card):
             patches.set(owner, name, value)
-        for owner, name, value in processes.patches(self.assume):
+        for owner, name, value in processes.patches(self.assume, self.recording.is_virtual):
             patches.set(owner, name, value)
+        for owner, name, value in distributed.patches(self.assume, self.recording.is_on_card):
+            patches.set(owner, name, value)
+        self._modes.enter_context(distributed.groups_end_with_the_run())
         self._modes.enter_context(function_mode.interchange.safetensors.opening())
         self._modes.enter_context(loaders.collating_here())
         self._modes.enter_context(processes.left_in_children(self._leave_in_child))
@@ -261,6 +276,22 @@ class VirtualGpu:
             self.phases.recognises = recognised
             self.recorder.begin_phase(*before)
 
+    def _begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        """A phase that was recognised in a program that does not name its own."""
+        self.recorder.begin_phase(kind, step, micro_batch)
+        self._growth.phase_begins(kind)
+
+    def _outermost_call(self, module: nn.Module, index: int) -> None:
+        """A module is called from outside all others."""
+        self.phases.forward(module)
+        if self.phases.recognises and torch._C._current_graph_task_id() == -1:
+            self._growth.call_begins(module, index)
+
+    def _outermost_return(self, result: Any) -> None:
+        """That call returns."""
+        if self.phases.recognises and torch._C._current_graph_task_id() == -1:
+            self._growth.call_returned(result)
+
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run: its parameters and buffers are named after it."""
         if not any(known() is root for known in self._roots):
@@ -289,9 +320,10 @@ class VirtualGpu:
         """Tell the recorder which storages are this optimizer's state."""
         for state in optimizer.state.values():
             for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    for part in quantized.parts(value) or [value]:
-                        self.recorder.own(part, Owner(Role.OPTIMIZER_STATE, str(key)))
+                for tensor in value if isinstance(value, list) else [value]:  # LBFGS keeps lists of directions
+                    if isinstance(tensor, torch.Tensor):
+                        for part in quantized.parts(tensor) or [tensor]:
+                            self.recorder.own(part, Owner(Role.OPTIMIZER_STATE, str(key)))
 
     # -- what is watched --------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.capture.failure import KernelError
@@ -36,11 +37,15 @@ class Interchange:
     """The ways in which a program reaches a tensor's data, for one virtual GPU."""
 
     def __init__(
-        self, recording: RecordingMode, move: Callable[[_Tensor, Any], _Tensor], assume: Callable[[str], None]
+        self,
+        recording: RecordingMode,
+        move: Callable[[_Tensor, Any], _Tensor],
+        assume: Callable[[str], None],
+        mode: TorchFunctionMode,
     ) -> None:
         self._recording = recording
         self._move = move
-        self.checkpoints = Checkpoints(recording, assume)
+        self.checkpoints = Checkpoints(recording, assume, mode)
         self.safetensors = SafetensorsFiles(recording, assume)
         self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
             weakref.WeakKeyDictionary()

@@ -16,11 +16,25 @@ from memprof.errors import MemprofError
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
 IN_CHILD = "uses CUDA in another process"
 ON_HOST = "have the other process make host tensors, and move them to the card in the process that trains"
+SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
 
 
 def not_yet(what: str, hint: str) -> MemprofError:
     """The error for what the program's innermost line does."""
     return MemprofError(f"not yet: {program_line()} {what}", hint=hint)
+
+
+def refuse_sharded(kinds: Any) -> None:
+    """Tensors of a device mesh ask for operators on fake tensors, of devices that are not there.
+
+    Raises:
+        MemprofError: `kinds`, the classes of an operator's tensors, has such a tensor's.
+    """
+    if any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.") for kind in kinds):
+        raise not_yet(
+            "uses DTensor (fully_shard, tensor parallelism)",
+            "with one process it shards nothing: leave it out, or use DistributedDataParallel",
+        )
 
 
 def program_line() -> str:

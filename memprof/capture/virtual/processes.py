@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import multiprocessing.process
+import multiprocessing.queues
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memprof.capture.children import Elsewhere
 from memprof.capture.virtual.devices import DeviceMode
-from memprof.capture.virtual.limits import IN_CHILD, ON_HOST, not_yet
+from memprof.capture.virtual.limits import IN_CHILD, ON_HOST, SEND_NUMBERS, not_yet
 from memprof.capture.virtual.recording import RecordingMode
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
@@ -85,8 +86,10 @@ class _NoRecordingMode(RecordingMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what starts processes."""
+def patches(
+    assume: Callable[[str], None], is_virtual: Callable[[torch.Tensor], bool]
+) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) of what starts processes, and talks to them."""
     start = multiprocessing.process.BaseProcess.start
 
     def start_elsewhere(process: Any) -> None:
@@ -96,9 +99,22 @@ def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
         start(process)
 
     yield multiprocessing.process.BaseProcess, "start", start_elsewhere
+    for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
+        yield queue, "put", _putting(queue.put, is_virtual)
     yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)
     for name in ("spawn", "start_processes"):
         yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume)
+
+
+def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
+    """A queue's own thread pickles what is put; there an error would be lost, and the other side would wait."""
+
+    def put(queue: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(part, torch.Tensor) and is_virtual(part) for part in tree_leaves(obj)):
+            raise not_yet("sends another process a tensor of the virtual GPU, which has no data", SEND_NUMBERS)
+        original(queue, obj, *args, **kwargs)
+
+    return put
 
 
 def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -79,12 +79,17 @@ def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
             yield getattr(functions, name), "_instance", None
 
 
+_operators: list[Any] = []
+
+
 def operators() -> Iterator[Any]:
     """The operators of bitsandbytes that have a kernel for CUDA; after `patches`, which has them registered."""
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith(_NAMESPACE) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"):
-            packet, _, overload = name.removeprefix(_NAMESPACE).partition(".")
-            yield getattr(getattr(torch.ops.bitsandbytes, packet), overload or "default")
+    if not _operators:  # registered once, for good; torch takes its time to name its thousands of operators
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith(_NAMESPACE) and torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CUDA"):
+                packet, _, overload = name.removeprefix(_NAMESPACE).partition(".")
+                _operators.append(getattr(getattr(torch.ops.bitsandbytes, packet), overload or "default"))
+    yield from _operators
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:

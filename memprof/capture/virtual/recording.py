@@ -30,6 +30,7 @@ from memprof.capture.virtual.calls import (
 )
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.engine import FILLS_ZEROS, Accumulation, called_by_engine, in_backward
+from memprof.capture.virtual.limits import refuse_sharded
 from memprof.capture.virtual.operators import HANDLERS
 from memprof.capture.virtual.values import Values
 from memprof.capture.virtual.work import Meter
@@ -102,6 +103,11 @@ class RecordingMode(TorchDispatchMode):
         with _NoTorchFunction():
             return self.device_of(tensor) == GPU
 
+    def is_virtual(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` stands for one that has data in a real run."""
+        with _NoTorchFunction():
+            return tensor.is_meta and self.device_of(tensor) != "meta"
+
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
         self.values.drop(address)
@@ -112,6 +118,7 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             # A tensor subclass unwraps itself first; its inner operators come back here.
+            refuse_sharded(types)
             return NotImplemented
         with _NoTorchFunction():
             operator = self._operator(func)

@@ -14,6 +14,7 @@ policy, stated in the run's assumptions:
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ MAX_INTEGER_ELEMENTS = 1 << 24
 """Integer and boolean tensors up to this size are really computed (16 Mi elements: a 4,096 x 4,096 mask)."""
 MAX_FLOAT_ELEMENTS = 1 << 12
 """Floating-point tensors up to this size keep their value while it is known (schedules, counters, scales)."""
+
+_MAPPED_BYTES = 1 << 16
+"""Shadows of zeros from this size on are pages that the system makes when they are written."""
 
 _RANDOM = frozenset({"rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform"})
 
@@ -67,9 +71,17 @@ class Values:
         """`tensor`, which owns its whole storage, is known to hold `value` (same shape and dtype)."""
         if not tensor.numel():
             return
-        flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
+        flat = torch.empty(_num_elements(tensor), dtype=tensor.dtype)
         flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(value)
         self._flat[tensor.untyped_storage()._cdata] = flat
+
+    def set_zeros(self, tensor: torch.Tensor) -> None:
+        """`tensor`, which owns its whole storage, is known to hold zeros; those take no memory until they are written.
+
+        The state of an 8-bit optimizer, which no operator here ever fills, would be gigabytes otherwise.
+        """
+        if tensor.numel():
+            self._flat[tensor.untyped_storage()._cdata] = _untouched(_num_elements(tensor), tensor.dtype)
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of this dtype and size is worth computing."""
@@ -123,6 +135,10 @@ class Values:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
         if not any(self.wants(output) for output in outputs):
             return
+        if func.overloadpacket in _BLANK:
+            for output in outputs:
+                self.set_zeros(output)
+            return
         result = self.compute(func, args, kwargs)
         if result is None:
             policy = _POLICIES.get(func.overloadpacket)
@@ -144,7 +160,7 @@ class Values:
             overwrites = func.overloadpacket in _OVERWRITING
             if not (whole and overwrites and self.wants(target)):
                 return
-            self.set(target, torch.zeros(target.shape, dtype=target.dtype))
+            self.set_zeros(target)
         if self.compute(func, args, kwargs) is None:
             del self._flat[address]
 
@@ -170,6 +186,19 @@ class Values:
             self.assume("A selection by a mask whose values are not known keeps every element.")
             known = torch.ones(mask.shape, dtype=torch.bool)
         return known.nonzero()
+
+
+def _num_elements(tensor: torch.Tensor) -> int:
+    """Of the tensor's whole storage."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def _untouched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros; many of them are pages that the system makes when they are written."""
+    num_bytes = num_elements * dtype.itemsize
+    if num_bytes < _MAPPED_BYTES:
+        return torch.zeros(num_elements, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
 
 
 def _ones(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,4 +236,11 @@ _POLICIES: dict[Any, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 }
 _LIKE = frozenset({_aten.zeros_like, _aten.ones_like, _aten.full_like})
 """These take the shape of a tensor and not what it holds: the gradient of a loss is 1, whatever the loss is."""
+_BLANK = frozenset(
+    {
+        *(_aten.zeros, _aten.zeros_like, _aten.new_zeros),
+        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+    }
+)
+"""These make zeros, or what may as well be zeros."""
 _OVERWRITING = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})

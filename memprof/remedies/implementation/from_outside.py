@@ -7,20 +7,23 @@ only those remedies can be switched on that leave the parameters alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 from memprof.remedies.fixes import Fix, options_of, parse_fixes
 from memprof.remedies.implementation.applied import apply
 
 EXPANDABLE = "expandable-segments"
+FUSED = "fused-optimizer"
 FROM_OUTSIDE = (
     "chunked-loss",
     "activation-checkpointing",
     EXPANDABLE,
+    FUSED,
     "sdpa-attention",
     "amp-bfloat16",
     "cpu-offload-activations",
@@ -57,8 +60,8 @@ class Switch:
         self.changes: list[str] = []
         """What was changed, in words."""
 
-    def before_forward(self, model: nn.Module) -> None:
-        """`model` is about to be called from outside all others.
+    def before_forward(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """`model` is about to be called from outside all others; `optimizers` are the program's.
 
         Raises:
             UsageError: a remedy does not apply to it.
@@ -69,8 +72,26 @@ class Switch:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return
         names = [fix.remedy.name for fix in self._in_models]
-        applied = apply(_within(model), names, undoable=False, **options_of(self._in_models))
+        options = options_of(self._in_models)
+        if FUSED in names:
+            options["optimizer"] = _optimizer_of(model, optimizers)
+        applied = apply(_within(model), names, undoable=False, **options)
         self.changes += map(str, applied.changes)
+
+
+def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer:
+    """The one that trains `model`.
+
+    Raises:
+        UsageError: there is none yet.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return optimizer
+    raise UsageError(
+        "fused-optimizer does not apply: the model is called before it has an optimizer", value=type(model).__name__
+    )
 
 
 def _within(model: nn.Module) -> nn.Module:

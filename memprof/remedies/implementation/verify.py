@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -316,6 +317,10 @@ def _add_peaks(
             # What runs on a card alone: the reason stands in the table's place.
             return simulated, None, str(error).splitlines()[0]
 
+    # Measuring collects garbage each time. The libraries' own objects, millions that live for good, are looked through
+    # once.
+    gc.collect()
+    gc.freeze()
     originals: dict[tuple[str, int, bool], _Both] = {}
     for remedy in chosen:
         if not set(remedy.saves) - {"host memory"}:  # nothing on the card

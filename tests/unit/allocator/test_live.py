@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from memprof.allocator import Card, LiveAllocator, replay_trace
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memprof.allocator import AllocatorConfig, Card, LiveAllocator, parse_config, replay_on_card, replay_trace
+from memprof.allocator.caching import CachingAllocator
+from memprof.allocator.driver import SimulatedDriver
+from memprof.allocator.messages import OutOfMemory
+from memprof.allocator.releases import LATEST
 from tests.unit.allocator.traces import MIB, Script
 
 CARD = Card(1000 * MIB, 20 * MIB)
@@ -57,3 +66,85 @@ def test_goes_on_beyond_the_card():
         script.new(500 * MIB)
     stats = memory.stats()
     assert stats["reserved_bytes.all.current"] == 1500 * MIB and stats["num_ooms"] == 1
+
+
+# -- a card that refuses -----------------------------------------------------------------------------------------------
+
+
+def ask(script: Script, memory: LiveAllocator, num_bytes: int) -> int | None:
+    """The storage, or None if it was refused: as the recorder does it."""
+    ref = script.new(num_bytes)
+    if memory.refusal() is None:
+        return ref
+    script.trace.refused.append(ref)
+    script.free(ref)
+    return None
+
+
+def test_what_does_not_fit_is_refused_with_the_words_of_torch():
+    script = Script()
+    memory = LiveAllocator(script.trace, CARD)
+    assert ask(script, memory, 700 * MIB) is not None
+    script.new(500 * MIB)
+    message = memory.refusal()
+    assert message is not None and message.startswith("CUDA out of memory. Tried to allocate 500.00 MiB. GPU 0 has a")
+    assert "Including non-PyTorch memory, this process has 720.00 MiB memory in use." in message
+    assert "700.00 MiB is allocated by PyTorch" in message
+    assert memory.stats()["allocated_bytes.all.current"] == 700 * MIB
+
+
+def test_what_is_freed_can_be_had_again():
+    script = Script()
+    memory = LiveAllocator(script.trace, CARD)
+    large = ask(script, memory, 700 * MIB)
+    assert ask(script, memory, 500 * MIB) is None
+    script.free(large)
+    assert ask(script, memory, 800 * MIB) is not None  # the cache of 700 MiB is given back for it
+    assert memory.stats()["reserved_bytes.all.current"] == 800 * MIB
+    run = replay_on_card(script.trace, CARD)
+    assert run.fits and run.retries > 0
+
+
+def test_a_run_that_ends_at_a_refusal_does_not_fit():
+    script = Script()
+    memory = LiveAllocator(script.trace, CARD)
+    ask(script, memory, 700 * MIB)
+    assert ask(script, memory, 600 * MIB) is None
+    assert ask(script, memory, 500 * MIB) is None
+    script.trace.refused.pop()  # this one the program did not survive
+    run = replay_on_card(script.trace, CARD)
+    assert not run.fits and run.first_oom.report.requested_bytes == 500 * MIB
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([700, 1 << 20, 3 * MIB, 11 * MIB, 90 * MIB, 333 * MIB]), max_size=60),
+    drop=st.lists(st.integers(0, 200), max_size=60),
+    conf=st.sampled_from(
+        ["", "expandable_segments:True", "roundup_power2_divisions:1", "per_process_memory_fraction:0.5"]
+    ),
+)
+def test_refused_exactly_where_the_allocator_refuses(sizes, drop, conf):
+    """The bound by which most requests are passed without a replay never hides one."""
+    config = parse_config(conf, LATEST, origin="test") if conf else AllocatorConfig()
+    script, live = Script(), []
+    memory = LiveAllocator(script.trace, CARD, config)
+    allocator = CachingAllocator(CARD.total_bytes, config, driver=SimulatedDriver(CARD.total_bytes, 20 * MIB))
+    blocks = {}
+    for size, victim in itertools.zip_longest(sizes, drop[: len(sizes)]):
+        ref = ask(script, memory, size)
+        try:
+            block = allocator.malloc(size)
+        except OutOfMemory:
+            block = None
+        assert (ref is None) == (block is None)
+        if ref is not None:
+            live.append(ref)
+            blocks[ref] = block
+        if victim is not None and live and victim % 3:
+            gone = live.pop(victim % len(live))
+            script.free(gone)
+            allocator.free(blocks.pop(gone))
+    now = memory.stats()
+    assert now["reserved_bytes.all.current"] == allocator.statistics.all.reserved_bytes
+    assert now["allocated_bytes.all.current"] == allocator.statistics.all.allocated_bytes

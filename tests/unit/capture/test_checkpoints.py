@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,3 +239,13 @@ def test_a_damaged_file_is_an_error(real: Path, gpu: VirtualGpu, tmp_path: Path)
                 target.writestr(name, source.read(name))
     with pytest.raises(Exception, match=r"has no record 'data/0'"):
         torch.load(damaged)
+
+
+def test_a_thread_that_writes_checkpoints(gpu: VirtualGpu) -> None:
+    file = io.BytesIO()
+    state = {"weight": torch.randn(LARGE, device="cuda")}
+    thread = threading.Thread(target=torch.save, args=(state, file))
+    thread.start()
+    thread.join()
+    file.seek(0)
+    assert torch.load(file)["weight"].device == CUDA

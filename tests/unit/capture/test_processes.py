@@ -13,15 +13,18 @@ import torch.multiprocessing
 
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
+from memprof.errors import MemprofError
 
 CARD = find_gpu("a100-80gb")
 
 
 def add(queue: Any, tensor: torch.Tensor | None) -> None:
+    torch.set_num_threads(1)  # a fork takes no threads along, and OpenMP waits for them; data loader workers do so too
     queue.put(float(torch.ones(1 << 20).sum()))  # large enough to be virtual where a card is
 
 
 def use(queue: Any, tensor: torch.Tensor | None) -> None:
+    torch.set_num_threads(1)
     said = [f"{torch.cuda.is_available()} {torch.cuda.device_count()}"]
     for attempt in (
         lambda: torch.zeros(4, device="cuda"),
@@ -116,3 +119,26 @@ def test_spawning_more_starts_them() -> None:
 
 def on_card(rank: int) -> None:
     torch.zeros(rank + 1, device="cuda")
+
+
+def give(queue: Any, taken: Any) -> None:
+    queue.put({"made": torch.ones(1 << 20)})
+    taken.wait(60)
+
+
+def test_tensors_from_children_and_to_them() -> None:
+    with VirtualGpu(CARD) as gpu:
+        context: Any = multiprocessing.get_context("fork")
+        queue, taken = context.Queue(), context.Event()
+        child = context.Process(target=give, args=(queue, taken))
+        child.start()
+        received = queue.get(timeout=60)["made"]
+        taken.set()
+        child.join()
+        assert received.device.type == "cpu" and received.to("cuda").is_cuda
+        for tensor in (torch.zeros(4, device="cuda"), torch.zeros(1 << 20)):
+            with pytest.raises(MemprofError, match=r"not yet: .*test_processes\.py.* sends another process a tensor"):
+                queue.put([{"tensor": tensor}])
+        queue.put(torch.ones(3))
+        assert queue.get(timeout=30).tolist() == [1, 1, 1]
+    assert gpu.trace.failure is None

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import gc
 import multiprocessing.process
+import multiprocessing.queues
 import random
 import sys
 import types
@@ -16,6 +17,7 @@ import numpy
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed
 import torch.multiprocessing
 import torch.utils._device
 import torch.utils._python_dispatch
@@ -37,9 +39,15 @@ GPU = find_gpu("a100-80gb")
 PATCHED = [
     concurrent.futures.ThreadPoolExecutor,
     multiprocessing.process.BaseProcess,
+    multiprocessing.queues.Queue,
+    multiprocessing.queues.SimpleQueue,
     safetensors,
     safetensors.torch,
+    torch.cuda.nccl,
+    torch.cuda.profiler,
     torch.cuda.random,
+    torch.distributed,
+    torch.distributed.distributed_c10d,
     torch.cuda.nvtx,
     torch.multiprocessing,
     torch.utils.data.dataloader,
@@ -88,7 +96,8 @@ REGISTRIES = [
     if name.startswith("_global_") and isinstance(value, dict)
 ]
 OVERRIDES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-STATE_OF_TORCH = {"_warned_capturable_if_run_uncaptured", "__warningregistry__", "_cached_device_count"}
+# reduce_op warns when it is looked at.
+STATE_OF_TORCH = {"reduce_op", "_warned_capturable_if_run_uncaptured", "__warningregistry__", "_cached_device_count"}
 
 
 def attributes() -> dict[tuple[str, str], object]:

@@ -111,7 +111,8 @@ def test_logits_are_there_when_asked_for():
         with memprof.apply(model, ["chunked-loss"]):
             logits = model(**batch).logits
             assert logits.shape == wanted.shape and logits.dtype == wanted.dtype and logits.device == wanted.device
-            assert torch.equal(logits[:, -1], wanted[:, -1])
+            # The head of one row alone: a product of another shape, which some CPUs round in another order.
+            torch.testing.assert_close(logits[:, -1], wanted[:, -1])
             assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
             assert torch.equal(copy.deepcopy(logits), wanted)
             assert type(model(input_ids=batch["input_ids"]).logits) is torch.Tensor

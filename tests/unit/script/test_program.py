@@ -157,3 +157,13 @@ def test_no_such_program(tmp_path, script):
             Program(name, is_module=True).check()
     Program(script("pass")).check()
     Program("json.tool", is_module=True).check()
+
+
+def test_patience_while_memory_grows():
+    rule = StopRule(steps=2, patience=2)
+    rule.after_step(1, grew=True)
+    rule.after_step(2, grew=True)
+    rule.after_step(3, grew=True)
+    for completed, grew in ((2, False), (3, False), (4, True)):
+        with pytest.raises(StopRun):
+            rule.after_step(completed, grew=grew)

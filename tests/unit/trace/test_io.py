@@ -14,6 +14,8 @@ from memprof.trace.events import (
     DeviceMismatch,
     Event,
     EventKind,
+    Forward,
+    Holder,
     Module,
     ModuleRole,
     Operand,
@@ -46,6 +48,8 @@ def sample() -> Trace:
         ],
         assumptions=["One."],
         facts={"device": {"name": "A", "total_bytes": 1}, "target": None},
+        forwards=[Forward(1, 3, 0, 0, True, 7, (0,))],
+        holders=[Holder(4, "list", "losses", "/home/ä/train.py:3 main", True, None, (0,), 7, 1, None)],
     )
 
 
@@ -122,6 +126,8 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged(storages=[[1]]), "damaged"),
         (damaged(storages=[[1, [1], "int8", "cuda:0", 0, -1, -1, 0, -1, False]]), "damaged"),
         (damaged(phases=[["lunch", 0, 0]]), "damaged"),
+        (damaged(forwards=[[0, 1, 0, 0, True, 0, [3]]]), "damaged"),
+        (damaged(holders=[[0, "list", "losses", None, False, None, [-1], 0, 0, None]]), "damaged"),
     ],
 )  # fmt: skip
 def test_what_is_no_capture(tmp_path: Path, content: bytes, message: str) -> None:

@@ -1,0 +1,46 @@
+"""The arguments of a function that is to run on the virtual GPU: copies of the caller's, moved to the card."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from memprof.errors import UsageError
+
+
+def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies that belong together as the originals do: an optimizer's parameters are those of the model beside it.
+
+    Raises:
+        UsageError: some argument cannot be copied.
+    """
+    try:
+        return copy.deepcopy(arguments)
+    except Exception as error:  # whatever a class of the program's own raises
+        raise UsageError(
+            "the arguments cannot be copied",
+            value=f"{type(error).__name__}: {error}",
+            hint="let the function make them itself, or refer to them as globals: then they are not copied",
+        ) from error
+
+
+def to_card(value: Any) -> Any:
+    """`value` with its modules and tensors on the card, in lists, tuples and dictionaries too. Modules are moved in
+    place, and an optimizer's state follows its parameters: modules must come before optimizers."""
+    if isinstance(value, nn.Module):
+        return value.to("cuda")
+    if isinstance(value, torch.Tensor):
+        return value.to("cuda")
+    if isinstance(value, Optimizer):
+        if value.state:
+            value.load_state_dict(value.state_dict())
+        return value
+    if isinstance(value, dict) and type(value) is dict:
+        return {name: to_card(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_card(part) for part in value)
+    return value

@@ -1,0 +1,55 @@
+"""The line of a program that fills a container or adds to a sum, read off its source code."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+from types import CodeType
+
+_METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
+
+
+def line_that_fills(code: CodeType, variable: str, *, attribute: bool) -> str | None:
+    """`file:line function` at which the code puts something into `variable`; None if none is seen.
+
+    Args:
+        code: of the function, or of a whole module.
+        variable: its name there.
+        attribute: whether it is the attribute of an object (`self.losses`), not a variable.
+    """
+    name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
+    whole = rf"{name}\b"
+    patterns = (
+        rf"{name}(?:\[[^\]]*\])?\.(?:{_METHODS})\(",
+        rf"{name}\[[^\]]*\]\s*[+|]?=(?!=)",
+        rf"{name}\s*(?:\+|\|)=",
+        rf"{name}\s*(?::[^=]+)?=(?!=).*{whole}",
+    )
+    lines = linecache.getlines(code.co_filename)
+    first, last = code.co_firstlineno, _last_line(code)
+    for pattern in patterns:
+        for number in range(first, min(last, len(lines)) + 1):
+            if re.search(pattern, lines[number - 1].partition("#")[0]):
+                return f"{code.co_filename}:{number} {code.co_name}"
+    return None
+
+
+def line_of_code(code: CodeType) -> str:
+    """`file:line function` of where a function begins."""
+    return f"{code.co_filename}:{code.co_firstlineno} {code.co_name}"
+
+
+def line_of_class(kind: type) -> str | None:
+    """`file:line class` of where a class begins; None if its source code is not known."""
+    try:
+        file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return None
+    return f"{file}:{line} {kind.__name__}"
+
+
+def _last_line(code: CodeType) -> int:
+    """The last line of a function's code, and of the functions in it."""
+    own = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+    return max([own, *(_last_line(part) for part in code.co_consts if isinstance(part, CodeType))])

@@ -1,0 +1,63 @@
+"""Calls of a model one after the other, without a backward between them: an evaluation loop, or what may become one."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+from memprof.findings.finding import Context
+from memprof.ledger.categories import Category
+from memprof.trace.events import GPU, EventKind, Forward, PhaseKind, Trace
+
+_TRAINING = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
+
+
+def training_times(trace: Trace) -> list[int]:
+    """The events at which a backward or an optimizer's step begins."""
+    return [
+        time
+        for time, event in enumerate(trace.events)
+        if event.kind is EventKind.PHASE and trace.phases[event.ref].kind in _TRAINING
+    ]
+
+
+def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:
+    """Calls of one module in a row that are `wanted`; a backward or an optimizer's step ends the row, calls of other
+    modules do not."""
+    trained = training_times(trace)
+    open_loops: dict[int, list[Forward]] = {}
+    result: list[list[Forward]] = []
+    for forward in trace.forwards:
+        if not wanted(forward):
+            open_loops.pop(forward.module, None)
+            continue
+        loop = open_loops.get(forward.module)
+        if loop is None or bisect.bisect(trained, loop[-1].begin) != bisect.bisect(trained, forward.begin):
+            loop = open_loops[forward.module] = []
+            result.append(loop)
+        loop.append(forward)
+    return result
+
+
+def moments(loop: list[Forward]) -> list[int]:
+    """The last event of each call."""
+    return [forward.end - 1 for forward in loop]
+
+
+def made_in(context: Context, begin: int, end: int) -> list[int]:
+    """Storages on the card that were made from `begin` to before `end`, without a role and no KV cache."""
+    ledger, births = context.ledger, context.lives.births
+    return [
+        index
+        for index, storage in enumerate(ledger.trace.storages)
+        if begin <= births[index] < end
+        and storage.device == GPU
+        and not storage.hidden
+        and index not in ledger.trace.owners
+        and ledger.categories[index] is not Category.KV_CACHE
+    ]
+
+
+def module_name(trace: Trace, forward: Forward) -> str:
+    """What was called, by its class."""
+    return trace.modules[forward.module].class_name

@@ -1,0 +1,89 @@
+"""A model in eval mode that is called with gradients on: it keeps for a backward that never comes."""
+
+from __future__ import annotations
+
+import bisect
+
+from memprof.findings.calls import loops, made_in, module_name, moments, training_times
+from memprof.findings.evidence import file_and_line, percent, plural
+from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.growth import holder_evidence, holder_of, pile_evidence, piles
+from memprof.trace.events import NONE, Forward
+from memprof.units import format_bytes
+
+MIN_BYTES = 64 << 10
+"""That are kept at their most."""
+
+WARNING_SHARE = 0.05
+"""Of the peak: what is less is a note."""
+
+
+def find(context: Context) -> list[Finding]:
+    """One finding for each module; `num_bytes` is the most that its calls kept at one moment, beyond their outputs.
+
+    Told only where it is certain: the module was in eval mode, autograd made nodes for the call, and everything that
+    the call left behind died before any backward began (or the program ended without one after two such calls).
+    """
+    trace = context.ledger.trace
+    trained = training_times(trace)
+    by_module: dict[int, list[list[Forward]]] = {}
+    for loop in loops(trace, lambda forward: forward.nodes > 0 and not forward.training):
+        by_module.setdefault(loop[0].module, []).append(loop)
+    findings = []
+    for all_loops in by_module.values():
+        kept: list[int] = []
+        certain: list[list[Forward]] = []
+        for loop in all_loops:
+            own = _kept(context, loop, trained)
+            if own is not None:
+                kept += own
+                certain.append(loop)
+        most = context.lives.most(kept)
+        if most.num_bytes >= MIN_BYTES:
+            findings.append(_finding(context, certain, most.num_bytes))
+    return findings
+
+
+def _kept(context: Context, loop: list[Forward], trained: list[int]) -> list[int] | None:
+    """What these calls left behind beside their outputs; None if a backward may have used it."""
+    deaths, end = context.lives.deaths, len(context.ledger.trace.events)
+    kept: list[int] = []
+    for forward in loop:
+        kept += [
+            index
+            for index in made_in(context, forward.begin, forward.end)
+            if deaths[index] >= forward.end and index not in forward.outputs
+        ]
+    last = max((deaths[index] for index in kept), default=0)
+    if bisect.bisect(trained, loop[0].begin) != bisect.bisect(trained, last):
+        return None
+    if last == end and (len(loop) < 2 or context.ledger.trace.failure is not None):
+        return None
+    return kept
+
+
+def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> Finding:
+    trace = context.ledger.trace
+    calls = [forward for loop in certain for forward in loop]
+    name = module_name(trace, calls[0])
+    source = None if calls[0].source == NONE else trace.sources[calls[0].source]
+    at = file_and_line(source)
+    share = percent(num_bytes, context.ledger.peak_bytes)
+    title = (
+        f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
+        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes"
+    )
+    nodes = max(forward.nodes for forward in calls)
+    evidence = [
+        Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
+    ]
+    longest = max(certain, key=len)
+    grown = piles(context, made_in(context, longest[0].begin, longest[-1].end), moments(longest))
+    if grown:
+        holder = holder_of(trace, grown[0], {pile.key for pile in grown})
+        evidence.append(Evidence("it piles up from call to call, for the outputs are kept with their graph:"))
+        evidence.append(holder_evidence(holder))
+        evidence += [pile_evidence(trace, pile, "call") for pile in grown]
+    evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {at}", source=source))
+    severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
+    return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())

@@ -1,0 +1,181 @@
+"""What piles up from round to round, be a round a training step or a call in an evaluation loop.
+
+Tensors of one operator, line and module are counterparts (modules of other layers are the same one). The bytes of
+those that have outlived a whole round make a curve; it grows if it never falls, rises at least twice, and has not come
+to rest. A tensor that waits for its successor, and a window over the last few, come to rest; what is built once rises
+once.
+
+`everything = torch.cat([everything, new])` leaves no tensor behind and grows all the same. Tensors that are joined
+count from the first moment, if nearly all that the last has was added by the rounds: batches that happen to grow
+longer differ less.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
+from memprof.findings.finding import Context, Evidence
+from memprof.trace.events import Holder, Trace
+from memprof.units import format_bytes
+
+_JOINS = ("aten.cat", "aten.stack")
+
+MAX_ROUNDS = 10_000_000
+"""Runs are shorter: a card that lasts for more is not filled."""
+
+Key = tuple[int, int, str | None]
+"""Operator and line, as indices of the trace; and the module's path without its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pile:
+    """Counterparts that pile up."""
+
+    key: Key
+    storages: tuple[int, ...]
+    """Alive at the end of the last round."""
+    num_bytes: int
+    """Of their blocks that outlived the round which made them, beyond those at the end of the first round."""
+    per_round: int
+    """Bytes that a round adds, in the middle of those that add any."""
+
+
+def key_of(trace: Trace, index: int) -> Key:
+    """What a storage has in common with its counterparts."""
+    storage = trace.storages[index]
+    return storage.op, storage.source, module_pattern(trace, storage)
+
+
+def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> list[Pile]:
+    """Those of `storages` that grow, the most expensive first; `moments` are the last events of the rounds."""
+    lives = context.lives
+    groups: dict[Key, list[int]] = defaultdict(list)
+    for index in storages:
+        groups[key_of(context.ledger.trace, index)].append(index)
+    result = []
+    joins = {number for number, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
+    for key, members in groups.items():
+        curve = _curve(context, members, moments, lasting=True)
+        grown = grows(curve)
+        if not grown and key[0] in joins:
+            curve = _curve(context, members, moments, lasting=False)
+            grown = grows(curve) and curve[-1] <= 2 * _median_rise(curve) * len(curve)
+        if grown:
+            alive = lives.at(moments[-1], members).storages
+            result.append(Pile(key, alive, curve[-1] - curve[0], _median_rise(curve)))
+    return sorted(result, key=lambda pile: -pile.num_bytes)
+
+
+def grows(curve: Sequence[int]) -> bool:
+    """Whether bytes at the ends of rounds go on growing."""
+    rises = [round_ for round_, (before, after) in enumerate(pairwise(curve), 1) if after > before]
+    if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
+        return False
+    at_rest = len(curve) - 1 - rises[-1]
+    return at_rest == 0 or at_rest < max(after - before for before, after in pairwise(rises))
+
+
+def _median_rise(curve: Sequence[int]) -> int:
+    """What a round adds, in the middle of those that add any."""
+    return statistics.median_low([after - before for before, after in pairwise(curve) if after > before])
+
+
+def _curve(context: Context, members: list[int], moments: Sequence[int], *, lasting: bool) -> list[int]:
+    """Bytes of `members` at each moment; `lasting`: of those alone that were there at the moment before."""
+    lives = context.lives
+    changes: list[tuple[int, int]] = []
+    for index in members:
+        birth, death, num_bytes = lives.births[index], lives.deaths[index], lives.sum_bytes([index])
+        if lasting:
+            own = bisect.bisect_left(moments, birth)
+            birth = moments[own] + 1 if own < len(moments) else death
+        if birth < death:
+            changes += [(birth, num_bytes), (death, -num_bytes)]
+    changes.sort()
+    curve, now, position = [], 0, 0
+    for moment in moments:
+        while position < len(changes) and changes[position][0] <= moment:
+            now += changes[position][1]
+            position += 1
+        curve.append(now)
+    return curve
+
+
+def keys_of(trace: Trace, holder: Holder) -> set[Key]:
+    """Of the tensors that a holder was seen with."""
+    return {key_of(trace, index) for index in holder.storages}
+
+
+# -- who keeps it ---------------------------------------------------------------------------------------------------
+
+
+def holder_of(trace: Trace, pile: Pile, members: set[Key]) -> Holder | None:
+    """Who keeps a pile: whoever was seen holding tensors of its kind; else the graph of the only one that has a graph.
+
+    Args:
+        trace: what happened.
+        pile: what grows.
+        members: the keys of everything that grows.
+    """
+
+    own = [holder for holder in trace.holders if pile.key in keys_of(trace, holder)]
+    if own:
+        return max(own, key=lambda holder: len(holder.storages))
+    graphs = [h for h in trace.holders if h.nodes and (keys_of(trace, h) & members or is_running_sum(h))]
+    return graphs[0] if len(graphs) == 1 else None
+
+
+def is_running_sum(holder: Holder) -> bool:
+    """Whether the holder is one tensor whose graph goes back over several steps, as `total = total + loss` makes it."""
+    return not holder.kind and holder.node_steps > 1
+
+
+def called(holder: Holder) -> str:
+    """The holder for a sentence: list `losses`."""
+    kind = holder.kind or "variable"
+    return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
+
+
+def holder_evidence(holder: Holder | None) -> Evidence:
+    """Where it is kept."""
+    if holder is None:
+        return Evidence(
+            "what keeps them was not seen: no variable, attribute or container of the program that was found"
+        )
+    if holder.fills:
+        text = f"kept by {called(holder)}, filled at {file_and_line(holder.source)}"
+    elif holder.source is not None:
+        text = f"kept by {called(holder)} of {file_and_line(holder.source)}"
+    else:
+        text = f"kept by {called(holder)}"
+    return Evidence(text, source=holder.source)
+
+
+def pile_evidence(trace: Trace, pile: Pile, per: str) -> Evidence:
+    """What piles up: a tensor, its line, bytes per round, how many are alive."""
+    # The largest, of equal ones the last: one line may join logits, labels and losses.
+    shown = max(pile.storages, key=lambda index: (trace.storages[index].num_bytes, index))
+    storage = trace.storages[shown]
+    module = module_pattern(trace, storage)
+    inside = f"in {module} " if module else ""
+    text = (
+        f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} {inside}at "
+        f"{file_and_line(trace.source_line(storage))}: {format_bytes(pile.per_round)} more a {per}, "
+        f"{plural(len(pile.storages), 'tensor')} alive at the last"
+    )
+    return tensor_evidence(trace, shown, text, num_bytes=pile.per_round)
+
+
+def until_full(context: Context, per_round: int, per: str) -> Evidence | None:
+    """After how many further rounds the card is full; None if there is no card, it is full already, or no run gets so
+    far."""
+    spare = None if context.usable_bytes is None else context.usable_bytes - context.ledger.peak_reserved_bytes
+    if spare is None or not per_round or not 0 < spare // per_round <= MAX_ROUNDS:
+        return None
+    return Evidence(f"at this rate what is left of the card lasts for {spare // per_round:,} more {per}s")

@@ -1,0 +1,54 @@
+"""Training steps: what each takes at its most, and what is still held when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memprof.trace.events import EventKind, PhaseKind, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step, from the end of the one before to the end of its optimizer's step; sizes in bytes allocated."""
+
+    step: int
+    begin: int
+    """Its first event; `end` is the first that is no longer its own."""
+    end: int
+    peak_bytes: int
+    """The highest of its phases but evaluation."""
+    end_bytes: int
+    growth_bytes: int
+    """`end_bytes` beyond what was held when the step before ended; of the first step, when it began."""
+
+
+def training_steps(trace: Trace, allocated: Sequence[int]) -> list[Step]:
+    """The steps that ran to their end, in order.
+
+    Args:
+        trace: what happened.
+        allocated: bytes after every event.
+    """
+    phases = [
+        (time, trace.phases[event.ref]) for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE
+    ]
+    ends: dict[int, int] = {}
+    for position, (_, phase) in enumerate(phases):
+        if phase.kind is PhaseKind.OPTIMIZER_STEP and phase.step:
+            ends[phase.step] = phases[position + 1][0] if position + 1 < len(phases) else len(trace.events)
+    if not ends:
+        return []
+    begin = next(time for time, phase in phases if phase.step)
+    evaluates = [False] * len(trace.events)
+    for position, (time, phase) in enumerate(phases):
+        if phase.kind is PhaseKind.EVALUATION:
+            end = phases[position + 1][0] if position + 1 < len(phases) else len(trace.events)
+            evaluates[time:end] = [True] * (end - time)
+    steps = []
+    before = allocated[begin - 1] if begin else 0
+    for number, end in sorted(ends.items(), key=lambda item: item[1]):
+        peak = max((allocated[time] for time in range(begin, end) if not evaluates[time]), default=before)
+        steps.append(Step(number, begin, end, peak, allocated[end - 1], allocated[end - 1] - before))
+        before, begin = allocated[end - 1], end
+    return steps

@@ -1,0 +1,138 @@
+"""A pytest plugin: tests that run on a virtual GPU, and fail if what they run would not fit it.
+
+    @pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")
+    def test_training_step():
+        train(steps=2)  # "cuda" is the virtual card, here and in the test's own fixtures
+
+The card is there for the test and its function-scoped fixtures; a fixture of a wider scope is made before, without it.
+`limit` is device memory, as nvidia-smi shows it: what the caching allocator holds, and the CUDA context. The test fails
+if the run would be out of memory on a card with that much. What the allocator merely keeps for later does not count,
+for it gives that back before it gives up. Without `limit` the card's own capacity decides. More is in
+docs/dry-run-in-ci.md.
+
+Nothing is imported before a test asks for a card: a suite that does not use it pays nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from memprof.library import ProfiledGpu
+
+MARKER = "memprof"
+DEFAULT_GPU = "h100-80gb"
+
+
+class _Card(NamedTuple):
+    """What a test runs on."""
+
+    gpu: ProfiledGpu
+    limit_bytes: int | None
+
+
+_CARD = pytest.StashKey[_Card]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known, for `--markers` and `--strict-markers`."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}(gpu={DEFAULT_GPU!r}, *, vram=None, limit=None, alloc_conf=None): run the test on a virtual GPU; it "
+        "fails if it would not fit the card, or not fit `limit` of it",
+    )
+
+
+@pytest.fixture
+def virtual_gpu(request: pytest.FixtureRequest) -> Generator[ProfiledGpu, None, None]:
+    """The virtual GPU that the test runs on: that of its `memprof` marker, or an H100 without one.
+
+    Without a marker nothing is judged: the test reads `allocated_bytes` or `report()` and decides for itself.
+    """
+    card = _card(request.node.get_closest_marker(MARKER))
+    with card.gpu:
+        request.node.stash[_CARD] = card
+        yield card.gpu
+    del request.node.stash[_CARD]  # with its trace: a suite may have many
+
+
+@pytest.fixture(autouse=True)
+def _memprof_marker(request: pytest.FixtureRequest) -> None:
+    """Brings the card to tests that have the marker and do not ask for the fixture."""
+    if request.node.get_closest_marker(MARKER) is not None:
+        request.getfixturevalue("virtual_gpu")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Judge a test that has passed; one that failed by itself says why itself."""
+    result = yield
+    card = item.stash.get(_CARD, None)
+    if card is not None and item.get_closest_marker(MARKER) is not None:
+        problem = _problem(card)
+        if problem is not None:
+            pytest.fail(problem, pytrace=False)
+    return result
+
+
+def _problem(card: _Card) -> str | None:
+    """Why the test fails, None if it does not."""
+    from memprof.ledger.ledger import EmptyTraceError
+    from memprof.report.brief import brief
+
+    try:
+        document = card.gpu.report(limit_bytes=card.limit_bytes)
+    except EmptyTraceError as error:
+        return f"memprof: the test has the marker, and used no memory of the card: {error.hint}"
+    return None if document.verdict.fits else f"memprof: {brief(document)}"
+
+
+def _card(marker: pytest.Mark | None) -> _Card:
+    """The card that the marker asks for."""
+    from memprof.errors import UsageError
+    from memprof.pipeline import virtual_gpu as make
+    from memprof.units import parse_gib
+
+    options = _options(marker)
+    name, limit = options.pop("gpu"), options.pop("limit")
+    try:
+        if not isinstance(name, str):
+            raise UsageError("gpu is not the name of a card", value=repr(name), hint="`memprof gpus` lists them")
+        gpu = make(name, **options)
+        limit_bytes = None if limit is None else parse_gib(limit)
+        gpu.check_limit(limit_bytes)
+        return _Card(gpu, limit_bytes)
+    except UsageError as error:
+        problem = str(error)
+    # Not where it was caught: pytest would show both.
+    pytest.fail(f"wrong use of the marker memprof: {problem}", pytrace=False)
+
+
+def _signature(
+    gpu: str = DEFAULT_GPU,
+    *,
+    vram: str | float | None = None,
+    limit: str | float | None = None,
+    alloc_conf: str | None = None,
+) -> None:
+    """What the marker takes."""
+
+
+def _options(marker: pytest.Mark | None) -> dict[str, Any]:
+    """The marker's arguments by name, with the defaults of the others."""
+    arguments, keywords = (marker.args, marker.kwargs) if marker else ((), {})
+    try:
+        bound = inspect.signature(_signature).bind(*arguments, **keywords)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    except TypeError as error:
+        problem = str(error)
+    pytest.fail(
+        f"wrong use of the marker memprof: {problem}\n  hint:  it takes gpu, vram, limit and alloc_conf, as in "
+        '@pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")',
+        pytrace=False,
+    )

@@ -1,0 +1,322 @@
+"""`memprof run`: options, exit codes, what is printed where; the scripts themselves are in tests/scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+print("arguments", sys.argv[1:])
+width, batch = int(sys.argv[1]), int(sys.argv[2])
+model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    loss = model(torch.randn(batch, 64, device="cuda")).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step, loss.item())
+print("done")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+    def write(text: str = TRAIN, name: str = "train.py") -> str:
+        (tmp_path / name).write_text(textwrap.dedent(text), encoding="utf-8")
+        return name
+
+    return write
+
+
+def started(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "memprof", "run", *arguments], capture_output=True, text=True, check=False, **options
+    )
+
+
+def test_in_a_process_of_its_own(script):
+    """stdout has the script's words, then the report."""
+    done = started("--gpu", "rtx-4090", script(), "256", "32", "--debug")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[0] == "arguments ['256', '32', '--debug']"
+    assert "step 0 1.0" in lines and not any(line.startswith("step 2 ") for line in lines)
+    assert "done" not in lines
+    assert "memprof run: simulated on a virtual NVIDIA GeForce RTX 4090 (23.52 GiB)" in lines
+    assert "train.py 256 32 --debug: stopped after 2 training steps (--steps and" in done.stdout
+    assert "step 1, all of it" in done.stdout and "optimizer step" in done.stdout
+
+
+def test_json_alone_on_stdout(script):
+    done = started("--json", "--until-exit", script(), "256", "32")
+    document = json.loads(done.stdout)
+    assert "step 3 1.0\ndone" in done.stderr
+    assert document["program"] == {
+        "command": ["train.py", "256", "32"],
+        "ended": "exit",
+        "exit_code": 0,
+        "steps": 4,
+        "fixes": [],
+    }
+    names = [(stage["name"], stage["step"]) for stage in document["stages"]]
+    for step in (1, 2, 3, 4):
+        assert ("backward", step) in names and ("optimizer step", step) in names
+    state = {category: document["peak"]["categories"].get(category) for category in ("parameters", "optimizer state")}
+    assert state["optimizer state"] == 2 * state["parameters"] > 0
+
+
+def test_a_full_card_ends_it(memprof, script):
+    ran = memprof("run", "--json", "--gpu-vram", "1", script(), 4096, 60000)
+    assert ran.exit_code == 3
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate" in ran.stderr
+    assert "runpy" not in ran.stderr and "memprof/" not in ran.stderr
+    document = ran.json
+    assert document["program"]["ended"] == "refused" and document["failure"] is None
+    verdict = document["verdict"]
+    assert verdict["fits"] is False and verdict["oom_stage"] == "0 Linear" and verdict["oom_step"] == 1
+    assert any("--beyond" in sentence for sentence in document["assumptions"])
+
+
+def test_beyond(memprof, script):
+    ran = memprof("run", "--json", "--beyond", "--gpu-vram", "1", script(), 4096, 60000)
+    assert ran.exit_code == 3
+    assert ran.json["program"]["ended"] == "steps" and ran.json["verdict"]["fits"] is False
+    assert ran.json["verdict"]["required_bytes"] > 2 * 60000 * 4096 * 4
+
+
+def test_the_script_handles_it(memprof, script):
+    name = script(
+        """
+        import torch
+        model = torch.nn.Linear(1024, 1024).cuda()
+        size = 1 << 20
+        while True:
+            try:
+                model(torch.randn(size, 1024, device="cuda")).sum().backward()
+                break
+            except torch.cuda.OutOfMemoryError:
+                size //= 2
+                torch.cuda.empty_cache()
+        print("found", size)
+        """
+    )
+    ran = memprof("run", "--until-exit", "--gpu-vram", "2", name)
+    assert ran.exit_code == 0
+    assert "found 131072" in ran.stdout and "Fits" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("import torch; x = torch.ones(9, device='cuda'); raise ValueError('mine')", 1, "ValueError: mine"),
+        ("import sys, torch; x = torch.ones(9, device='cuda'); sys.exit(5)", 5, ""),
+        ("import torch; x = torch.ones(9, device='cuda'); raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    ],
+)
+def test_it_fails_by_itself(memprof, script, text, code, said):
+    ran = memprof("run", script(text), "x")
+    assert ran.exit_code == code
+    assert ran.stderr.strip().endswith(said)
+    assert "memprof run: simulated on" in ran.stdout  # what was seen so far
+
+
+def test_nothing_on_the_card(memprof, script):
+    ran = memprof("run", script("print('hello')"))
+    assert (ran.exit_code, ran.stdout) == (0, "hello\n")
+    assert ran.stderr == "memprof: the script ended before anything was on the card: there is nothing to report\n"
+
+
+def test_steps_and_timeout(memprof, script):
+    assert memprof("run", "--json", "--steps", 3, script(), 8, 8).json["program"]["steps"] == 3
+    endless = script("import time, torch\nx = torch.ones(9, device='cuda')\nwhile True: time.sleep(0.01)", "endless.py")
+    ran = memprof("run", "--json", "--timeout", 0.5, endless)
+    assert ran.exit_code == 0 and ran.json["program"]["ended"] == "timeout"
+
+
+def test_a_saved_run_is_shown_again(memprof, script, tmp_path):
+    name = script(
+        """
+        import torch
+        for size in (3 << 30, 1 << 20):
+            try:
+                kept = torch.empty(size, dtype=torch.uint8, device="cuda")
+            except torch.cuda.OutOfMemoryError:
+                pass
+        """
+    )
+    ran = memprof("run", "--gpu-vram", "2", "--json", "--save", "run.memprof", name)
+    shown = memprof("show", "--json", "run.memprof")
+    assert shown.json == ran.json and ran.exit_code == shown.exit_code == 0
+    assert "Saved: memprof show run.memprof" in ran.stderr
+
+
+def test_settings_that_the_script_makes_before_memory_is_used(memprof, script):
+    name = script(
+        """
+        import os
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        import torch
+        x = torch.ones(1 << 20, device="cuda")
+        """
+    )
+    try:
+        ran = memprof("run", "--json", name)
+    finally:
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    assert ran.json["allocator"]["alloc_conf"] == "expandable_segments:True"
+
+
+def test_a_part_of_the_card(memprof, script):
+    name = script(
+        """
+        import torch
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        torch.ones(3 << 30, dtype=torch.uint8, device="cuda")
+        """
+    )
+    ran = memprof("run", "--gpu-vram", "4", name)
+    assert ran.exit_code == 3 and "2.00 GiB allowed" in ran.stderr
+
+
+def test_worst_batch(memprof, script):
+    name = script(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        data = [torch.randn(1 + (7 * i) % 50, 64) for i in range(50)]
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        count = 0
+        for batch in DataLoader(data, batch_size=None):
+            if count == 0:
+                print("first", tuple(batch.shape))
+            count += 1
+            model(batch.cuda()).sum().backward()
+            optimizer.step()
+        print("batches", count)
+        """
+    )
+    ran = memprof("run", "--worst-batch", "--until-exit", "--explain", name)
+    assert "first (50, 64)\nbatches 50\n" in ran.stdout
+    assert "of 50 batches of a data loader number 8 is the largest (12,800 bytes)" in " ".join(ran.stdout.split())
+
+
+FIXABLE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+                     num_key_value_heads=4, vocab_size=32000)
+model = LlamaForCausalLM(config).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+tokens = torch.randint(0, 32000, (1, 4096), device="cuda")
+for _ in range(3):
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_fixes_from_outside(memprof, script):
+    name = script(FIXABLE)
+    before = memprof("run", "--json", name).json
+    after = memprof("run", "--json", "--fix", "chunked-loss,expandable-segments,fused-optimizer", name).json
+    assert after["program"]["fixes"] == ["chunked-loss", "expandable-segments", "fused-optimizer"]
+    assert after["peak"]["allocated_bytes"] < 0.5 * before["peak"]["allocated_bytes"]
+    assert after["allocator"]["alloc_conf"] == "expandable_segments:True"
+
+
+LAYERS = """
+import torch
+from torch import nn
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+model = Model().to("cuda")
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for _ in range(3):
+    model(torch.randn(1 << 17, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_ladder_of_runs(memprof, script):
+    ran = memprof("run", "--json", "--ladder", "--gpu-vram", "1.3", script(LAYERS))
+    first, second, *_ = ran.json["ladder"]
+    assert first["fits"] is False and second["fits"] is True and ran.exit_code == 3
+    assert second["remedies"] == ["activation-checkpointing"]
+    assert second["device_used_bytes"] < 0.6 * first["device_used_bytes"]
+    assert second["cost"]["extra_operations"] > 0
+    assert "chunked-loss" in ran.json["ladder_left_out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "no script is given"),
+        (("none.py",), "no such script"),
+        (("-m", "no_such_module"), "no such module"),
+        (("--steps", "0", "train.py"), "--steps counts from 1"),
+        (("--steps", "3", "--until-exit", "train.py"), "give --steps or --until-exit, not both"),
+        (("--timeout", "-1", "train.py"), "--timeout must be longer"),
+        (("--timeout", "nan", "train.py"), "--timeout must be longer"),
+        (("--device", "tpu", "train.py"), "unknown device"),
+        (("--device", "cuda", "train.py"), "there is no CUDA card to measure on"),
+        (("--gpu", "rtx-0000", "train.py"), "unknown GPU"),
+        (("--gpu-vram", "0", "train.py"), "not an amount of memory"),
+        (("--fix", "lora", "train.py"), "this remedy cannot be switched on from outside a script"),
+        (("--fix", "loar", "train.py"), "unknown remedy"),
+        (("--fix", "chunked-loss", "--ladder", "train.py"), "--ladder chooses remedies itself"),
+        (("--ladder", "--device", "cpu", "train.py"), "a ladder runs on the virtual card"),
+        (("--alloc-conf", "nonsense:1", "train.py"), ""),
+        (("--save", "nowhere/x.memprof", "train.py"), "no such folder to save into"),
+    ],
+)
+def test_wrong_use(memprof, script, arguments, problem):
+    script()
+    ran = memprof("run", *arguments)
+    assert ran.exit_code in (1, 2) and ran.stdout == ""
+    assert ran.stderr.startswith(f"memprof: {problem}") and "Traceback" not in ran.stderr
+    assert len(ran.stderr.splitlines()) <= 3
+
+
+def test_a_remedy_that_does_not_apply(memprof, script):
+    ran = memprof("run", "--fix", "sdpa-attention", script(), 64, 8)
+    assert ran.exit_code == 2
+    assert "memprof: sdpa-attention" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_measured_on_the_cpu(memprof, script):
+    name = script(TRAIN.replace('"cuda"', '"cpu"'))
+    ran = memprof("run", "--device", "cpu", "--json", name, 256, 32)
+    assert ran.exit_code == 0 and ran.json["source"] == "measured"
+    names = {(stage["name"], stage["step"]) for stage in ran.json["stages"]}
+    assert {("backward", 2), ("optimizer step", 2)} <= names
+    categories = ran.json["peak"]["categories"]
+    assert categories["optimizer state"] == 2 * categories["parameters"] > 0

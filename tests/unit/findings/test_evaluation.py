@@ -1,0 +1,232 @@
+"""Evaluation loops, as programs on the virtual GPU: what stays on the card, and graphs that no backward reaches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import memprof
+from memprof.findings import Finding, Severity
+
+LOGITS = 512 * 1000 * 4
+RULES = ("evaluation-accumulates", "evaluation-with-gradients", "memory-growth")
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1000)).cuda().eval()
+
+
+def batches(number: int) -> Iterator[torch.Tensor]:
+    return (torch.randn(512, 64, device="cuda") for _ in range(number))
+
+
+def found(program: Callable[[], Any]) -> list[Finding]:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        program()
+    return [finding for finding in gpu.report().findings if finding.id in RULES]
+
+
+class Metric:
+    """As metrics of libraries are: they keep what they are given."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def update(self, value: torch.Tensor) -> None:
+        self.seen.append(value)
+
+
+def into_a_list() -> None:
+    net, predictions = model(), []
+    with torch.no_grad():
+        for x in batches(5):
+            predictions.append({"logits": net(x)})  # noqa: PERF401
+
+
+def into_a_metric() -> None:
+    net, metric = model(), Metric()
+    with torch.inference_mode():
+        for x in batches(5):
+            metric.update(net(x))
+
+
+def into_one_tensor() -> None:
+    net, predictions = model(), torch.empty(0, 1000, device="cuda")
+    with torch.no_grad():
+        for x in batches(6):
+            predictions = torch.cat([predictions, net(x)])
+
+
+def a_view_of_them() -> None:
+    net, first = model(), []
+    with torch.no_grad():
+        for x in batches(5):
+            first.append(net(x)[:1])  # noqa: PERF401
+
+
+@pytest.mark.parametrize(
+    ("program", "holder", "tensors"),
+    [
+        (into_a_list, "list `predictions`", 5),
+        (into_a_metric, "list `Metric.seen`", 5),
+        (into_one_tensor, "variable `predictions`", 5),
+        (a_view_of_them, "list `first`", 5),
+    ],
+)
+def test_outputs_that_stay(program: Callable[[], None], holder: str, tensors: int) -> None:
+    (finding,) = found(program)
+    assert (finding.id, finding.severity) == ("evaluation-accumulates", Severity.WARNING)
+    assert f"kept by {holder} (" in finding.title and "1.95 MiB more a call" in finding.title
+    assert finding.num_bytes == tensors * LOGITS
+    assert finding.evidence[1].num_bytes == LOGITS
+    assert finding.evidence[-1].text.startswith("fix at ") and ".cpu()" in finding.evidence[-1].text
+
+
+def test_the_data_loader_says_how_many_there_are() -> None:
+    def program() -> None:
+        net, predictions = model(), []
+        loader = DataLoader(TensorDataset(torch.zeros(100 * 512, 64)), batch_size=512)
+        with torch.no_grad():
+            for (x,) in itertools.islice(loader, 4):
+                predictions.append(net(x.cuda()))
+
+    (finding,) = found(program)
+    line = next(line for line in finding.evidence if "data loader" in line.text)
+    assert line.num_bytes == 100 * LOGITS and "100 batches" in line.text
+
+
+def test_the_largest_of_several_loops_is_told_once() -> None:
+    def program() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters())
+        for number in (3, 5, 4):
+            net(torch.randn(512, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            predictions = []
+            with torch.no_grad():
+                for x in batches(number):
+                    predictions.append(net(x))  # noqa: PERF401
+            del predictions
+
+    (finding,) = found(program)
+    assert finding.num_bytes == 5 * LOGITS and "5 calls" in finding.title
+
+
+def test_the_trainer_of_transformers_is_told_its_own_options(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    def program() -> None:
+        ids = {"input_ids": torch.zeros(256, dtype=torch.long), "labels": torch.zeros(256, dtype=torch.long)}
+        config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=5000, bos_token_id=0, eos_token_id=0)
+        options = TrainingArguments(
+            str(tmp_path), per_device_eval_batch_size=4, report_to=[], disable_tqdm=True, save_strategy="no"
+        )
+        trainer = Trainer(GPT2LMHeadModel(config), options, eval_dataset=[ids] * 24, compute_metrics=lambda p: {})
+        trainer.evaluate()
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-accumulates" and "`all_preds`" in finding.title
+    assert finding.num_bytes is not None and finding.num_bytes >= 5 * 4 * 256 * 5000 * 4
+    assert any("the data loader has 6 batches" in line.text for line in finding.evidence)
+    assert "preprocess_logits_for_metrics" in finding.evidence[-1].text
+    assert "eval_accumulation_steps" in finding.evidence[-1].text
+
+
+def test_gradients_in_evaluation() -> None:
+    def program() -> None:
+        net = model()
+        for x in batches(3):
+            net(x).argmax(-1).cpu()
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-with-gradients"
+    assert "3 calls of Sequential in eval mode" in finding.title and "test_evaluation.py" in finding.title
+    # The first layer's output and the GELU's, and the batch is the caller's.
+    assert finding.num_bytes == 2 * 512 * 256 * 4
+    assert "5 autograd nodes" in finding.evidence[0].text and "torch.no_grad()" in finding.evidence[-1].text
+
+
+def test_losses_that_keep_the_graphs_of_evaluation() -> None:
+    def program() -> None:
+        net, losses = model(), []
+        for x in batches(5):
+            losses.append(net(x).square().mean())  # noqa: PERF401
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-with-gradients" and finding.num_bytes == 5 * 2 * 512 * 256 * 4
+    assert any("list `losses`, filled at" in line.text for line in finding.evidence)
+
+
+class TestSilentOn:
+    """What is as it should be."""
+
+    @pytest.mark.parametrize("keep", ["cpu", "argmax", "last", "two"])
+    def test_loops_that_keep_little(self, keep: str) -> None:
+        def program() -> None:
+            net, kept, before = model(), [], None
+            with torch.no_grad():
+                for x in batches(6):
+                    out = net(x)
+                    if keep == "two":
+                        before = out  # noqa: F841
+                    elif keep != "last":
+                        kept.append(out.cpu() if keep == "cpu" else out.argmax(-1))
+
+        assert not found(program)
+
+    def test_a_cache_of_keys_and_values(self) -> None:
+        class Decoder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.proj = nn.Linear(512, 512)
+                self.joined: torch.Tensor | None = None
+                self.parts: list[torch.Tensor] = []
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                key = self.proj(x)
+                self.joined = key if self.joined is None else torch.cat([self.joined, key], 1)
+                self.parts.append(self.proj(x))
+                return self.joined.mean(1, keepdim=True)
+
+        def program() -> None:
+            decoder = Decoder().cuda().eval()
+            x = torch.randn(64, 1, 512, device="cuda")
+            with torch.no_grad():
+                for _ in range(9):
+                    x = decoder(x)
+
+        assert not found(program)
+
+    def test_a_model_in_eval_mode_that_is_trained(self) -> None:
+        def program() -> None:
+            net = model()  # as with frozen batch norms
+            optimizer = torch.optim.SGD(net.parameters())
+            for x in batches(3):
+                net(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        assert not found(program)
+
+    def test_several_calls_before_one_backward(self) -> None:
+        def program() -> None:
+            net = model()
+            for _ in range(2):
+                sum(net(x).sum() for x in batches(4)).backward()
+
+        assert not found(program)
+
+    def test_a_model_without_anything_to_train(self) -> None:
+        def program() -> None:
+            net = model().requires_grad_(False)
+            for x in batches(3):
+                net(x)
+
+        assert not found(program)

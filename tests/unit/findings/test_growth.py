@@ -1,0 +1,181 @@
+"""What piles up from step to step in hand-written traces, and what only looks like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from memprof.findings import Finding, Severity
+from memprof.findings.growth import grows
+from memprof.findings.memory_growth import find
+from memprof.trace.events import Holder, PhaseKind, Role
+from memprof.units import MIB
+from tests.unit.findings.builder import Builder
+
+MILLION = MIB // 4
+"""Elements of float32 in a MiB."""
+KEPT = "train.py:7 main"
+LOSSES = Holder(0, "list", "losses", "/x/train.py:9 main", True, None, (), 0, 0, None)
+
+
+def steps(b: Builder, number: int, each: Callable[[int], None]) -> None:
+    """Training steps, in each of which `each` is called after the forward's own tensors were made."""
+    for step in range(1, number + 1):
+        b.phase(PhaseKind.FORWARD, step)
+        activation = b.new(MILLION)
+        each(step)
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(activation)
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.phase(PhaseKind.OTHER, step)
+
+
+def found(b: Builder) -> list[Finding]:
+    return find(b.context(1000 * MIB))
+
+
+def kept(number: int = 4, holder: Holder | None = None, elements: int = MILLION) -> Builder:
+    """A run in which each step leaves a tensor behind."""
+    b = Builder()
+    b.parameter("weight", 100)
+    made: list[int] = []
+    steps(b, number, lambda step: made.append(b.new(elements, line=KEPT)))
+    if holder is not None:
+        b.trace.holders.append(holder._replace(storages=tuple(made[:2])))
+    return b
+
+
+def test_what_each_step_leaves_behind() -> None:
+    (finding,) = found(kept(4, LOSSES))
+    assert finding.severity is Severity.WARNING and finding.id == "memory-growth"
+    assert "grows by 1.00 MiB a step in 4 steps" in finding.title
+    assert "kept by list `losses` (x/train.py:9)" in finding.title
+    assert finding.num_bytes == 3 * MIB  # at the end of step 4, of the tensors of the three before it
+    keeper, tensor, lasts, fix = finding.evidence
+    assert keeper.source == fix.source == LOSSES.source and "filled at x/train.py:9" in keeper.text
+    assert tensor.source == KEPT and tensor.num_bytes == MIB and "4 tensors alive at the last" in tensor.text
+    # The card has 1000 MiB; the run has 6 segments of 20 MiB at most.
+    assert "lasts for" in lasts.text and ".cpu()" in fix.text
+
+
+def test_nobody_was_seen_to_keep_it() -> None:
+    (finding,) = found(kept(4))
+    assert "kept by" not in finding.title and "was not seen" in finding.evidence[0].text
+
+
+def test_two_steps_show_nothing() -> None:
+    assert not found(kept(2, LOSSES)) and found(kept(3, LOSSES))
+
+
+def test_a_little_without_a_graph_is_let_pass() -> None:
+    assert not found(kept(4, LOSSES, elements=1))
+
+
+def test_losses_with_their_graph_are_told_of_however_small() -> None:
+    (finding,) = found(kept(4, LOSSES._replace(nodes=20, node_steps=2), elements=1))
+    assert finding.severity is Severity.NOTE
+    texts = [line.text for line in finding.evidence]
+    assert any("20 nodes from 2 steps" in text and "backward has freed what it saved" in text for text in texts)
+    assert texts[-1].startswith("fix at x/train.py:9: keep the number (.item())")
+
+
+def test_what_the_graph_keeps_is_the_same_finding() -> None:
+    b = Builder()
+    b.parameter("weight", 100)
+    losses: list[int] = []
+
+    def each(step: int) -> None:
+        b.new(3 * MILLION, op="aten.gelu", line="model.py:3 forward")
+        losses.append(b.new(1, line=KEPT))
+
+    steps(b, 4, each)
+    b.trace.holders.append(LOSSES._replace(storages=tuple(losses), nodes=20, node_steps=4))
+    (finding,) = found(b)
+    assert finding.num_bytes == 3 * (3 * MIB + 512)
+    assert any("what it saved for a backward is alive with it: 3.00 MiB a step" in e.text for e in finding.evidence)
+
+
+def test_a_running_sum_keeps_graphs_and_nothing_on_the_card() -> None:
+    b = Builder()
+    b.parameter("weight", 100)
+    steps(b, 3, lambda step: None)
+    b.trace.holders.append(LOSSES._replace(kind="", name="total", nodes=60, node_steps=3))
+    (finding,) = found(b)
+    assert finding.num_bytes is None and finding.severity is Severity.NOTE
+    assert "variable `total`" in finding.title and "nothing on the card" in finding.title
+
+
+def test_joined_tensors() -> None:
+    b = Builder()
+    b.parameter("weight", 100)
+    everything: list[int] = []
+
+    def join(step: int) -> None:
+        everything.append(b.new(step * MILLION, op="aten.cat", line=KEPT))
+        b.free(*everything[-2:-1])
+
+    steps(b, 5, join)
+    (finding,) = found(b)
+    assert finding.num_bytes == 4 * MIB
+
+
+class TestSilentOn:
+    """Steady states."""
+
+    def test_a_window(self) -> None:
+        b = Builder()
+        b.parameter("weight", 100)
+        window: list[int] = []
+
+        def slide(step: int) -> None:
+            window.append(b.new(MILLION, line=KEPT))
+            if len(window) > 3:
+                b.free(window.pop(0))
+
+        steps(b, 7, slide)
+        assert not found(b)
+
+    def test_a_bounded_container_that_is_not_full_yet(self) -> None:
+        assert not found(kept(4, LOSSES._replace(kind="deque", limit=100)))
+
+    @pytest.mark.parametrize("role", [Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER, Role.PARAMETER])
+    def test_what_has_a_role(self, role: Role) -> None:
+        b = Builder()
+        b.parameter("weight", 100)
+        steps(b, 6, lambda step: b.new(MILLION, owner=(role, f"expert.{step}")) and None)
+        assert not found(b)
+
+    def test_what_is_made_late_and_once(self) -> None:
+        b = Builder()
+        b.parameter("weight", 100)
+        steps(b, 6, lambda step: b.new(MILLION, line=KEPT) and None if step == 3 else None)
+        assert not found(b)
+
+    def test_batches_that_get_longer(self) -> None:
+        b = Builder()
+        b.parameter("weight", 100)
+        before: list[int] = []
+
+        def batch(step: int) -> None:
+            before.append(b.new(MILLION + step * 1000, op="aten.cat", line=KEPT))
+            b.free(*before[-2:-1])
+
+        steps(b, 6, batch)
+        assert not found(b)
+
+
+@pytest.mark.parametrize(
+    ("curve", "expected"),
+    [
+        ([0, 1, 2], True),
+        ([0, 1, 1], False),  # one tensor waits for its successor
+        ([0, 1, 2, 2], False),  # a window of three
+        ([0, 1, 2, 1, 2], False),  # it is emptied
+        ([5, 5, 5], False),
+        ([0, 0, 1, 1, 2, 2, 3, 3], True),  # every second round
+        ([0, 0, 1, 1, 2, 2, 2, 2], False),
+    ],
+)
+def test_curves(curve: list[int], expected: bool) -> None:
+    assert grows(curve) is expected

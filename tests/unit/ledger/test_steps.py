@@ -1,0 +1,67 @@
+"""Training steps of hand-written runs: where they begin and end, and what is theirs."""
+
+from __future__ import annotations
+
+from memprof.ledger.steps import training_steps
+from memprof.trace.events import PhaseKind
+from tests.unit.findings.builder import Builder
+
+BLOCK = 512
+
+
+def run(*steps: int, keeps: int = 0) -> Builder:
+    """Steps with an activation of so many blocks, of which each leaves `keeps` tensors of a block behind."""
+    b = Builder()
+    b.parameter("weight", BLOCK // 4)
+    for number, blocks in enumerate(steps, 1):
+        b.phase(PhaseKind.FORWARD, number)
+        activation = b.new(blocks * BLOCK // 4)
+        for _ in range(keeps):
+            b.new(BLOCK // 4, line="train.py:9 main")
+        b.phase(PhaseKind.BACKWARD, number)
+        b.free(activation)
+        b.phase(PhaseKind.OPTIMIZER_STEP, number)
+        b.phase(PhaseKind.OTHER, number)
+    return b
+
+
+def steps_of(b: Builder) -> list[tuple[int, int, int, int]]:
+    ledger = b.context().ledger
+    steps = training_steps(b.trace, ledger.allocated)
+    return [(s.step, s.peak_bytes // BLOCK, s.end_bytes // BLOCK, s.growth_bytes // BLOCK) for s in steps]
+
+
+def test_peaks_and_growth() -> None:
+    assert steps_of(run(10, 30, 20)) == [(1, 11, 1, 0), (2, 31, 1, 0), (3, 21, 1, 0)]
+    assert steps_of(run(10, 10, keeps=2)) == [(1, 13, 3, 2), (2, 15, 5, 2)]
+
+
+def test_gradient_accumulation_is_one_step() -> None:
+    b = run(10)
+    for number in (2, 2):
+        b.phase(PhaseKind.FORWARD, number)
+        b.free(b.new(40 * BLOCK // 4))
+        b.phase(PhaseKind.BACKWARD, number)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 2)
+    assert steps_of(b) == [(1, 11, 1, 0), (2, 41, 1, 0)]
+
+
+def test_evaluation_is_not_the_peak_of_a_step() -> None:
+    b = run(10)
+    b.phase(PhaseKind.EVALUATION, 2)
+    b.free(b.new(90 * BLOCK // 4))
+    b.phase(PhaseKind.FORWARD, 2)
+    b.free(b.new(5 * BLOCK // 4))
+    b.phase(PhaseKind.OPTIMIZER_STEP, 2)
+    assert steps_of(b) == [(1, 11, 1, 0), (2, 6, 1, 0)]
+
+
+def test_a_step_that_did_not_end_is_none() -> None:
+    b = run(10, 10)
+    b.phase(PhaseKind.FORWARD, 3)
+    b.new(100)
+    assert [row[0] for row in steps_of(b)] == [1, 2]
+    unfinished = Builder()
+    unfinished.phase(PhaseKind.FORWARD)
+    unfinished.new(100)
+    assert steps_of(unfinished) == []
