@@ -36,7 +36,8 @@ def test_it_runs(name, tmp_path):
         assert report["program"]["exit_code"] == 0
         assert in_step <= stages(report, 1)
         if way == "stopped" and name != "generate":
-            assert (report["program"]["ended"], report["program"]["steps"]) == ("steps", 2)
+            assert report["program"]["ended"] == "steps"
+            assert report["program"]["steps"] in (2, 3)  # one more where the second left more behind
         else:
             assert (report["program"]["ended"], report["program"]["steps"]) == ("exit", steps)
             assert beside <= stages(report)

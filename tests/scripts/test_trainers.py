@@ -25,11 +25,12 @@ BESIDE = {
 @pytest.mark.parametrize("name", TRAINERS)
 def test_it_runs(name, tmp_path):
     found = run_twice(name, *TRAINERS[name], folder=tmp_path)
-    for way, (ended, steps) in {"stopped": ("steps", 2), "to the end": ("exit", 4)}.items():
+    # One step more where the second left more behind than the first.
+    for way, (ended, steps) in {"stopped": ("steps", (2, 3)), "to the end": ("exit", (4,))}.items():
         report = found[way]["report"]
         assert found[way]["exit_code"] == 0, found["stderr"][-3000:]
         check_sound(report)
         told = report["program"]
-        assert (told["ended"], told["exit_code"], told["steps"]) == (ended, 0, steps)
+        assert (told["ended"], told["exit_code"]) == (ended, 0) and told["steps"] in steps
         assert {"backward", "loss"} <= stages(report, 2)
     assert BESIDE[name] <= stages(found["to the end"]["report"])
