@@ -46,6 +46,7 @@ truth: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.simulate
 	$(BIN)/python -m tests.benchmarks.replay
+	$(BIN)/python -m tests.benchmarks.dry_run
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -85,6 +85,8 @@ def run_script(
             gpu,
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: live_allocator(trace, gpu, settings.read()),
+            # Kernels write tensors that they are given: memory is their callers' to ask for.
+            passes_kernels=True,
             allocator_settings=settings,
             refuses=not beyond,
         )

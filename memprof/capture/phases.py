@@ -10,6 +10,7 @@
 | `torch.save` and its like | checkpoint |
 | everything else | other |
 
+A closure that an optimizer's step is given interrupts it: after the closure's forward and backward the step goes on.
 A step ends with the optimizer's; with several optimizers, when the one that stepped first steps again.
 """
 
@@ -120,7 +121,8 @@ class Phases:
     def after_backward(self) -> None:
         """It has ended."""
         self._ran_backward = True
-        self._begin(PhaseKind.OTHER)
+        # An optimizer that is given a closure runs forward and backward inside its step.
+        self._begin(PhaseKind.OPTIMIZER_STEP if self._outermost else PhaseKind.OTHER)
 
     @contextlib.contextmanager
     def inside(self, kind: PhaseKind) -> Iterator[None]:

@@ -15,7 +15,7 @@ from memprof.capture.virtual import VirtualGpu
 from memprof.capture.worst_batch import WorstBatch
 from memprof.script import Ended, Outcome, Program, StopRule
 from memprof.script.stop import StopRun
-from memprof.trace.events import FailureKind, Trace
+from memprof.trace.events import GPU, EventKind, FailureKind, Trace
 
 
 class _Seen:
@@ -28,6 +28,11 @@ class _Seen:
         """Bytes on the card after each step."""
         self._events: int | None = None
         self._storages = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was, after its steps."""
+        return self._events is not None
 
     def step(self, optimizer: object) -> None:
         """An optimizer has made a step."""
@@ -88,6 +93,8 @@ def capture_script(
                     patches.set(owner, name, value)
             device.phases.building()
             outcome = program.run(rule)
+            if seen.stopped:  # whatever a program does that goes on after that
+                outcome = Outcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
         finally:
             patches.undo()
@@ -99,7 +106,19 @@ def capture_script(
     if isinstance(device, MeasuredDevice) and isinstance(error, Exception):
         trace.failure = measured_failure(error, device.failed_phase)
         full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
-    if full:
-        outcome = Outcome(Ended.REFUSED, outcome.exit_code, error)
     seen.cut(trace)
+    if outcome.ended is Ended.EXIT and _asked_last_for_too_much(trace):
+        # Its own handler caught that, and it gave up.
+        trace.refused.pop()
+        full = True
+    if full:
+        outcome = Outcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
     return trace, outcome
+
+
+def _asked_last_for_too_much(trace: Trace) -> bool:
+    """Whether the last that was asked of the card was refused."""
+    for kind, ref in reversed(trace.events):
+        if kind is EventKind.ALLOC and trace.storages[ref].device == GPU:
+            return bool(trace.refused) and trace.refused[-1] == ref
+    return False

@@ -188,14 +188,16 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
             )
         )
     peak_bytes = max(allocated)
-    # The last time that it is reached: in the steady state rather than in the first step.
+    # The last time that it is reached: in the steady state rather than in the first step. A request that was refused
+    # reaches nothing, though it may come just when as much is allocated.
+    refused = frozenset(trace.refused)
     peak_event = max(
         time
         for time, event in enumerate(trace.events)
         if event.kind is EventKind.ALLOC
         and allocated[time] == peak_bytes
         and trace.storages[event.ref].device != HOST
-        and event.ref not in trace.refused
+        and event.ref not in refused
     )
     live = _live_tensors(trace, categories, peak_event, rounds=run.rounds)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)

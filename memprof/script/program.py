@@ -76,14 +76,8 @@ class Program:
                     left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
                 else:
                     left = runpy.run_path(self.name, run_name="__main__")
-        except StopRun as stop:
-            return Outcome(stop.why, 0, kept=stop)
-        except SystemExit as end:
-            return Outcome(Ended.EXIT, _exit_code(end), kept=end)
-        except KeyboardInterrupt as error:
-            return Outcome(Ended.INTERRUPTED, 130, error)
         except BaseException as error:
-            return Outcome(Ended.ERROR, 1, error)
+            return _ended_by(error)
         return Outcome(Ended.EXIT, 0, kept=left)
 
     @contextlib.contextmanager
@@ -106,6 +100,29 @@ class Program:
         finally:
             sys.argv, sys.path[:] = argv, path
             os._exit = leave
+
+
+def _ended_by(error: BaseException) -> Outcome:
+    stop = _stop_behind(error)
+    if stop is not None:
+        return Outcome(stop.why, 0, kept=error)
+    if isinstance(error, SystemExit):
+        return Outcome(Ended.EXIT, _exit_code(error), kept=error)
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome(Ended.INTERRUPTED, 130, error)
+    return Outcome(Ended.ERROR, 1, error)
+
+
+def _stop_behind(error: BaseException) -> StopRun | None:
+    """The stop that `error` is, or that was on its way when the program's own clean-up raised `error`."""
+    seen: set[int] = set()
+    step: BaseException | None = error
+    while step is not None and id(step) not in seen:
+        if isinstance(step, StopRun):
+            return step
+        seen.add(id(step))
+        step = step.__context__
+    return None
 
 
 def _exit_code(end: SystemExit) -> int:

@@ -204,6 +204,10 @@ class DeviceMode(TorchFunctionMode):
             if isinstance(tensor, torch.nn.Parameter):
                 other = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)  # type: ignore[attr-defined]
                 vars(other).update(vars(tensor))
+            if tensor.grad is not None:
+                # A module that moves its parameters puts the gradient's data into it next: it has to be there.
+                with _disable_current_modes():
+                    other.grad = torch.empty_like(other)
         torch.utils.swap_tensors(tensor, other)
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:

@@ -13,11 +13,11 @@ import torch.backends.cudnn.rnn
 
 from memprof.capture.recorder import Recorder
 from memprof.capture.virtual.card import cudnn_version, max_threads_per_sm, torch_release
+from memprof.capture.virtual.driver import Properties, driver_patches, rng_state, shared_memory_bytes
 from memprof.capture.virtual.recurrent import MODES, is_acceptable
 from memprof.catalog import Gpu
 from memprof.trace.events import Trace
 
-_FRACTION = "per_process_memory_fraction"
 _OF_MEMORY = (
     "empty_cache",
     "mem_get_info",
@@ -31,6 +31,7 @@ _OF_MEMORY = (
     "reset_peak_memory_stats",
 )
 """What the program asks of the allocator."""
+_FRACTION = "per_process_memory_fraction"
 _OF_RANDOM = (
     "get_rng_state",
     "get_rng_state_all",
@@ -56,6 +57,8 @@ class _Stream:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
+        self.stream_id = 0
+        self.device_index = 0
         self.device = torch.device("cuda", 0)
 
     def __enter__(self) -> _Stream:
@@ -142,6 +145,7 @@ class _LivingTensors:
         for kind in ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes"):
             found[f"{kind}.all.current"] = self._recorder.live_bytes
             found[f"{kind}.all.peak"] = self._recorder.peak_bytes
+        found["num_ooms"] = found["num_alloc_retries"] = 0
         return found
 
     def reset_peak(self) -> None:
@@ -198,7 +202,7 @@ def cuda_facade(
         settings: of the caching allocator.
     """
     major, minor = gpu.compute_capability
-    properties = SimpleNamespace(
+    properties = Properties(
         name=gpu.name,
         major=major,
         minor=minor,
@@ -210,6 +214,11 @@ def cuda_facade(
         max_threads_per_multi_processor=max_threads_per_sm(gpu.compute_capability),
         L2_cache_size=gpu.l2_bytes or 0,
         gcnArchName=f"sm_{major}{minor}",
+        uuid="00000000-0000-0000-0000-000000000000",
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+        **shared_memory_bytes(gpu.compute_capability),
     )
 
     def returning(value: Any) -> Callable[..., Any]:
@@ -223,12 +232,6 @@ def cuda_facade(
 
     def reset_accumulated(device: Any = None) -> None:
         memory.now.reset_accumulated()
-
-    def set_fraction(fraction: float, device: Any = None) -> None:
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        others = [part for part in settings.get().split(",") if part and _FRACTION not in part]
-        settings.set(",".join([*others, f"{_FRACTION}:{fraction}"]))
 
     def empty_cache() -> None:
         recorder.empty_cache()
@@ -254,6 +257,18 @@ def cuda_facade(
     def stream(stream: Any) -> Iterator[None]:
         yield
 
+    fraction = 1.0
+
+    def set_fraction(value: float, device: Any = None) -> None:
+        nonlocal fraction
+        if not isinstance(value, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= value <= 1:
+            raise ValueError(f"Invalid fraction value: {value}. Allowed range: 0~1")
+        fraction = value
+        kept = [part for part in settings.get().split(",") if part and not part.startswith(_FRACTION)]
+        settings.set(",".join([*kept, f"{_FRACTION}:{value}"]))
+
     nothing = returning(None)
     cuda: dict[str, Any] = {
         "is_available": returning(True),
@@ -272,9 +287,9 @@ def cuda_facade(
         "seed": nothing,
         "seed_all": nothing,
         "initial_seed": returning(0),
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state": lambda device=None: rng_state(),
         "set_rng_state": nothing,
-        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "get_rng_state_all": lambda: [rng_state()],
         "set_rng_state_all": nothing,
         "get_device_name": returning(gpu.name),
         "get_device_capability": returning((major, minor)),
@@ -290,10 +305,12 @@ def cuda_facade(
         "memory_stats": memory_stats,
         "memory_stats_as_nested_dict": nested_stats,
         "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": lambda device=None: fraction,
         "memory_snapshot": returning([]),
         "list_gpu_processes": returning("no processes are running"),
         "utilization": returning(0),
         "memory_usage": returning(0),
+        "device_memory_used": lambda device=None: gpu.total_bytes - mem_get_info()[0],
         "temperature": returning(0),
         "power_draw": returning(0),
         "clock_rate": returning(0),
@@ -301,25 +318,32 @@ def cuda_facade(
         "Stream": _Stream,
         "Event": _Stream,
         "stream": stream,
+        "set_stream": nothing,
         "current_stream": lambda device=None: _Stream(),
         "default_stream": lambda device=None: _Stream(),
         "is_current_stream_capturing": returning(False),
     }
     for name, value in cuda.items():
         yield torch.cuda, name, _distinct(value)
-        if name in _OF_MEMORY:  # torch.cuda.memory_summary, and who imports them from there
-            yield torch.cuda.memory, name, _distinct(value)
+        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+            # torch.cuda.memory_summary, and who imports them from there
+            if vars(module).get(name) is not None:
+                yield module, name, _distinct(value)
         if name in _OF_RANDOM:
             yield torch.cuda.random, name, _distinct(value)
     yield torch.Tensor, "record_stream", _distinct(nothing)
     # DataParallel calls it, with the one card that there is.
     yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)
+    yield from driver_patches()
     accelerator: dict[str, Any] = {
         "is_available": returning(True),
         "current_accelerator": returning(torch.device("cuda")),
         "device_count": returning(1),
         "current_device_index": returning(0),
+        "current_device_idx": returning(0),
         "set_device_index": nothing,
+        "set_device_idx": nothing,
+        "empty_host_cache": nothing,
         "current_stream": lambda device=None: _Stream(),
         "set_stream": nothing,
         "synchronize": nothing,
@@ -330,6 +354,8 @@ def cuda_facade(
     for name, value in accelerator.items():
         if hasattr(torch.accelerator, name):  # releases differ
             yield torch.accelerator, name, _distinct(value)
+        if hasattr(getattr(torch.accelerator, "memory", None), name):
+            yield torch.accelerator.memory, name, _distinct(value)
     nvtx = SimpleNamespace(
         rangePushA=returning(0), rangePop=returning(0), rangeStartA=returning(0), rangeEnd=nothing, markA=nothing
     )
@@ -344,7 +370,6 @@ def cuda_facade(
         if hasattr(torch._C, name):  # releases differ
             yield torch._C, name, value
     yield torch.cuda, "device_of", _Device
-    yield torch._C, "_cuda_getCurrentRawStream", returning(0)
     yield torch.backends.cudnn, "is_available", returning(True)
     yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
     yield torch.backends.cudnn, "is_acceptable", is_acceptable

@@ -24,6 +24,7 @@ from memprof.capture.virtual import compiled, distributed, loaders, native, proc
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
+from memprof.capture.virtual.driver import nvml_patches
 from memprof.capture.virtual.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.capture.virtual.hidden import CublasWorkspace
 from memprof.capture.virtual.recording import RecordingMode
@@ -217,6 +218,7 @@ class VirtualGpu:
         libraries: dict[str, Callable[[], None]] = {
             name: functools.partial(self._replace, of_library) for name, of_library in self.phases.of_imports().items()
         }
+        libraries["pynvml"] = functools.partial(self._replace, lambda: nvml_patches(self.gpu, self._used_bytes))
         self._modes.enter_context(watch_imports({"bitsandbytes": self._watch_kernels, **libraries}))
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
         by_device = "_group_tensors_by_device_and_dtype"
@@ -231,6 +233,10 @@ class VirtualGpu:
         self._modes.enter_context(kept_whole())
         self._modes.enter_context(function_mode)
         self._modes.enter_context(self.recording)
+
+    def _used_bytes(self) -> int:
+        """What is in use on the card, as nvidia-smi says it."""
+        return self._context_bytes + self._memory.now.stats()["reserved_bytes.all.current"]
 
     def _replace(self, patches: Callable[[], Iterable[tuple[Any, str, Any]]]) -> None:
         for owner, name, value in patches():

@@ -1,0 +1,221 @@
+"""What stands below `torch.cuda` in a CUDA build: functions of `torch._C`, generators on the card, tensor types, NVML.
+
+A CPU build has none of it; where there is a CUDA build, none of it reaches a real card.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memprof.catalog import Gpu
+
+_CUDA = torch.device("cuda", 0)
+_UUID = "00000000-0000-0000-0000-000000000000"
+_RNG_STATE_BYTES = 16
+"""Seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)."""
+_MIB = 1 << 20
+
+
+def rng_state() -> torch.Tensor:
+    """The state of the card's generator: its numbers are not drawn, so that it never changes."""
+    return torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)
+
+
+class _OfAnyGenerator(type):
+    def __instancecheck__(cls, found: object) -> bool:
+        return isinstance(found, torch._C.Generator)
+
+
+class CudaGenerator(torch._C.Generator):
+    """`torch.Generator("cuda")`: keeps its seed, and draws nothing."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The card."""
+        return _CUDA
+
+    def get_state(self) -> torch.Tensor:
+        """As many bytes as a real one's."""
+        return rng_state()
+
+    def set_state(self, state: torch.Tensor) -> CudaGenerator:  # type: ignore[override]
+        """Taken."""
+        return self
+
+    def clone_state(self) -> CudaGenerator:
+        """Another one."""
+        return CudaGenerator()
+
+    def get_offset(self) -> int:
+        """Nothing was drawn."""
+        return 0
+
+    def set_offset(self, offset: int) -> CudaGenerator:  # type: ignore[override]
+        """Taken."""
+        return self
+
+
+class Generator(metaclass=_OfAnyGenerator):
+    """`torch.Generator`, on the card as well."""
+
+    def __new__(cls, device: Any = None) -> Any:  # noqa: D102
+        if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
+            return CudaGenerator()
+        return torch._C.Generator() if device is None else torch._C.Generator(device)
+
+
+def _legacy_type(name: str, dtype: torch.dtype) -> type:
+    """`torch.cuda.FloatTensor` and its like: a class to construct with and to ask for, without an instance."""
+
+    class OfDtype(type):
+        def __instancecheck__(cls, found: object) -> bool:
+            return isinstance(found, torch.Tensor) and found.is_cuda and found.dtype == dtype
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and all(isinstance(arg, int) for arg in args):
+            return torch.empty(args, dtype=dtype, device="cuda")
+        if args and isinstance(args[0], torch.Size):
+            return torch.empty(args[0], dtype=dtype, device="cuda")
+        return torch.tensor(args[0] if args else [], dtype=dtype, device="cuda")
+
+    return OfDtype(name, (), {"__new__": __new__, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
+
+
+_LEGACY = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+
+
+def driver_patches() -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
+
+    def returning(value: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    functions: dict[str, Any] = {
+        "_cuda_getDevice": 0,
+        "_cuda_getDeviceCount": 1,
+        "_cuda_setDevice": None,
+        "_cuda_exchangeDevice": 0,
+        "_cuda_maybeExchangeDevice": 0,
+        "_cuda_init": None,
+        "_cuda_isInBadFork": False,
+        "_cuda_hasPrimaryContext": True,
+        "_cuda_synchronize": None,
+        "_cuda_canDeviceAccessPeer": False,
+        "_cuda_getCurrentRawStream": 0,
+        "_cuda_getCurrentBlasHandle": 0,
+        "_cuda_getCurrentSolverHandle": 0,
+        "_cuda_getAllocatorBackend": "native",
+        "_cuda_get_sync_debug_mode": 0,
+        "_cuda_set_sync_debug_mode": None,
+        "_cuda_memorySnapshot": {
+            "segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": [],
+        },
+        "_cuda_hostMemoryStats": {},
+        "_cuda_resetAccumulatedHostMemoryStats": None,
+        "_cuda_resetPeakHostMemoryStats": None,
+        "_cuda_clearCublasWorkspaces": None,
+        "_cuda_ipc_collect": None,
+        "_cuda_sleep": None,
+        "_accelerator_getDeviceIndex": 0,
+        "_accelerator_setDeviceIndex": None,
+        "_accelerator_synchronizeDevice": None,
+        "_accelerator_emptyHostCache": None,
+        "_accelerator_getAccelerator": torch.device("cuda"),
+        "_get_accelerator": torch.device("cuda"),
+    }  # fmt: skip
+    for name, value in functions.items():
+        yield torch._C, name, returning(value)
+    yield torch, "Generator", Generator
+    yield torch.cuda, "default_generators", (CudaGenerator(),)
+    for name, dtype in _LEGACY.items():
+        yield torch.cuda, name, _legacy_type(name, dtype)
+
+
+# -- NVML --------------------------------------------------------------------------------------------------------------
+
+
+def nvml_patches(gpu: Gpu, used_bytes: Callable[[], int]) -> Iterator[tuple[Any, str, Any]]:
+    """The patches of `pynvml`, once it is imported: what a program reads there about its card.
+
+    Args:
+        gpu: the card.
+        used_bytes: what is in use on it.
+    """
+    pynvml = sys.modules["pynvml"]
+    handle = SimpleNamespace(index=0)
+
+    def memory(device: Any, version: Any = None) -> Any:
+        used = used_bytes()
+        return SimpleNamespace(total=gpu.total_bytes, used=used, free=max(0, gpu.total_bytes - used), reserved=0)
+
+    def processes(device: Any) -> list[Any]:
+        import os
+
+        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(), gpuInstanceId=None)]
+
+    answers: dict[str, Any] = {
+        "nvmlInit": lambda: None,
+        "nvmlInitWithFlags": lambda flags: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: handle,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: handle,
+        "nvmlDeviceGetIndex": lambda device: 0,
+        "nvmlDeviceGetName": lambda device: gpu.name,
+        "nvmlDeviceGetUUID": lambda device: f"GPU-{_UUID}",
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=0, memory=0),
+        "nvmlDeviceGetTemperature": lambda device, sensor=0: 0,
+        "nvmlDeviceGetPowerUsage": lambda device: 0,
+        "nvmlDeviceGetCudaComputeCapability": lambda device: list(gpu.compute_capability),
+        "nvmlDeviceGetComputeRunningProcesses": processes,
+    }
+    for name, answer in answers.items():
+        if hasattr(pynvml, name):
+            yield pynvml, name, answer
+
+
+# -- what kernels are told of a multiprocessor ------------------------------------------------------------------------
+
+_SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228, (11, 0): 228}
+
+
+def shared_memory_bytes(compute_capability: tuple[int, int]) -> dict[str, int]:
+    """Shared memory by attribute of a card's properties (CUDA C++ programming guide, table of technical
+    specifications; a block can opt in to all but the 1 KiB that the system keeps, from 8.0 on)."""
+    whole = 1024 * _SHARED_KIB.get(compute_capability, 100)
+    return {
+        "shared_memory_per_block": 48 * 1024,
+        "shared_memory_per_block_optin": whole - (1024 if compute_capability >= (8, 0) else 0),
+        "shared_memory_per_multiprocessor": whole,
+        "regs_per_multiprocessor": 65_536,
+    }
+
+
+class Properties(SimpleNamespace):
+    """`torch.cuda.get_device_properties(0)`."""
+
+    def __repr__(self) -> str:
+        """As torch prints it."""
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory // _MIB}MB, multi_processor_count={self.multi_processor_count}, "
+            f"uuid={self.uuid}, pci_bus_id=0, pci_device_id=0, pci_domain_id=0, "
+            f"L2_cache_size={self.L2_cache_size // _MIB}MB)"
+        )

@@ -1,0 +1,36 @@
+"""The trainers of transformers, PEFT and TRL, with evaluation, generation and checkpoints, run unmodified."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts.running import check_sound, run_twice, stages
+
+TRAINERS = {
+    "trainer": ("--workers", "2"),
+    "seq2seq": (),
+    "lora": ("--merge",),
+    "sft": ("--packing", "--lora"),
+    "dpo": (),
+}
+BESIDE = {
+    "trainer": {"evaluation", "checkpoint", "logits", "optimizer step"},
+    "seq2seq": {"evaluation", "decode", "logits", "optimizer step"},
+    "lora": {"checkpoint", "decode", "logits", "optimizer step"},
+    "sft": {"evaluation", "optimizer step"},
+    "dpo": {"evaluation", "checkpoint", "optimizer step"},
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_it_runs(name, tmp_path):
+    found = run_twice(name, *TRAINERS[name], folder=tmp_path)
+    # One step more where the second left more behind than the first.
+    for way, (ended, steps) in {"stopped": ("steps", (2, 3)), "to the end": ("exit", (4,))}.items():
+        report = found[way]["report"]
+        assert found[way]["exit_code"] == 0, found["stderr"][-3000:]
+        check_sound(report)
+        told = report["program"]
+        assert (told["ended"], told["exit_code"]) == (ended, 0) and told["steps"] in steps
+        assert {"backward", "loss"} <= stages(report, 2)
+    assert BESIDE[name] <= stages(found["to the end"]["report"])
