@@ -194,8 +194,9 @@ def test_a_terminal_that_closes(script, tmp_path):
         "print('hang-ups are ignored', flush=True)\ntime.sleep(1)"
     )
     shown = Terminal(command_line("--interval", 0.1, "--log", log, "--", sys.executable, code), environment())
-    shown.wait_for("hang-ups are ignored")  # no words that the rows below may have
-    shown.read(0.3)
+    shown.wait_for("hang-ups are ignored\r\n")  # its line feed may be a write of its own, and fail where nobody reads
+    while not log.exists():
+        shown.read(0.1)
     before = len(log.read_text().splitlines())
     os.close(shown._descriptor)
     _, status = os.waitpid(shown.pid, 0)
