@@ -98,6 +98,11 @@ TEMPORARIES: dict[str, Temporary] = {
         "contiguous copies of gradient and indices (on CUDA before the output, here after it)",
         lambda call, made: {FLOAT * _elements(call.shapes[0]), INT64 * _elements(call.shapes[1])},
     ),
+    "aten::bitwise_and": Temporary(
+        "a boolean argument, cast to integers (TensorIterator.cpp)",
+        lambda call, made: {INT64 * _elements(shape) for shape in call.shapes[:2]},
+        through="aten::_to_copy",
+    ),
     "aten::mul": _CAST,
     "aten::add": _CAST,
 }  # fmt: skip

@@ -44,8 +44,9 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     """Runs the operators inside of `func`; None if it runs as one.
 
     Composites without a derivative of their own (CompositeImplicitAutograd) arrive under inference_mode and from C++
-    below autograd. Those with a kernel as well (silu_backward) run as one: what has one on the CPU is taken to have one
-    on CUDA.
+    below autograd. Their C++ is run, and not what torch's compiler has in Python for some of them (`func.decompose`):
+    that clones in a dropout that does nothing. Those with a kernel as well (silu_backward) run as one: what has one on
+    the CPU is taken to have one on CUDA.
     """
     name = func.name()
     if _has_kernel(name, "CPU"):
@@ -54,4 +55,6 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     if explicit:
         key = getattr(torch._C.DispatchKey, explicit[0])
         return functools.partial(func._op_dk, key) if func.overloadpacket in EXPANDED else None
-    return func.decompose if _has_kernel(name, "CompositeImplicitAutograd") else None
+    if not _has_kernel(name, "CompositeImplicitAutograd"):
+        return None
+    return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -20,7 +20,7 @@ from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.phases import Phases
 from memprof.capture.recorder import Recorder
-from memprof.capture.virtual import compiled, distributed, loaders, native, processes, quantized
+from memprof.capture.virtual import compiled, distributed, generation, loaders, native, processes, quantized
 from memprof.capture.virtual.card import Card
 from memprof.capture.virtual.composites import Composites
 from memprof.capture.virtual.devices import DeviceMode, python_functions_run_inside
@@ -216,6 +216,13 @@ class VirtualGpu:
         libraries: dict[str, Callable[[], None]] = {
             name: functools.partial(self._replace, of_library) for name, of_library in self.phases.of_imports().items()
         }
+        of_generation = libraries["transformers.generation.utils"]
+
+        def generation_imported() -> None:
+            of_generation()
+            self._replace(lambda: generation.patches(self._values, self.assume))
+
+        libraries["transformers.generation.utils"] = generation_imported
         libraries["pynvml"] = functools.partial(self._replace, lambda: nvml_patches(self.gpu, self._used_bytes))
         self._modes.enter_context(watch_imports({"bitsandbytes": self._watch_kernels, **libraries}))
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))

@@ -149,6 +149,9 @@ def _index(mode: RecordingMode, operator: Operator, call: Call, place: Place) ->
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks or not (call.on_gpu or call.on_host):
         return NotImplemented
+    if operator.kind is Kind.IN_PLACE and _fills_a_mask(indices, masks, call):
+        mode.values.write(call.func, call.args, call.kwargs, call.args[0])
+        return call.args[0]
     device = call.device or GPU
     expanded: list[torch.Tensor | None] = []
     for index in indices:
@@ -170,6 +173,15 @@ def _index(mode: RecordingMode, operator: Operator, call: Call, place: Place) ->
     mode.record(tensors_of(result), operator.name, place, device)
     mode.values.learn(call.func, call.args, call.kwargs, tensors_of(result))
     return result
+
+
+def _fills_a_mask(indices: Any, masks: list[torch.Tensor], call: Call) -> bool:
+    """Whether `x[mask] = number` is masked_fill_, which needs no indices: one mask and nothing else, and a number that
+    is on the host, as Python's are (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
+    value = call.args[2]
+    accumulates = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
+    alone = len(masks) == 1 and all(index is None or index is masks[0] for index in indices)
+    return alone and not accumulates and not value.is_meta and value.numel() == 1
 
 
 def _by_value(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:

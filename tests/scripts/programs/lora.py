@@ -22,6 +22,9 @@ parser.add_argument("--length", type=int, default=16)
 parser.add_argument("--batch", type=int, default=2)
 parser.add_argument("--rank", type=int, default=4)
 parser.add_argument("--max_steps", type=int, default=4)
+parser.add_argument("--attn", default="sdpa")
+parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
+parser.add_argument("--dropout", type=float, default=0.05)
 parser.add_argument("--merge", action="store_true")
 parser.add_argument("--output", default="out-lora")
 args = parser.parse_args()
@@ -41,12 +44,13 @@ config = Qwen2Config(
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=max(64, args.length),
 )  # fmt: skip
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
+model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=args.attn)
 model.enable_input_require_grads()
 model = get_peft_model(
     model,
     LoraConfig(
-        r=args.rank, lora_alpha=16, lora_dropout=0.05, task_type=TaskType.CAUSAL_LM,
+        r=args.rank, lora_alpha=16, lora_dropout=args.dropout, task_type=TaskType.CAUSAL_LM,
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
     ),
 )  # fmt: skip
@@ -64,7 +68,7 @@ trainer = Trainer(
         gradient_checkpointing_kwargs={"use_reentrant": False},
         max_steps=args.max_steps,
         learning_rate=2e-4,
-        bf16=True,
+        bf16=args.precision == "bf16",
         logging_steps=1,
         save_strategy="steps",
         save_steps=2,
@@ -76,7 +80,7 @@ trainer = Trainer(
 result = trainer.train()
 model.save_pretrained(args.output)
 if args.merge:
-    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+    base = AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda")
     merged = PeftModel.from_pretrained(base, args.output).merge_and_unload()
     prompt = tokenizer(texts[0], return_tensors="pt").to("cuda")
     print(tokenizer.decode(merged.generate(**prompt, max_new_tokens=4, do_sample=False)[0]))

@@ -14,6 +14,7 @@ parser.add_argument("--vocab", type=int, default=128)
 parser.add_argument("--length", type=int, default=16)
 parser.add_argument("--batch", type=int, default=2)
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--attn", default="sdpa", choices=("sdpa", "eager"))
 parser.add_argument("--keep", default="losses,logits,rope", help="the mistakes to make")
 args = parser.parse_args()
 mistakes = set(args.keep.split(","))
@@ -54,7 +55,13 @@ class Block(nn.Module):
     def forward(self, x):
         batch, length, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, args.heads, head_size).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(self.rope(q), self.rope(k), v, is_causal=True)
+        q, k = self.rope(q), self.rope(k)
+        if args.attn == "sdpa":
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) / head_size**0.5
+            hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+            mixed = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return x + self.down(F.silu(self.up(self.norm2(x))))
 

@@ -24,6 +24,7 @@ parser.add_argument("--vocab", type=int, default=100)
 parser.add_argument("--length", type=int, default=12)
 parser.add_argument("--batch", type=int, default=2)
 parser.add_argument("--max_steps", type=int, default=4)
+parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--num_beams", type=int, default=2)
 parser.add_argument("--output", default="out-seq2seq")
 args = parser.parse_args()
@@ -60,7 +61,7 @@ if args.arch == "t5":
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=args.vocab, d_model=args.hidden, d_kv=8, d_ff=4 * args.hidden, num_layers=args.layers,
-            num_heads=4, decoder_start_token_id=0,
+            num_heads=4, decoder_start_token_id=0, dropout_rate=args.dropout,
         )
     )  # fmt: skip
 else:
@@ -68,7 +69,7 @@ else:
         BartConfig(
             vocab_size=args.vocab, d_model=args.hidden, encoder_layers=args.layers, decoder_layers=args.layers,
             encoder_ffn_dim=4 * args.hidden, decoder_ffn_dim=4 * args.hidden, encoder_attention_heads=4,
-            decoder_attention_heads=4, max_position_embeddings=max(64, args.length),
+            decoder_attention_heads=4, dropout=args.dropout, max_position_embeddings=max(64, args.length),
         )
     )  # fmt: skip
 training_args = Seq2SeqTrainingArguments(

@@ -30,6 +30,7 @@ parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp3
 parser.add_argument("--gradient_checkpointing", action="store_true")
 parser.add_argument("--optim", default="adamw_torch")
 parser.add_argument("--attn", default="sdpa")
+parser.add_argument("--dropout", type=float, default=0.1)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--output", default="out-trainer")
@@ -84,7 +85,8 @@ if args.arch == "llama":
 else:
     config = GPT2Config(
         vocab_size=args.vocab, n_embd=args.hidden, n_layer=args.layers, n_head=4, n_positions=max(args.length, 64),
-        use_cache=False, attn_implementation=args.attn,
+        use_cache=False, attn_implementation=args.attn, resid_pdrop=args.dropout, embd_pdrop=args.dropout,
+        attn_pdrop=args.dropout,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
 

@@ -211,3 +211,28 @@ def test_saved_tensors_wait_in_pinned_host_memory(gpu, size):
     assert kept.requires_grad
     # exp keeps its result, which is the one tensor that is still on the card.
     assert gpu.recorder.live_bytes - before == 4 * size
+
+
+def test_a_mask_is_filled_with_a_number_without_indices():
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+        logits = torch.randn(4, 1000, device="cuda")
+        labels = torch.arange(8, device="cuda")
+        mask, few = logits > 0, labels < 3
+        before = len(gpu.trace.storages)
+        logits[mask] = float("-inf")
+        logits[:, None][mask[:, None]] = 0
+        labels[few] = -100
+        assert len(gpu.trace.storages) == before
+        assert labels.tolist() == [-100, -100, -100, 3, 4, 5, 6, 7]
+        logits[mask] = torch.zeros((), device="cuda")  # a number on the card is assigned by indices
+        assert "aten.nonzero" in {gpu.trace.op(storage) for storage in gpu.trace.storages[before:]}
+
+
+def test_a_dropout_that_does_nothing_allocates_nothing():
+    for mode in (torch.no_grad, torch.inference_mode):
+        with VirtualGpu(find_gpu("a100-80gb")) as gpu, mode():
+            data = torch.ones(4, 100, device="cuda")
+            before = len(gpu.trace.storages)
+            torch.nn.functional.dropout(data, 0.5, training=False)
+            torch.nn.Dropout(0.5).eval()(data)
+            assert len(gpu.trace.storages) == before

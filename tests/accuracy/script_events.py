@@ -1,0 +1,315 @@
+"""Both sides of the comparison of whole scripts with the CPU: run there for real, and on the virtual card.
+
+    python -m tests.accuracy.script_events RESULT
+
+The scripts are those of tests/scripts/programs, unmodified. On the CPU, what they ask of "cuda" is asked of it: a move
+to the card is a copy, optimizers choose as for the card. Each side of each script is a process of its own, forked after
+the libraries were imported, which takes most of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.accuracy.cpu_events import BEFORE, Call, Change
+
+PROGRAMS = Path(__file__).resolve().parents[1] / "scripts" / "programs"
+SCRIPTS: dict[str, tuple[str, ...]] = {
+    "char_gpt": ("--flash=False", "--dropout=0.0", "--dtype=float32", "--compile=False"),
+    "trainer": ("--attn", "eager", "--precision", "fp32"),
+    "trainer --arch gpt2": ("--attn", "eager", "--precision", "fp32", "--dropout", "0"),
+    "trainer --gradient_checkpointing": ("--attn", "eager", "--precision", "fp32"),
+    "seq2seq": ("--dropout", "0"),
+    "seq2seq --arch bart": ("--dropout", "0", "--num_beams", "1"),
+    "lora": ("--attn", "eager", "--precision", "fp32", "--dropout", "0"),
+    "accelerate_loop": ("--attn", "eager", "--mixed_precision", "no", "--dropout", "0"),
+    "images": ("--workers", "0", "--ema"),
+    "generate": ("--attn", "eager", "--dtype", "float32"),
+    "generate --way loop": ("--attn", "eager", "--dtype", "float32"),
+    "mistakes": ("--attn", "eager", "--keep", "losses,logits"),
+}
+"""Script with what is tried -> what makes the CPU run the operators that CUDA runs: float32, eager attention, no dropout."""
+_HOST = "on the host"
+
+
+def _arguments(name: str) -> tuple[str, list[str]]:
+    script, *tried = name.split()
+    return str(PROGRAMS / f"{script}.py"), [*tried, *SCRIPTS[name]]
+
+
+def virtual(name: str) -> dict[str, Any]:
+    """The changes on the virtual card, and the sizes of what the host held meanwhile."""
+    from memprof.capture.script import capture_script
+    from memprof.capture.virtual import VirtualGpu
+    from memprof.catalog import find_gpu
+    from memprof.script import Program, StopRule
+    from memprof.trace.events import GPU, EventKind
+    from tests.accuracy.cpu_temporaries import is_shared
+
+    script, arguments = _arguments(name)
+    gpu = VirtualGpu(find_gpu("a100-80gb"), workspaces=False, passes_kernels=True)
+    trace, outcome = capture_script(Program(script, tuple(arguments)), gpu, StopRule(None))
+    if outcome.exit_code:
+        raise RuntimeError(f"the script failed on the virtual card: {outcome.error!r}")
+    changes: list[Change] = []
+    blocks: dict[int, int] = {}
+    visible = ""
+    for event in trace.events:
+        if event.kind not in (EventKind.ALLOC, EventKind.FREE):
+            continue
+        storage = trace.storages[event.ref]
+        free = event.kind is EventKind.FREE
+        if storage.device != GPU or (free and event.ref not in blocks):
+            continue
+        if not free and storage.hidden and not is_shared(trace.op(storage), visible):
+            continue
+        if not free:
+            visible = visible if storage.hidden else storage.dtype
+            blocks[event.ref] = len(blocks)
+        changes.append(Change(free, blocks[event.ref], storage.num_bytes, trace.op(storage)))
+    return {"changes": changes}
+
+
+def cpu(name: str) -> dict[str, Any]:
+    """The changes of the CPU's allocator while the script really runs, as torch's profiler sees them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from memprof.script import Program, StopRule
+
+    script, arguments = _arguments(name)
+    with _card_is_the_host(), torch.backends.mkldnn.flags(enabled=False):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as recorded:
+            outcome = Program(script, tuple(arguments)).run(StopRule(None))
+            gc.collect()
+    if outcome.exit_code:
+        traceback.print_exception(outcome.error)
+        raise RuntimeError(f"the script failed on the CPU: {outcome.error!r}")
+    return {"changes": _changes(recorded)}
+
+
+@contextlib.contextmanager
+def _card_is_the_host() -> Iterator[None]:
+    """Inside, "cuda" is the CPU: a first move there is a copy; what is done on the host alone is marked."""
+    import peft
+    import torch
+    from torch.optim import optimizer
+    from torch.profiler import record_function
+    from torch.utils import _foreach_utils
+    from torch.utils.data import dataloader
+
+    from memprof.capture.patches import Patches
+
+    on_card: weakref.WeakSet[Any] = weakref.WeakSet()
+    move = torch.Tensor.to
+
+    def device_of(value: Any) -> Any:
+        return torch.device("cpu") if str(value).startswith("cuda") else value
+
+    building = False
+
+    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if building:
+            return move(tensor, *map(device_of, args), **{k: device_of(v) for k, v in kwargs.items()})
+        device, _, _, _ = torch._C._nn._parse_to(
+            *map(device_of, args), **{k: device_of(v) for k, v in kwargs.items() if k != "copy"}
+        )
+        moved = move(tensor, *map(device_of, args), **{k: device_of(v) for k, v in kwargs.items()})
+        if device is None or isinstance(args[0] if args else None, torch.Tensor):
+            return moved
+        if moved.untyped_storage() not in on_card and moved is tensor:
+            with record_function(_TO_CARD):
+                moved = moved.clone()
+        on_card.add(moved.untyped_storage())
+        return moved
+
+    def made(function: Callable[..., Any]) -> Callable[..., Any]:
+        """A factory; what it makes on the card is there, and what it makes elsewhere is the host's."""
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is None:
+                with record_function(_HOST):
+                    return function(*args, **kwargs)
+            found = function(*args, **{**kwargs, "device": device_of(device)})
+            on_card.add(found.untyped_storage())
+            return found
+
+        return make
+
+    on_host: weakref.WeakSet[Any] = weakref.WeakSet()
+    stack, from_numpy = torch.stack, torch.from_numpy
+
+    def from_array(array: Any) -> Any:
+        made = from_numpy(array)
+        on_host.add(made.untyped_storage())
+        return made
+
+    def stacked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        host = all(tensor.untyped_storage() in on_host for tensor in tensors)
+        with record_function(_HOST if host else "stack"):
+            return stack(tensors, *args, **kwargs)
+
+    def hosted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with record_function(_HOST):
+                return function(*args, **kwargs)
+
+        return call
+
+    def lists() -> list[str]:
+        return ["cuda", "cpu"]
+
+    def adapters(function: Callable[..., Any]) -> Callable[..., Any]:
+        """PEFT moves new weights to where the model is: as yet on the host, which here has the card's name."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal building
+            building = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                building = False
+
+        return call
+
+    patches = Patches()
+    patches.set(peft, "get_peft_model", adapters(peft.get_peft_model))
+    patches.set(torch.Tensor, "to", to)
+    patches.set(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: to(tensor, "cuda"))
+    patches.set(torch.nn.Module, "cuda", lambda module, *args: module.to("cpu"))
+    for name in ("arange", "empty", "full", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"):
+        patches.set(torch, name, made(getattr(torch, name)))
+    patches.set(torch, "from_numpy", from_array)
+    patches.set(torch, "stack", stacked)
+    patches.set(torch.Tensor, "cpu", hosted(torch.Tensor.cpu))
+    patches.set(torch.Tensor, "pin_memory", hosted(lambda tensor, *args: tensor.clone()))
+    patches.set(torch, "save", hosted(torch.save))
+    patches.set(torch._tensor_str, "_str", hosted(torch._tensor_str._str))
+    patches.set(torch, "load", hosted(torch.load))
+    loader = dataloader._BaseDataLoaderIter
+    patches.set(loader, "__next__", hosted(loader.__next__))
+    patches.set(torch.cuda, "synchronize", lambda *args: None)
+    patches.set(torch.cuda, "max_memory_allocated", lambda *args: 0)
+    for owner in (_foreach_utils, optimizer):
+        patches.set(owner, "_get_foreach_kernels_supported_devices", lists)
+        if hasattr(owner, "_get_fused_kernels_supported_devices"):
+            patches.set(owner, "_get_fused_kernels_supported_devices", lists)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+_TO_CARD = "to the card"
+
+
+def _changes(recorded: Any) -> list[Change]:
+    """In order; what is allocated on the host alone is left out with its frees, as is all before the first move."""
+    found: list[tuple[int, int, int, tuple[Call, ...], bool]] = []
+    number = 0
+    first_move = None
+
+    def walk(node: Any, calls: tuple[Call, ...], host: bool) -> None:
+        nonlocal number, first_move
+        if node.typed[0].name == "Allocation":
+            found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr, calls, host))
+        elif node.name == _HOST:
+            host = True
+        elif node.name == _TO_CARD:
+            first_move = node.start_time_ns if first_move is None else min(first_move, node.start_time_ns)
+        elif node.name.startswith("aten::"):
+            number += 1
+            inputs = node.extra_fields.inputs
+            shapes, strides = (
+                tuple(tuple(getattr(i, what)) if hasattr(i, what) else None for i in inputs)
+                for what in ("sizes", "strides")
+            )
+            calls = (*calls, Call(node.name, shapes, strides, number))
+        for child in node.children:
+            walk(child, calls, host)
+
+    for root in recorded.profiler.kineto_results.experimental_event_tree():
+        walk(root, (), False)
+    found.sort(key=lambda change: change[0])
+    changes: list[Change] = []
+    blocks: dict[int, int | None] = {}
+    count = 0
+    for time, num_bytes, address, calls, host in found:
+        op = calls[-1].name if calls else ""
+        if num_bytes > 0:
+            if host or first_move is None or time < first_move:
+                blocks[address] = None
+                continue
+            blocks[address] = count
+            changes.append(Change(False, count, num_bytes, op, calls))
+            count += 1
+        else:
+            block = blocks.pop(address, None)
+            if block is not None:
+                changes.append(Change(True, block, -num_bytes, op, calls))
+    return changes
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+
+def _forked(side: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """What `side` says of a script, in a process of its own, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                os.chdir(folder)
+                errors = open("stderr", "w")  # noqa: SIM115
+                os.dup2(errors.fileno(), 1)
+                os.dup2(errors.fileno(), 2)
+                told = side(name)
+                answer.write_text(json.dumps(told), encoding="utf-8")
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        if status:
+            said = (Path(folder) / "stderr").read_text(errors="replace")
+            raise RuntimeError(f"{name}, {side.__name__}:\n{said[-4000:]}")
+        return json.loads(answer.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    result, *names = sys.argv[1:]
+    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
+    import torch
+
+    torch.set_num_threads(1)  # kernels keep scratch memory per thread; and a process that forks has one
+    with contextlib.redirect_stdout(io.StringIO()):
+        import peft  # noqa: F401
+        import transformers
+        import transformers.trainer
+
+        del transformers
+    found = {}
+    for name in names or SCRIPTS:
+        found[name] = {"cpu": _forked(cpu, name)["changes"], "virtual": _forked(virtual, name)["changes"]}
+        print(name, {side: len(changes) for side, changes in found[name].items()}, file=sys.stderr, flush=True)
+    Path(result).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
