@@ -1,13 +1,25 @@
-"""The allocations of a whole script on both sides, put side by side in order; and what explains those of one side alone."""
+"""The allocations of a whole script on both sides, side by side in order; and what explains those of one side alone."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests.accuracy.cpu_events import Call, Change
 from tests.accuracy.cpu_temporaries import NUMBER_BYTES, _in_order, _temporaries
+from tests.accuracy.script_events import TO_CARD
+
+REASONS: dict[str, str] = {
+    TO_CARD: "a move of what is on the card already: the CPU's stand-in for the card copies it, a card does not",
+    "aten::sum": "booleans are cast to integers before their sum",
+    "aten::repeat": "the order of dimensions, computed in tensors on the host",
+    "aten::multinomial": "exponential variates: memory that no tensor shows, on CUDA too, where it is counted",
+    "aten::cumsum": "scratch of a scan, as above",
+    "aten::sort": "a copy of what is sorted, as above",
+    "": "no operator: buffers of files and of the profiler",
+}
+"""What the CPU allocates beyond the card (cpu_temporaries.py has the rest): operator, outermost or innermost -> why."""
 
 
 class Matching(NamedTuple):
@@ -22,9 +34,15 @@ class Matching(NamedTuple):
     """Of the CPU's rest: temporaries of its kernels (cpu_temporaries.py), by operator."""
     numbers: int
     """... single numbers, which a program on a card keeps on the host."""
+    explained: Counter[str]
+    """... what REASONS has, by operator."""
     rest_cpu: Counter[tuple[str, int]]
     """... and what is left, by operator and bytes."""
+    isin: int
+    """Of the virtual card's rest: comparisons and reductions of `torch.isin`, one kernel on the CPU
+    (TensorCompare.cpp)."""
     rest_virtual: Counter[tuple[str, int]]
+    """Of the virtual card's, by operator and bytes."""
 
 
 def read(rows: Sequence[Sequence[object]]) -> list[Change]:
@@ -42,10 +60,38 @@ def match(cpu: list[Change], virtual: list[Change]) -> Matching:
     theirs = [c for c in _in_order([c for c in cpu if c.block not in temporaries]) if not c.free]
     ours = [c for c in virtual if not c.free]
     large = [[c for c in side if c.num_bytes > NUMBER_BYTES] for side in (theirs, ours)]
-    pairs = longest_common([c.num_bytes for c in large[0]], [c.num_bytes for c in large[1]])
+    keys = [[_key(c) for c in side] for side in large]
+    pairs = longest_common(len(keys[0]), len(keys[1]), lambda i, j: _same(keys[0][i], keys[1][j]))
     matched_cpu = {large[0][i].block for i, _ in pairs}
     matched_ours = {large[1][j].block for _, j in pairs}
-    # Numbers: between the same larger ones, those of the card have one on the CPU.
+    single, missing, surplus = _numbers(theirs, ours, matched_cpu, matched_ours)
+    rest = [c for c in large[0] if c.block not in matched_cpu]
+    reasons = [next((n for n in (c.op, *(call.name for call in c.calls)) if n in REASONS), None) for c in rest]
+    alone = [*missing, *(c for c in large[1] if c.block not in matched_ours)]
+    return Matching(
+        cpu=len(theirs) + len(temporaries),
+        virtual=len(ours),
+        matched=len(pairs) + single,
+        kernels=Counter(temporaries.values()),
+        numbers=surplus,
+        explained=Counter(reason for reason in reasons if reason is not None),
+        rest_cpu=Counter((_op(c), c.num_bytes) for c, why in zip(rest, reasons, strict=True) if why is None),
+        isin=_isin(alone),
+        rest_virtual=Counter((c.op, c.num_bytes) for c in alone if not _isin(alone)),
+    )
+
+
+def _isin(alone: list[Change]) -> int:
+    """How many these are if they are a comparison and a reduction, of as many bytes, again and again; else 0."""
+    sizes = {name: sorted(c.num_bytes for c in alone if c.op == name) for name in ("aten.eq", "aten.any")}
+    return len(alone) if sizes["aten.eq"] == sizes["aten.any"] and len(alone) == 2 * len(sizes["aten.eq"]) else 0
+
+
+def _numbers(
+    theirs: list[Change], ours: list[Change], matched_cpu: set[int], matched_ours: set[int]
+) -> tuple[int, list[Change], int]:
+    """Numbers that both have between the same larger allocations, first those of the same operator; those of the card
+    that are left; and how many the CPU has beyond."""
     gaps: list[defaultdict[tuple[int, int], list[Change]]] = []
     for side, known in ((theirs, matched_cpu), (ours, matched_ours)):
         gap, found = 0, defaultdict(list)
@@ -55,45 +101,66 @@ def match(cpu: list[Change], virtual: list[Change]) -> Matching:
             elif change.block in known:
                 gap += 1
         gaps.append(found)
-    surplus, single = 0, 0
-    missing: list[Change] = []
-    for key in {*gaps[0], *gaps[1]}:
-        both = min(len(gaps[0][key]), len(gaps[1][key]))
-        single += both
-        surplus += len(gaps[0][key]) - both
-        missing += gaps[1][key][both:]
-    return Matching(
-        cpu=len(theirs) + len(temporaries),
-        virtual=len(ours),
-        matched=len(pairs) + single,
-        kernels=Counter(temporaries.values()),
-        numbers=surplus,
-        rest_cpu=Counter((_op(c), c.num_bytes) for c in large[0] if c.block not in matched_cpu),
-        rest_virtual=Counter(
-            (c.op, c.num_bytes) for c in [*missing, *(c for c in large[1] if c.block not in matched_ours)]
-        ),
-    )
+    waiting, matched, left = gaps[0], 0, []
+    for strict in (True, False):
+        left = []
+        for (gap, num_bytes), changes in gaps[1].items():
+            for change in changes:
+                here = waiting[gap, num_bytes]
+                fits = [c for c in here if not strict or _same(_key(c), _key(change))]
+                if fits:
+                    here.remove(fits[0])
+                    matched += 1
+                else:
+                    left.append((gap, change))
+        gaps[1] = defaultdict(list)
+        for gap, change in left:
+            gaps[1][gap, change.num_bytes].append(change)
+    return matched, [change for _, change in left], sum(map(len, waiting.values()))
 
 
 def _op(change: Change) -> str:
     return change.calls[0].name if change.calls else change.op
 
 
-def longest_common(left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions of a longest common subsequence (Myers' algorithm, which is quick where the two differ little)."""
+_SAME = {
+    "cudnn_batch_norm": "native_batch_norm",
+    "cudnn_batch_norm_backward": "native_batch_norm_backward",
+    "convolution": "_convolution",
+}
+"""Operators that have another name on the CPU."""
+
+
+def _key(change: Change) -> tuple[int, frozenset[str]]:
+    """Bytes, and the operators that it may be of: on the CPU all those inside which it was made."""
+    names = {call.name.removeprefix("aten::") for call in change.calls}
+    own = change.op.removeprefix("aten.").removeprefix("aten::")
+    if "repeat" in names and own != "empty":  # the order of dimensions, on the host
+        names, own = {"repeat"}, "repeat"
+    made = {TO_CARD, "empty"} if own == "_to_copy" else set()  # by a move, or by torch.tensor(..., device=...)
+    return change.num_bytes, frozenset({*names, own, *made, *({_SAME[own]} if own in _SAME else ())})
+
+
+def _same(left: tuple[int, frozenset[str]], right: tuple[int, frozenset[str]]) -> bool:
+    return left[0] == right[0] and not left[1].isdisjoint(right[1])
+
+
+def longest_common(left: int, right: int, same: Callable[[int, int], bool]) -> list[tuple[int, int]]:
+    """Positions of a longest common subsequence of two sequences of these lengths (Myers' algorithm, which is quick
+    where they differ little)."""
     reach = {1: 0}
     traces: list[dict[int, int]] = []
-    for apart in range(len(left) + len(right) + 1):
+    for apart in range(left + right + 1):
         traces.append(dict(reach))
         for diagonal in range(-apart, apart + 1, 2):
             down = diagonal == -apart or (diagonal != apart and reach[diagonal - 1] < reach[diagonal + 1])
             x = reach[diagonal + 1] if down else reach[diagonal - 1] + 1
             y = x - diagonal
-            while x < len(left) and y < len(right) and left[x] == right[y]:
+            while x < left and y < right and same(x, y):
                 x, y = x + 1, y + 1
             reach[diagonal] = x
-            if x >= len(left) and y >= len(right):
-                return _walked_back(traces, len(left), len(right))
+            if x >= left and y >= right:
+                return _walked_back(traces, left, right)
     raise AssertionError("unreachable: two sequences differ by at most all they have")
 
 

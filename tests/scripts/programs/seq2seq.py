@@ -24,7 +24,9 @@ parser.add_argument("--vocab", type=int, default=100)
 parser.add_argument("--length", type=int, default=12)
 parser.add_argument("--batch", type=int, default=2)
 parser.add_argument("--max_steps", type=int, default=4)
+parser.add_argument("--attn", default="sdpa")
 parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--never_ends", action="store_true", help="no token ends a generated text")
 parser.add_argument("--num_beams", type=int, default=2)
 parser.add_argument("--output", default="out-seq2seq")
 args = parser.parse_args()
@@ -62,6 +64,7 @@ if args.arch == "t5":
         T5Config(
             vocab_size=args.vocab, d_model=args.hidden, d_kv=8, d_ff=4 * args.hidden, num_layers=args.layers,
             num_heads=4, decoder_start_token_id=0, dropout_rate=args.dropout,
+            attn_implementation=args.attn,
         )
     )  # fmt: skip
 else:
@@ -69,7 +72,8 @@ else:
         BartConfig(
             vocab_size=args.vocab, d_model=args.hidden, encoder_layers=args.layers, decoder_layers=args.layers,
             encoder_ffn_dim=4 * args.hidden, decoder_ffn_dim=4 * args.hidden, encoder_attention_heads=4,
-            decoder_attention_heads=4, dropout=args.dropout, max_position_embeddings=max(64, args.length),
+            decoder_attention_heads=4, dropout=args.dropout, attn_implementation=args.attn,
+            max_position_embeddings=max(64, args.length), forced_eos_token_id=None if args.never_ends else 2,
         )
     )  # fmt: skip
 training_args = Seq2SeqTrainingArguments(
@@ -80,7 +84,7 @@ training_args = Seq2SeqTrainingArguments(
     predict_with_generate=True,
     generation_config=GenerationConfig(
         max_new_tokens=6, num_beams=args.num_beams, decoder_start_token_id=model.config.decoder_start_token_id,
-        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id,
+        eos_token_id=None if args.never_ends else model.config.eos_token_id, pad_token_id=model.config.pad_token_id,
     ),
     eval_strategy="steps",
     eval_steps=2,

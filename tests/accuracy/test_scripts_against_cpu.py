@@ -1,0 +1,84 @@
+"""Whole scripts, unmodified: what they allocate on the virtual card is what they allocate on the CPU, where they really
+run and no mode is active.
+
+Loaders, optimizers, trainers, evaluation, generation and checkpoints are on both sides as the script has them. Every
+allocation of the virtual card has one of as many bytes, by the same operator, in the same order on the CPU, but for
+torch.isin, which is one kernel there; what the CPU has beyond is named in cpu_temporaries.py and script_matching.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accuracy.cpu_events import Call, Change
+from tests.accuracy.script_events import SCRIPTS, TO_CARD
+from tests.accuracy.script_matching import Matching, longest_common, match, read
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def matchings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Matching]:
+    result = tmp_path_factory.mktemp("scripts") / "events.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.accuracy.script_events", str(result)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert not done.returncode, done.stderr[-4000:]
+    found = json.loads(result.read_text(encoding="utf-8"))
+    return {name: match(read(sides["cpu"]), read(sides["virtual"])) for name, sides in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(matchings, name):
+    found = matchings[name]
+    assert found.virtual > 500, "nothing ran"
+    assert not found.rest_virtual
+    assert not found.rest_cpu
+    assert found.matched == found.virtual - found.isin
+    assert found.isin == 0 or name.startswith(("generate", "seq2seq"))
+
+
+def _made(num_bytes: int, op: str, block: int, *calls: str) -> Change:
+    return Change(False, block, num_bytes, op, tuple(Call(f"aten::{name}", (), (), block) for name in calls))
+
+
+def test_a_difference_is_seen():
+    cpu = [_made(100, "aten::mm", 0, "linear", "mm"), _made(64, "aten::empty", 1, "add"), _made(8, "x", 2, "mean")]
+    same = [_made(100, "aten.mm", 0), _made(64, "aten.add", 1), _made(8, "aten.mean", 2)]
+    assert match(cpu, same)[:3] == (3, 3, 3)
+    for missing in range(3):
+        less = match(cpu, same[:missing] + same[missing + 1 :])
+        assert less.matched == 2 and (less.rest_cpu or less.numbers) and not less.rest_virtual
+        more = match(cpu[:missing] + cpu[missing + 1 :], same)
+        assert more.matched == 2 and more.rest_virtual
+    other = [same[0], _made(64, "aten.mul", 1), same[2]]
+    assert match(cpu, other).rest_virtual == {("aten.mul", 64): 1}
+    swapped = match(cpu, [same[1], same[0], same[2]])
+    assert swapped.matched == 2 and swapped.rest_virtual
+    bigger = [same[0], _made(68, "aten.add", 1), same[2]]
+    assert match(cpu, bigger).rest_virtual == {("aten.add", 68): 1}
+
+
+def test_what_is_explained_is_named():
+    copied = _made(64, TO_CARD, 1, "clone")
+    assert match([_made(100, "aten::mm", 0, "mm"), copied], [_made(100, "aten.mm", 0)]).explained == {TO_CARD: 1}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "length"),
+    [("", "", 0), ("abc", "abc", 3), ("abcabba", "cbabac", 4), ("xaxbxc", "abc", 3), ("abc", "xyz", 0), ("a", "", 0)],
+)
+def test_longest_common_subsequence(left, right, length):
+    pairs = longest_common(len(left), len(right), lambda i, j: left[i] == right[j])
+    assert len(pairs) == length and pairs == sorted(pairs)
+    assert all(left[i] == right[j] for i, j in pairs)
