@@ -16,7 +16,8 @@ from pathlib import Path
 from memprof import pipeline
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.ladder import Runs, climb, search
+from memprof.ladder import Runs, climb
+from memprof.ladder_search import search
 from memprof.remedies.fixes import Fix
 from memprof.report.document import Document
 from memprof.script import Program, StopRule
@@ -137,7 +138,7 @@ def script_ladder(request: Request, progress: Callable[[str], None]) -> tuple[Tr
 
 
 def script_search(request: Request, progress: Callable[[str], None]) -> tuple[Trace, Document]:
-    """The script with the cheapest set of remedies that fits the card: see `ladder.search`.
+    """The script with the cheapest set of remedies that fits the card: see `ladder_search.search`.
 
     Raises:
         MemprofError: the script fails as it is.

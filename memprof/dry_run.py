@@ -71,6 +71,7 @@ def run_script(
     """
     # Here and not above: --help needs no torch.
     from memprof.capture.measured import MeasuredDevice
+    from memprof.capture.measured.outside import Outside
     from memprof.capture.script import capture_script
     from memprof.capture.virtual import VirtualGpu
     from memprof.remedies.implementation.from_outside import Switch
@@ -93,11 +94,11 @@ def run_script(
         facts = device_facts(gpu)
     else:
         facts = measured_device_facts(device)
-        measured = MeasuredDevice(device, detail=detail)
+        measured = MeasuredDevice(device, Outside() if device == "cuda" else None, detail=detail)
         trace, outcome = capture_script(program, measured, rule, switch.before_forward, worst_batch=worst_batch)
     if outcome.ended is Ended.REFUSED and device == "virtual":
         trace.assumptions.append(BEYOND)
-    trace.facts = {
+    trace.facts |= {
         "command": "run",
         "memprof_version": __version__,
         "target": {},

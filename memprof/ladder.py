@@ -1,5 +1,5 @@
-"""Runs with remedies in force: one after another (`--ladder`), as named (`--fix A,B`), or the cheapest that fit
-(`--fix auto`). Every row is a run of the whole pipeline; nothing is added up from estimates.
+"""Runs with remedies in force: one after another (`--ladder`), or as named (`--fix A,B`). Every row is a run of the
+whole pipeline; nothing is added up from estimates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memprof import pipeline
 from memprof.catalog import Gpu
-from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.errors import MemprofError
 from memprof.ledger.categories import Category
 from memprof.remedies.catalog import REMEDIES
 from memprof.remedies.fixes import Fix, edit_spec, in_force, worst_numerics
@@ -39,8 +39,6 @@ MAX_RUNS = 16
 
 HOST_BYTES = 256 * GIB
 """Host memory that the search takes for granted: a node with eight large cards has about 2 TiB."""
-CHEAPER = 0.005
-"""A set is cheaper than another if its step takes less time by this share."""
 
 _BY_CATEGORY: dict[str, tuple[str, ...]] = {
     Category.FRAGMENTATION.value: ("expandable-segments",),
@@ -207,10 +205,10 @@ def apply_fixes(
     """
     runs = SpecRuns(spec, progress)
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
-    return _with_ladder(runs, steps)
+    return with_ladder(runs, steps)
 
 
-def _with_ladder(
+def with_ladder(
     runs: Runs, steps: Sequence[Sequence[Fix]], reason: str = "", not_applied: dict[str, str] | None = None
 ) -> tuple[Trace, Document]:
     """The last step's run; the rows before it are in its ladder."""
@@ -243,7 +241,7 @@ def climb(runs: Runs, names: Sequence[str] = LADDER) -> tuple[Trace, Document]:
     asked: dict[str, int] = {}
     left = [name for name in names if name in REMEDIES and name not in runs.on_now()]
     while len(rungs) < MAX_RUNGS and len(runs) < MAX_RUNS:
-        step = _next_step(runs, run, fixes, left, asked, not_applied)
+        step = next_step(runs, run, fixes, left, asked, not_applied)
         if step is None:
             break
         fix, better = step
@@ -255,7 +253,7 @@ def climb(runs: Runs, names: Sequence[str] = LADDER) -> tuple[Trace, Document]:
     return runs.original.trace, document
 
 
-def _next_step(
+def next_step(
     runs: Runs, run: Run, fixes: Sequence[Fix], left: Sequence[str], asked: dict[str, int], not_applied: dict[str, str]
 ) -> tuple[Fix, Run] | None:
     """The first remedy in question that saves something, and the run with it.
@@ -272,7 +270,7 @@ def _next_step(
         try:
             better = runs.with_fixes([*fixes, fix])
         except MemprofError as error:
-            not_applied[name] = _why(error)
+            not_applied[name] = why(error)
             asked[name] = 2
             continue
         saved = run.needed_bytes - better.needed_bytes
@@ -303,168 +301,6 @@ def _in_question(run: Run, left: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def _why(error: MemprofError) -> str:
+def why(error: MemprofError) -> str:
+    """What an error says of a remedy that does not apply, in a line."""
     return error.problem if error.value is None else f"{error.problem} ({error.value})"
-
-
-# -- the cheapest that fit --------------------------------------------------------------------------------------------
-
-_EXACT = (
-    "device-placement", "low-rank-npt", "sdpa-attention", "expandable-segments", "chunked-loss",
-    "optimizer-in-backward", "fused-optimizer", "micro-batch", "activation-checkpointing", "cpu-offload-activations",
-)  # fmt: skip
-_TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("the same numbers", _EXACT),
-    ("the same numbers, the optimizer on the CPU", (*_EXACT[:5], *_EXACT[7:], "cpu-offload-optimizer")),
-    (
-        "the same numbers but for the optimizer's states",
-        (*(name for name in _EXACT if name not in ("optimizer-in-backward", "fused-optimizer")), "8-bit-optimizer"),
-    ),
-    ("the same numbers, weights streamed from host memory", (*_EXACT[:5], "micro-batch", "cpu-offload-weights")),
-    ("an adapter on the frozen model", (*_EXACT[:5], *_EXACT[7:], "lora")),
-    ("an adapter on the frozen model in 4 bits", (*_EXACT[:5], *_EXACT[7:], "qlora")),
-)
-"""Sets of remedies, what is given up in words; the first that fits when all of it is on is searched."""
-
-
-def search(runs: Runs, tiers: Sequence[tuple[str, Sequence[str]]] = _TIERS) -> tuple[Trace, Document]:
-    """The run with the cheapest set of remedies that was found to fit the card, and how.
-
-    Of the first kind of set that fits with all of it on, remedies are taken one by one against what is in the way,
-    until it fits; then those that proved needless go, and those that make a step longer are replaced if others do.
-    Cheap is what adds least to the time of a step at the card's published rates.
-
-    Raises:
-        RunFailedError: as `pipeline.profile`.
-    """
-    if runs.original.fits:
-        return _with_ladder(runs, (), "it fits as it is: nothing is to be changed")
-    not_applied: dict[str, str] = {}
-    least: tuple[Run, list[Fix]] | None = None
-    for given_up, names in tiers:
-        left = [name for name in names if name in REMEDIES and name not in runs.on_now()]
-        everything, run = _all_of(runs, left, not_applied)
-        if run is None:
-            continue
-        if run.is_answer:
-            chosen = _cheaper(runs, _needed(runs, _enough(runs, everything, not_applied)), everything)
-            for fix in chosen:
-                not_applied.pop(fix.remedy.name, None)
-            steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
-            return _with_ladder(runs, _that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
-        if least is None or run.needed_bytes < least[0].needed_bytes:
-            least = run, everything
-    if least is None:
-        return _with_ladder(runs, (), "no remedy applies to this run", not_applied)
-    needed = format_bytes(least[0].needed_bytes)
-    return _with_ladder(
-        runs, [least[1]], f"nothing fits: the least that any set needs is {needed}, with all of these", not_applied
-    )
-
-
-def _enough(runs: Runs, everything: list[Fix], not_applied: dict[str, str]) -> list[Fix]:
-    """One fix after another against what is in the way, until it fits; all of them if nothing less does."""
-    left = [fix.remedy.name for fix in everything]
-    fixes: list[Fix] = []
-    run = runs.original
-    asked: dict[str, int] = {}
-    while not run.is_answer:
-        step = _next_step(runs, run, fixes, left, asked, not_applied)
-        if step is None:
-            return everything
-        fix, run = step
-        fixes.append(fix)
-        left.remove(fix.remedy.name)
-    return fixes
-
-
-def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
-    """Without those that it fits without; what was put on last is asked first, for the others led there."""
-    for fix in reversed(fixes):
-        rest = [other for other in fixes if other is not fix]
-        if rest and _answers(runs, rest) is not None:
-            fixes = rest
-    return fixes
-
-
-def _cheaper(runs: Runs, fixes: list[Fix], everything: list[Fix]) -> list[Fix]:
-    """With what makes a step longer replaced by, or joined by, what makes it shorter and fits as well.
-
-    One may make another cheaper: what is computed again need not wait in host memory.
-    """
-    best = runs.with_fixes(fixes)
-    others = [fix for fix in everything if fix not in fixes]
-    for dear in [fix for fix in fixes if _price(runs, fix, fixes) > CHEAPER * best.seconds]:
-        rest = [fix for fix in fixes if fix is not dear]
-        for other in others:
-            if not set(other.remedy.saves) & set(dear.remedy.saves):
-                continue
-            for candidate in ([*rest, other], [*fixes, other]):
-                run = _answers(runs, candidate)
-                if run is not None and run.seconds < best.seconds * (1 - CHEAPER):
-                    fixes, best = candidate, run
-    return fixes
-
-
-def _price(runs: Runs, fix: Fix, fixes: list[Fix]) -> float:
-    """What a fix adds to the time of a step, the others being on."""
-    rest = [other for other in fixes if other is not fix]
-    try:
-        return runs.with_fixes(fixes).seconds - (runs.with_fixes(rest) if rest else runs.original).seconds
-    except MemprofError:
-        return 0.0
-
-
-def _answers(runs: Runs, fixes: list[Fix]) -> Run | None:
-    """The run with these, if it is an answer; None if it is none, or they do not apply together."""
-    try:
-        run = runs.with_fixes(fixes)
-    except MemprofError:
-        return None
-    return run if run.is_answer else None
-
-
-def _reason(runs: Runs, chosen: list[Fix], given_up: str) -> str:
-    names = " and ".join(fix.remedy.name for fix in chosen)
-    if len(chosen) == 1:
-        return f"{names} is enough ({given_up})"
-    needed = all(_answers(runs, [other for other in chosen if other is not fix]) is None for fix in chosen)
-    each = ", and without any one of them it does not" if needed else ""
-    return f"it fits with {names}{each} ({given_up}); no dearer remedy is on that a cheaper one could replace"
-
-
-def _that_apply(runs: Runs, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix]]:
-    """The steps without those that cannot run without what comes later; the last is kept."""
-    kept: list[Sequence[Fix]] = []
-    for fixes in steps[:-1]:
-        try:
-            runs.with_fixes(fixes)
-        except (UsageError, RunFailedError):
-            continue
-        kept.append(fixes)
-    return [*kept, *steps[-1:]]
-
-
-def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], Run | None]:
-    """As many of `names` as apply together, and the run with them."""
-    fixes: list[Fix] = []
-    for name in names:
-        try:
-            runs.check([*fixes, Fix(REMEDIES[name])])
-        except UsageError as error:
-            not_applied[name] = _why(error)
-            continue
-        fixes.append(Fix(REMEDIES[name]))
-    while fixes:
-        try:
-            return fixes, runs.with_fixes(fixes)
-        except UsageError as error:
-            # The message begins with the name of the one that does not apply to this model.
-            guilty = next((fix for fix in fixes if fix.remedy.name in str(error)), fixes[-1])
-            not_applied[guilty.remedy.name] = _why(error)
-            fixes.remove(guilty)
-        except RunFailedError as error:
-            # What this kind adds comes last in its list.
-            not_applied[fixes[-1].remedy.name] = _why(error)
-            return [], None
-    return [], None

@@ -67,7 +67,7 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
     except RunFailedError as error:
         failed, trace = error, error.trace
     settings = in_force.now
-    trace.facts = {
+    trace.facts |= {
         "command": "profile",
         "memprof_version": __version__,
         "target": {

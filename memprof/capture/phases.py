@@ -50,6 +50,8 @@ class Phases:
         """Whether it has."""
         self.on_step: Callable[[Optimizer], None] = lambda optimizer: None
         """An optimizer has made a step: the outermost one, where one steps another."""
+        self.trains = False
+        """Whether a model was called with gradients."""
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         """A module with parameters is about to be called from outside all others."""
         self._micro_batch = 1
@@ -92,6 +94,7 @@ class Phases:
             return
         self.before_forward(module)
         trains = torch.is_grad_enabled()
+        self.trains = self.trains or (trains and _is_trained(module))
         if self._ended and (trains or (self.step == 0 and not self.optimizers)):
             self.step += 1
             self._ended = False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from memprof.capture.failure import measured_failure
 from memprof.capture.measured import MeasuredDevice
+from memprof.capture.measured.outside import Outside
 from memprof.capture.virtual import VirtualGpu
 from memprof.capture.virtual.facade import AllocatorSettings, MemoryStatistics
 from memprof.catalog import Gpu
@@ -61,7 +62,6 @@ def capture_measured(
     workload: Workload,
     name: str,
     progress: Callable[[str], None] = lambda doing: None,
-    device_used: Callable[[], int | None] = lambda: None,
     *,
     detail: bool = False,
 ) -> Trace:
@@ -71,7 +71,7 @@ def capture_measured(
         UsageError: the workload cannot be built.
         RunFailedError: the model's code raised, or memory ran out; its `trace` is what happened until then.
     """
-    device = MeasuredDevice(name, device_used, detail=detail)
+    device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
         with _no_collection(), device:
             workload.run(device, progress)

@@ -274,12 +274,13 @@ def _run(spec: TargetSpec, fix: str | None, ladder: bool, resolves: bool, progre
     if fix is None and not ladder:
         return pipeline.profile(spec, progress)
     from memprof import ladder as ladders
+    from memprof import ladder_search
     from memprof.remedies.fixes import parse_fixes
 
     if fix is None:
         return ladders.climb(ladders.SpecRuns(spec, progress))
     if fix.strip() == "auto":
-        return ladders.search(ladders.SpecRuns(spec, progress))
+        return ladder_search.search(ladders.SpecRuns(spec, progress))
     return ladders.apply_fixes(spec, parse_fixes(fix), progress, each=ladder)
 
 

@@ -160,7 +160,9 @@ def _run(
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
         raise outcome.error
-    if outcome.error is not None:
+    if isinstance(outcome.error, MemprofError):  # what cannot be simulated: it names the line itself
+        typer.echo(f"memprof: {outcome.error}", err=True)
+    elif outcome.error is not None:
         from memprof.script.program import print_error
 
         print_error(outcome.error)

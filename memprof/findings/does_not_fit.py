@@ -38,6 +38,7 @@ def find(context: Context) -> list[Finding]:
     cached = out.reserved_bytes - out.in_use_bytes
     card = context.card or "the card"
     stage = stage_text(out.stage)
+    whole, least = ("the run until then", "at least ") if trace.cut_short else ("the whole run", "")
     where = f"in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}"
     evidence = [
         tensor_evidence(
@@ -53,7 +54,7 @@ def find(context: Context) -> list[Finding]:
             num_bytes=out.in_use_bytes,
         ),
         Evidence(
-            f"the whole run reserves {format_bytes(needed)}, in {stage_text(ledger.peak_reserved_stage)}; "
+            f"{whole} reserves {format_bytes(needed)}, in {stage_text(ledger.peak_reserved_stage)}; "
             f"{format_bytes(ledger.peak_bytes)} are allocated, in {stage_text(ledger.peak_stage)}",
             num_bytes=needed,
         ),
@@ -64,7 +65,8 @@ def find(context: Context) -> list[Finding]:
             evidence.append(Evidence(f"{category}: {format_bytes(num_bytes)} ({share} of the peak)", num_bytes))
     title = (
         f"Does not fit: {card} is full in {stage}, trying to allocate {format_bytes(out.tried_bytes)}; the run needs "
-        f"{format_bytes(needed)}, {format_bytes(shortfall)} more than the {format_bytes(out.limit_bytes)} there are"
+        f"{least}{format_bytes(needed)}, {format_bytes(shortfall)} more than the {format_bytes(out.limit_bytes)} there "
+        "are"
     )
     return [Finding("does-not-fit", Severity.ERROR, title, shortfall, tuple(evidence), _remedies(context))]
 

@@ -83,7 +83,7 @@ class _ForwardSpans:
         self._seen_head = False
         self._saw_norm = False
         self._left_root = False
-        self._trains = any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
+        self._trains = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
         depth = 0
         for time in range(begin, end):
             event = trace.events[time]

@@ -290,6 +290,11 @@ class Trace:
     facts: dict[str, object] = field(default_factory=dict)
     failure: Failure | None = None
     """None if the run came to its end."""
+    trains: bool = False
+    """Whether a program that names no phases of its own has called a model with gradients; it may not have come to a
+    backward."""
+    cut_short: bool = False
+    """Whether the program ended where the card was full: at the last request for its memory."""
     refused: list[int] = field(default_factory=list)
     """Storages that the card had no room for, where the program was told so (torch.OutOfMemoryError) and went on. Each
     has an ALLOC, when it was asked for, and a FREE right after it."""

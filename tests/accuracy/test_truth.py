@@ -52,8 +52,8 @@ HISTORY = [
 class OnCpu(MeasuredDevice):
     """Runs where there is no card, and reads the counters of one."""
 
-    def __init__(self, name: str, device_used: Any) -> None:
-        super().__init__(name, device_used)
+    def __init__(self, name: str, outside: Any) -> None:
+        super().__init__(name, outside)
         self.name = "cpu"
         self.trace.device = CPU
 

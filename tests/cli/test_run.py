@@ -10,6 +10,8 @@ import textwrap
 
 import pytest
 
+from memprof.remedies.implementation import from_outside
+
 TRAIN = """
 import sys
 import torch
@@ -266,7 +268,9 @@ for _ in range(3):
 """
 
 
-def test_a_ladder_of_runs(memprof, script):
+def test_a_ladder_of_runs(memprof, script, monkeypatch):
+    # Each remedy is a process of its own: two are enough to see a ladder.
+    monkeypatch.setattr(from_outside, "FROM_OUTSIDE", ("chunked-loss", "activation-checkpointing"))
     ran = memprof("run", "--json", "--ladder", "--gpu-vram", "1.3", script(LAYERS))
     first, second, *_ = ran.json["ladder"]
     assert first["fits"] is False and second["fits"] is True and ran.exit_code == 3
@@ -310,6 +314,22 @@ def test_a_remedy_that_does_not_apply(memprof, script):
     ran = memprof("run", "--fix", "sdpa-attention", script(), 64, 8)
     assert ran.exit_code == 2
     assert "memprof: sdpa-attention" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_what_cannot_be_simulated_is_said_in_a_line(memprof, script, monkeypatch):
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1"), ("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    name = script(
+        """
+        import torch
+        x = torch.ones(9, device="cuda")
+        torch.distributed.init_process_group("nccl")
+        """
+    )
+    ran = memprof("run", name)
+    assert ran.exit_code == 1 and "memprof run: simulated on" in ran.stdout
+    assert ran.stderr.startswith("memprof: not yet: ") and "train.py:4" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 2
 
 
 def test_measured_on_the_cpu(memprof, script):

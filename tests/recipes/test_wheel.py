@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def installed(tmp_path_factory):
     """A folder into which the wheel was unpacked, as pip does."""
     for package in ("hatchling", "pip"):
-        if importlib.util.find_spec(package) is None:
+        try:  # not find_spec, by which setuptools would replace distutils when it is asked for pip
+            importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{package} is not installed: pip install -e '.[dev]'")
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "-q"]

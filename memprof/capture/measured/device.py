@@ -21,6 +21,7 @@ from memprof.capture.measured import cuda
 from memprof.capture.measured.events import Recorded, read_events
 from memprof.capture.measured.marks import Marks
 from memprof.capture.measured.merge import merge
+from memprof.capture.measured.outside import Outside
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.phases import Phases
@@ -37,16 +38,14 @@ class MeasuredDevice:
 
     Args:
         name: "cpu" or "cuda": where the workload puts its tensors.
-        device_used: reads how much of the card is used (NVML's figure), None if that cannot be known.
+        outside: what is on the card beside torch's own memory; None: nobody is asked.
         detail: record stacks, so that an allocation has the line that made it. A step takes longer then.
     """
 
-    def __init__(
-        self, name: str, device_used: Callable[[], int | None] = lambda: None, *, detail: bool = False
-    ) -> None:
+    def __init__(self, name: str, outside: Outside | None = None, *, detail: bool = False) -> None:
         self.name = name
         self._detail = detail
-        self._device_used = device_used
+        self._outside = outside
         self.modules = ModuleTracker()
         self._marks = Marks(self._read_cuda if name == "cuda" else self._read_cpu)
         self._patches = Patches()
@@ -78,6 +77,8 @@ class MeasuredDevice:
 
     def __exit__(self, *exc: object) -> None:
         self._marks.reading()
+        if self._outside is not None:  # while the process still holds what the run took
+            self.trace.facts["nvml"] = self._outside.facts()
         end_ns = time.time_ns()
         recorded = self._stop()
         self._remove()
@@ -87,6 +88,7 @@ class MeasuredDevice:
         trace.sources = list(self._sources)
         merge(trace, self._marks, recorded(end_ns), self._module_sources)
         trace.assumptions = list(self._assumptions)
+        trace.trains = self.phases.trains
 
     def _install(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -102,6 +104,8 @@ class MeasuredDevice:
             self._stack.callback(handle.remove)
         if self.records_history:
             torch.cuda.init()
+            if self._outside is not None:
+                self._stack.enter_context(self._outside)
             torch.cuda.reset_peak_memory_stats()
             cuda.start_history()
         self._profiler = torch.profiler.profile(
@@ -273,7 +277,8 @@ class MeasuredDevice:
         allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         reserved = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
-        return allocated, peak, reserved, self._device_used(), resident_bytes()
+        used = None if self._outside is None else self._outside.used_bytes()
+        return allocated, peak, reserved, used, resident_bytes()
 
 
 def resident_bytes() -> int | None:

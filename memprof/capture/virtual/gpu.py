@@ -112,6 +112,7 @@ class VirtualGpu:
         trace = self.recorder.trace
         trace.assumptions = list(self._assumptions)
         trace.work = self.recording.meter.finish()
+        trace.trains = self.phases.trains
         return trace
 
     @property
@@ -145,6 +146,7 @@ class VirtualGpu:
         if ended_by_refusal(error) and self.recorder.trace.refused:
             # The run ends where the card is full: that is its verdict, and no failure.
             self.recorder.trace.refused.pop()
+            self.recorder.trace.cut_short = True
         elif isinstance(error, Exception) and not isinstance(error, MemprofError):
             at_raise = self._failed
             phase = at_raise[1] if at_raise and at_raise[0] == id(error) else self.recorder.phase
@@ -264,6 +266,7 @@ class VirtualGpu:
         self._watches_kernels = self._watches_quantized = True
         self.recorder.stop()
         self._patches.undo()
+        self._function_mode.interchange.safetensors.is_off = True
         processes.switch_off(self._function_mode, self.recording)
 
     # -- phases -----------------------------------------------------------------------------------------------------

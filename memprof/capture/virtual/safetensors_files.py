@@ -48,6 +48,8 @@ class SafetensorsFiles:
     def __init__(self, recording: RecordingMode, assume: Callable[[str], None]) -> None:
         self._recording = recording
         self.assume = assume
+        self.is_off = False
+        """Whether this is a forked child, in which files are read as they are."""
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement)."""
@@ -137,7 +139,7 @@ class SafetensorsFiles:
 
     def _open(self, filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
         """`safetensors.safe_open`."""
-        header = _header(filename) if framework in ("pt", "torch", "pytorch") else None
+        header = _header(filename) if framework in ("pt", "torch", "pytorch") and not self.is_off else None
         if header is None:
             return _real_open(filename, framework, device, **options)
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

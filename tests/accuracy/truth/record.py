@@ -20,6 +20,7 @@ import torch
 
 from memprof import pipeline
 from memprof.capture.measured import MeasuredDevice
+from memprof.capture.measured.outside import Outside
 from memprof.device.nvml import Nvml
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
@@ -49,14 +50,12 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     source = find_source(spec)
     workload = Workload(spec, source)
     settings = pipeline.allocator_settings(spec.alloc_conf)
-    with Nvml() as nvml:
-        card = _uuid() if nvml.is_open else ""
-        facts = pipeline.measured_device_facts("cuda")
-        device = MeasuredDevice("cuda", lambda: nvml.use(card).used_bytes if card else None)
-        with no_collection(), device:
-            workload.run(device, lambda doing: None)
+    facts = pipeline.measured_device_facts("cuda")
+    device = MeasuredDevice("cuda", Outside())
+    with no_collection(), device:
+        workload.run(device, lambda doing: None)
     trace = device.trace
-    trace.facts = {
+    trace.facts |= {
         "command": "truth",
         "memprof_version": __version__,
         "target": {
@@ -128,10 +127,6 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-def _uuid() -> str:
-    return str(torch.cuda.get_device_properties(0).uuid)
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from memprof.capture.measured.cuda import take_requested_sizes
 from memprof.capture.measured.events import Allocation, Recorded
 from memprof.capture.measured.marks import Claim, Mark, Marks
 from memprof.capture.measured.merge import merge
+from memprof.capture.measured.outside import Outside
 from memprof.capture.run import capture_measured
 from memprof.errors import MemprofError, RunFailedError
 from memprof.ledger.categories import Category
@@ -35,6 +38,7 @@ from memprof.trace.events import (
 from memprof.trace.io import load_trace, save_trace
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
+from tests.unit.device.driver import FakeCard, FakeProcess
 
 MODEL = """
 import torch, transformers
@@ -215,7 +219,7 @@ def test_merging_puts_events_in_order_of_time_and_inside_their_modules():
     assert trace.times == [0, 10, 20, 21, 24, 30, 40, 45, 47, 50]
 
 
-def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file):
+def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file, driver):
     """torch.cuda replaced by a stand-in: the tensors are on the CPU, the counters are the card's."""
     calls = []
     stand_in = {
@@ -229,13 +233,16 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file)
     for name, value in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=FakeCard().uuid))
+    own, other = FakeProcess(os.getpid(), 5 << 30), FakeProcess(4_000_002, 1 << 30, b"python3")
+    driver(FakeCard(compute=[own, other]))
     history = {"device_traces": [[{"action": "alloc", "addr": 1, "size": 5}]], "segments": []}
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options["enabled"]))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: history)
 
     class OnCpu(MeasuredDevice):
         def __init__(self):
-            super().__init__("cuda", lambda: 44 << 20)
+            super().__init__("cuda", Outside())
             self.name = "cpu"
             self.trace.device = CPU
 
@@ -248,7 +255,14 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file)
     assert calls.count("synchronize") == calls.count("reset")  # one at the beginning, one before the snapshot
     assert device.snapshot is history
     sample = device.trace.samples[-1]
-    assert sample[2:6] == (11 << 20, 22 << 20, 33 << 20, 44 << 20)
+    assert sample[2:6] == (11 << 20, 22 << 20, 33 << 20, 2 << 30)
+    assert device.trace.facts["nvml"] == {
+        "reserved_bytes": 33 << 20,
+        "process_bytes": 5 << 30,
+        "used_bytes": 2 << 30,
+        "processes": [{"pid": 4_000_002, "name": "python3", "bytes": 1 << 30}],
+        "note": "",
+    }
 
 
 def on_card(*addresses):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.multiprocessing
 
@@ -16,6 +18,11 @@ from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 
 CARD = find_gpu("a100-80gb")
+
+
+def read(queue: Any, file: Any) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    queue.put(float(safetensors.torch.load_file(file)["weight"].sum()))
 
 
 def add(queue: Any, tensor: torch.Tensor | None) -> None:
@@ -41,10 +48,10 @@ def use(queue: Any, tensor: torch.Tensor | None) -> None:
     queue.put(said)
 
 
-def run(method: str, target: Any, tensor: torch.Tensor | None = None) -> Any:
+def run(method: str, target: Any, tensor: Any = None) -> Any:
     context: Any = multiprocessing.get_context(method)
     queue = context.Queue()
-    process = context.Process(target=target, args=(queue, tensor))
+    process = context.Process(target=target, args=(queue, tensor), daemon=True)
     process.start()
     result = queue.get(timeout=60)
     process.join()
@@ -64,6 +71,14 @@ def test_a_forked_child() -> None:
     assert all(error.startswith("MemprofError: not yet: ") and "test_processes.py" in error for error in errors)
     assert all(error.endswith("uses CUDA in another process") for error in errors[:3])
     assert errors[3].endswith("a tensor of the virtual GPU, which has no data")
+
+
+def test_a_forked_child_reads_files_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "real.safetensors"
+    safetensors.torch.save_file({"weight": torch.ones(1 << 20)}, file)
+    with VirtualGpu(CARD):
+        assert run("fork", read, file) == 1 << 20
+        torch.zeros(1, device="cuda")
 
 
 def test_a_child_started_anew() -> None:
@@ -122,6 +137,7 @@ def on_card(rank: int) -> None:
 
 
 def give(queue: Any, taken: Any) -> None:
+    torch.set_num_threads(1)
     queue.put({"made": torch.ones(1 << 20)})
     taken.wait(60)
 
@@ -130,7 +146,7 @@ def test_tensors_from_children_and_to_them() -> None:
     with VirtualGpu(CARD) as gpu:
         context: Any = multiprocessing.get_context("fork")
         queue, taken = context.Queue(), context.Event()
-        child = context.Process(target=give, args=(queue, taken))
+        child = context.Process(target=give, args=(queue, taken), daemon=True)
         child.start()
         received = queue.get(timeout=60)["made"]
         taken.set()
