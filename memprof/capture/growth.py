@@ -51,6 +51,8 @@ class GrowthWatch:
         self._outputs: set[int] = set()
         self._call: tuple[int, int, int, bool, int] | None = None
         self._searches = 0
+        self._has_sums = False
+        """Whether running sums were found."""
         self._explained: set[_Key] = set()
         """What has been searched for."""
 
@@ -106,8 +108,10 @@ class GrowthWatch:
         self._search.step_ended()
         if self._steps.is_due():
             self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
-            if self._steps.count == _Looks.FIRST:
-                self._recorder.trace.holders += self._search.running_sums()
+            if not self._has_sums and self._steps.count in (2, _Looks.FIRST):
+                sums = self._search.running_sums()
+                self._has_sums = bool(sums)
+                self._recorder.trace.holders += sums
 
     def _left_by_calls(self, nodes: int) -> Iterator[int]:
         """What piles up between calls: outputs, and what the program makes of them. What modules keep for themselves (a

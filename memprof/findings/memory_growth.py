@@ -26,7 +26,8 @@ WARNING_BYTES = 1 << 20
 """Per step: what is less is a note."""
 
 MIN_STEPS = 3
-"""Two cannot show that something goes on: what waits for its successor looks the same."""
+"""Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
+both steps they can."""
 
 
 def find(context: Context) -> list[Finding]:
@@ -37,7 +38,7 @@ def find(context: Context) -> list[Finding]:
     """
     ledger, trace = context.ledger, context.ledger.trace
     steps = training_steps(trace, ledger.allocated)
-    if len(steps) < MIN_STEPS:
+    if not steps:
         return []
     births = context.lives.births
     candidates = [
@@ -48,7 +49,7 @@ def find(context: Context) -> list[Finding]:
         and not storage.hidden
         and index not in trace.owners
     ]
-    grown = piles(context, candidates, [step.end - 1 for step in steps])
+    grown = piles(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
     members = {pile.key for pile in grown}
     groups: dict[Holder | None, list[Pile]] = {}
     for pile in grown:

@@ -190,10 +190,11 @@ def test_a_terminal_that_closes(script, tmp_path):
     """The command hears of it as it would alone; memprof goes on for as long as it does, and logs."""
     log = tmp_path / "log.csv"
     code = script(
-        "import signal, time\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(1)"
+        "import signal, time\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "print('hang-ups are ignored', flush=True)\ntime.sleep(1)"
     )
     shown = Terminal(command_line("--interval", 0.1, "--log", log, "--", sys.executable, code), environment())
-    shown.wait_for("up")
+    shown.wait_for("hang-ups are ignored")  # no words that the rows below may have
     shown.read(0.3)
     before = len(log.read_text().splitlines())
     os.close(shown._descriptor)

@@ -340,3 +340,23 @@ def test_measured_on_the_cpu(memprof, script):
     assert {("backward", 2), ("optimizer step", 2)} <= names
     categories = ran.json["peak"]["categories"]
     assert categories["optimizer state"] == 2 * categories["parameters"] > 0
+
+
+def test_a_sum_of_losses_is_seen_in_two_steps(memprof, script):
+    name = script(
+        """
+        import torch
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        total = 0
+        for _ in range(10):
+            loss = model(torch.randn(8, 64, device="cuda")).square().mean()
+            total += loss
+            loss.backward()
+            optimizer.step()
+        """
+    )
+    document = memprof("run", "--json", name).json
+    assert document["program"]["steps"] == 2
+    (finding,) = [finding for finding in document["findings"] if finding["id"] == "memory-growth"]
+    assert "variable `total` (" in finding["title"] and "train.py:8" in finding["title"]

@@ -482,21 +482,25 @@ def python_functions_run_inside() -> Iterator[tuple[Any, str, Any]]:
         "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
     }
     functions = {name: getattr(torch._C, _C_NAMES[name]) for name in replacements}
-    for module_name, module in list(sys.modules.items()):
+    for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once
+        module = sys.modules.get(module_name)
         if module is None:
             continue
-        calls = _CALLS.get(module_name)
-        if calls is None:  # most of the thousands of modules that transformers brings are asked once
-            of_torch = module_name == "torch" or module_name.startswith("torch.")
-            calls = [name for name in functions if vars(module).get(name) is functions[name]] if of_torch else []
-            _CALLS[module_name] = calls
+        _ASKED.add(module_name)
+        if module_name == "torch" or module_name.startswith("torch."):
+            calls = [name for name in functions if vars(module).get(name) is functions[name]]
+            if calls:
+                _CALLS[module_name] = calls
+    for module_name, calls in _CALLS.items():
+        module = sys.modules.get(module_name)
         for name in calls:
-            if vars(module).get(name) is functions[name]:
+            if module is not None and vars(module).get(name) is functions[name]:
                 yield module, name, replacements[name]
 
 
+_ASKED: set[str] = set()
 _CALLS: dict[str, list[str]] = {}
-"""Module -> which of torch's three questions about overriding it has imported."""
+"""Module -> which of torch's three questions about overriding it has imported, if any."""
 
 
 def _overridden(tensors: Any) -> bool:

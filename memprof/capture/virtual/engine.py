@@ -9,6 +9,7 @@ mode sees those calls and does what a plain eager run does.
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import FrameType
 from typing import Any
@@ -49,17 +50,23 @@ def _counts(tensor: torch.Tensor) -> tuple[int, int]:
     return _use_count(tensor), _storage_use_count(tensor.untyped_storage()._cdata)
 
 
+@functools.cache
+def _sole_owner() -> tuple[int, int]:
+    """References to a gradient that the engine alone holds, as this torch has them."""
+    leaf = torch.empty(2, device="meta", requires_grad=True)
+    probe = _Probe()
+    with torch.enable_grad():
+        loss = (leaf.sin() * leaf.cos()).sum()
+        with probe:
+            torch.autograd.grad(loss, leaf)
+    return probe.counts
+
+
 class Accumulation:
     """Recognises the engine's accumulations and tells which of them are in place on a run without modes."""
 
     def __init__(self) -> None:
-        leaf = torch.empty(2, device="meta", requires_grad=True)
-        probe = _Probe()
-        with torch.enable_grad():
-            loss = (leaf.sin() * leaf.cos()).sum()
-            with probe:
-                torch.autograd.grad(loss, leaf)
-        self._sole_owner = probe.counts
+        self._sole_owner = _sole_owner()
 
     def is_in_place(self, args: Any, kwargs: Any, made_by_node: bool) -> bool:
         """Whether `add(*args)` is the engine adding to a gradient that nobody else holds.

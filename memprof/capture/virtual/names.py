@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+
+_WITHOUT: defaultdict[str, set[str]] = defaultdict(set)
+"""Name -> modules that were seen not to have it: thousands, and looking again at each run's ends would cost more than
+all else that is done there."""
 
 
 @contextlib.contextmanager
@@ -14,14 +19,21 @@ def bound_everywhere(name: str, original: Any, replacement: Any) -> Iterator[Non
 
     A module that is imported inside takes the replacement; it is given the original afterwards.
     """
-    _rebind(name, original, replacement)
+    without = _WITHOUT[name]
+    changed = _rebind(sys.modules.keys() - without, name, original, replacement)
+    without |= sys.modules.keys() - changed
     try:
         yield
     finally:
-        _rebind(name, replacement, original)
+        _rebind(changed | (sys.modules.keys() - without), name, replacement, original)
 
 
-def _rebind(name: str, old: Any, new: Any) -> None:
-    for module in list(sys.modules.values()):
+def _rebind(modules: set[str], name: str, old: Any, new: Any) -> set[str]:
+    """Those in which it was done."""
+    changed = set()
+    for module_name in modules:
+        module = sys.modules.get(module_name)
         if getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
+            changed.add(module_name)
+    return changed
