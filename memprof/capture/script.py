@@ -110,7 +110,7 @@ def capture_script(
     if outcome.ended is Ended.EXIT and _asked_last_for_too_much(trace):
         # Its own handler caught that, and it gave up.
         trace.refused.pop()
-        full = True
+        trace.cut_short = full = True
     if full:
         outcome = Outcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
     return trace, outcome
