@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -396,12 +397,16 @@ class _Cards:
         return Reading((self._readings.pop(0) if len(self._readings) > 1 else self._readings[0],))
 
 
-def test_cards_until_a_signal(tmp_path, capsys):
+def test_cards_until_a_signal(tmp_path, capsys, request):
     import dataclasses
     import threading
 
     cards = [dataclasses.replace(CARD, used_bytes=n << 30) for n in (1, 9, 2)]
     log = tmp_path / "log.csv"
+    # Whoever runs the tests may ignore it, as nohup does, and monitor would too.
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
+    )
     timer = threading.Timer(0.6, os.kill, (os.getpid(), signal.SIGINT))
     # A thread has the signals that are blocked when it begins: this one must not take ours.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
