@@ -120,14 +120,14 @@ def test_names_and_lines(program: Callable[[], None], kind: str, name: str, fill
 
 def test_a_sum_in_an_object() -> None:
     holder = only(run(in_a_sum_of_an_object))
-    assert (holder.kind, holder.name, holder.node_steps) == ("", "Meter.total", 3)
+    assert (holder.kind, holder.name, holder.node_steps) == ("", "Meter.total", 2)
 
 
 def test_graphs_are_counted() -> None:
     summed, listed = only(run(in_a_sum)), only(run(in_a_list))
     # Of each step the loss, log-softmax, the linear layer and its transposed weight; the nodes of the two parameters
-    # are those of all steps. Two losses have been kept when the third step ends; their sums are of steps 2 and 3.
-    assert (summed.nodes, summed.node_steps) == (2 + 2 * 4 + 2, 3)
+    # are those of all steps. One loss has been summed when the second step ends, two are kept when the third does.
+    assert (summed.nodes, summed.node_steps) == (1 + 4 + 2, 2)
     assert (listed.nodes, listed.node_steps) == (2 * 4 + 2, 2)
     assert only(run(in_one_tensor)).nodes == 0
 

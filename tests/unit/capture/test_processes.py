@@ -68,7 +68,7 @@ def test_a_forked_child() -> None:
         assert len(gpu.trace.events) == events
         assert (kept + 1).is_cuda
     assert available == "True 1"
-    assert all(error.startswith("MemprofError: not yet: ") and "test_processes.py" in error for error in errors)
+    assert all(error.startswith("MemprofError: not yet: ") and "test_processes.py" in error for error in errors), errors
     assert all(error.endswith("uses CUDA in another process") for error in errors[:3])
     assert errors[3].endswith("a tensor of the virtual GPU, which has no data")
 
