@@ -60,6 +60,14 @@ def run(method: str, target: Any, tensor: Any = None) -> Any:
 
 
 def test_a_forked_child() -> None:
+    """Of a process of its own: a fork takes along whatever other tests have left in this one."""
+    code = "from tests.unit.capture.test_processes import forked_child; forked_child()"
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def forked_child() -> None:
     with VirtualGpu(CARD) as gpu:
         kept = torch.zeros(1 << 20, device="cuda")
         events = len(gpu.trace.events)
