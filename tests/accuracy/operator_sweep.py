@@ -138,11 +138,13 @@ def on_virtual_gpu(op: Any, sample: Any) -> tuple[list[Allocation], list[int]]:
 def samples_of(op: Any) -> list[Any]:
     """Some of the operator's sample inputs in float32, with gradients if it has any."""
     from torch.testing._internal import common_utils
+    from torch.testing._internal.opinfo import core
 
     # The database looks for a unittest class up the stack, in the source of every frame and in vain, and
     # torch.manual_seed notes the stack for each kind of accelerator that is not there.
     with (
         mock.patch.object(common_utils, "extract_test_fn", return_value=None),
+        mock.patch.object(core, "extract_test_fn", return_value=None),
         mock.patch.object(common_utils, "set_rng_seed", torch.default_generator.manual_seed),
     ):
         generated = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)

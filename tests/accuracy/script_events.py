@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import json
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -271,7 +271,7 @@ def _changes(recorded: Any) -> list[Change]:
 def _forked(side: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
     """What `side` says of a script, in a process of its own, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
+        answer = Path(folder) / "answer"
         child = os.fork()
         if not child:
             code = 1
@@ -281,7 +281,7 @@ def _forked(side: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
                 os.dup2(errors.fileno(), 1)
                 os.dup2(errors.fileno(), 2)
                 told = side(name)
-                answer.write_text(json.dumps(told), encoding="utf-8")
+                answer.write_bytes(pickle.dumps(told))
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -292,7 +292,7 @@ def _forked(side: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
         if status:
             said = (Path(folder) / "stderr").read_text(errors="replace")
             raise RuntimeError(f"{name}, {side.__name__}:\n{said[-4000:]}")
-        return json.loads(answer.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        return pickle.loads(answer.read_bytes())  # type: ignore[no-any-return]
 
 
 def main() -> None:
@@ -307,11 +307,13 @@ def main() -> None:
         import transformers.trainer
 
         del transformers
+    gc.collect()
+    gc.freeze()  # what the libraries made is no garbage of a script
     found = {}
     for name in names or SCRIPTS:
         found[name] = {"cpu": _forked(cpu, name)["changes"], "virtual": _forked(virtual, name)["changes"]}
         print(name, {side: len(changes) for side, changes in found[name].items()}, file=sys.stderr, flush=True)
-    Path(result).write_text(json.dumps(found), encoding="utf-8")
+    Path(result).write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.accuracy.cpu_events import Call, Change
+from tests.accuracy.cpu_events import Change
 from tests.accuracy.cpu_temporaries import NUMBER_BYTES, _in_order, _temporaries
 from tests.accuracy.script_events import TO_CARD
 
@@ -43,15 +43,6 @@ class Matching(NamedTuple):
     (TensorCompare.cpp)."""
     rest_virtual: Counter[tuple[str, int]]
     """Of the virtual card's, by operator and bytes."""
-
-
-def read(rows: Sequence[Sequence[object]]) -> list[Change]:
-    """Changes as script_events.py writes them."""
-    return [Change(*row[:4], tuple(Call(n, *_tuples(s, t), k) for n, s, t, k in row[4])) for row in rows]  # type: ignore[misc,attr-defined]
-
-
-def _tuples(*lists: object) -> list[object]:
-    return [tuple(None if part is None else tuple(part) for part in parts) for parts in lists]  # type: ignore[attr-defined]
 
 
 def match(cpu: list[Change], virtual: list[Change]) -> Matching:

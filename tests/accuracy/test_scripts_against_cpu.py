@@ -8,7 +8,7 @@ torch.isin, which is one kernel there; what the CPU has beyond is named in cpu_t
 
 from __future__ import annotations
 
-import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +17,14 @@ import pytest
 
 from tests.accuracy.cpu_events import Call, Change
 from tests.accuracy.script_events import SCRIPTS, TO_CARD
-from tests.accuracy.script_matching import Matching, longest_common, match, read
+from tests.accuracy.script_matching import Matching, longest_common, match
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def matchings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Matching]:
-    result = tmp_path_factory.mktemp("scripts") / "events.json"
+    result = tmp_path_factory.mktemp("scripts") / "events"
     done = subprocess.run(
         [sys.executable, "-m", "tests.accuracy.script_events", str(result)],
         cwd=ROOT,
@@ -33,8 +33,8 @@ def matchings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Matching]:
         timeout=500,
     )
     assert not done.returncode, done.stderr[-4000:]
-    found = json.loads(result.read_text(encoding="utf-8"))
-    return {name: match(read(sides["cpu"]), read(sides["virtual"])) for name, sides in found.items()}
+    found = pickle.loads(result.read_bytes())
+    return {name: match(sides["cpu"], sides["virtual"]) for name, sides in found.items()}
 
 
 @pytest.mark.slow
