@@ -24,6 +24,8 @@ _aten = torch.ops.aten
 
 MAX_INTEGER_ELEMENTS = 1 << 24
 """Integer and boolean tensors up to this size are really computed (16 Mi elements: a 4,096 x 4,096 mask)."""
+MAX_BYTE_ELEMENTS = 1 << 20
+"""Integers of 8 bits up to this size: what is larger is images or quantized weights, whose values decide nothing."""
 MAX_FLOAT_ELEMENTS = 1 << 12
 """Floating-point tensors up to this size keep their value while it is known (schedules, counters, scales)."""
 
@@ -87,6 +89,8 @@ class Values:
         """Whether a tensor of this dtype and size is worth computing."""
         if tensor.is_floating_point() or tensor.is_complex():
             return tensor.numel() <= MAX_FLOAT_ELEMENTS
+        if tensor.dtype in (torch.int8, torch.uint8):
+            return tensor.numel() <= MAX_BYTE_ELEMENTS
         return tensor.numel() <= MAX_INTEGER_ELEMENTS
 
     # -- operators --------------------------------------------------------------------------------------------------
