@@ -115,7 +115,8 @@ def _card_is_the_host() -> Iterator[None]:
     move = torch.Tensor.to
 
     def device_of(value: Any) -> Any:
-        return torch.device("cpu") if str(value).startswith("cuda") else value
+        named = isinstance(value, (str, torch.device))
+        return torch.device("cpu") if named and str(value).startswith("cuda") else value
 
     building = False
 
