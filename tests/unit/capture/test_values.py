@@ -278,13 +278,13 @@ def test_zeros_take_no_memory_until_they_are_written(gpu):
 
     before = resident_bytes()
     makers = (
-        lambda: torch.zeros(1 << 24, dtype=torch.uint8, device="cuda"),
-        lambda: torch.empty(1 << 24, dtype=torch.uint8, device="cuda"),
+        lambda: torch.zeros(1 << 22, dtype=torch.int32, device="cuda"),
+        lambda: torch.empty(1 << 22, dtype=torch.int32, device="cuda"),
         lambda: torch.zeros_like(torch.empty(1 << 22, dtype=torch.int32, device="cuda")),
     )
     states = [make() for make in makers for _ in range(20)]
     assert resident_bytes() - before < 100 << 20  # of 960 MiB
-    states[0][[5, 7]] = torch.tensor([3, 4], dtype=torch.uint8, device="cuda")
+    states[0][[5, 7]] = torch.tensor([3, 4], dtype=torch.int32, device="cuda")
     states[1].fill_(9)
     assert states[0][4:9].tolist() == [0, 3, 0, 4, 0]
     assert states[1][-2:].tolist() == [9, 9]
