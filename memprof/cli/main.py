@@ -84,8 +84,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     if arguments[:1] == ["run"]:  # it says its errors itself: what follows its script is not ours
         debug = True
     if ends_process:
-        # What these have to say when transformers imports them is not about the run.
-        for name in ("torchao", "torch.utils._pytree"):
+        # What these have to say when a library imports them is not about the run.
+        for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
             logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app(arguments, standalone_mode=True)

@@ -47,6 +47,19 @@ def test_remedies_of_other_kinds(memprof):
     assert ("optimizer-in-backward", "parameters after 3 steps") in rows
 
 
+def test_quantized_weights(memprof):
+    result = memprof("verify", "8-bit-weights", "4-bit-weights", "--json")
+    assert result.exit_code == 0
+    found = result.json
+    assert found["skipped"] == []
+    eight, four = found["precisions"]
+    assert (eight["precision"], four["precision"]) == ("8-bit-weights", "4-bit-weights")
+    for row, bits in ((eight, 8), (four, 4)):
+        # Rounding to a grid of 2 ** bits steps over the range of a row or a block of numbers.
+        assert 1 / 2**bits < row["logits_rms"] < 8 / 2**bits < row["bound"]
+    assert all(peak["fixed_bytes"] < peak["original_bytes"] for peak in found["peaks"])
+
+
 def test_what_is_outside_the_model(memprof):
     """Optimizers that remedies make are stepped; a micro-batch's step is called; NPT has a model of its own."""
     names = ("micro-batch", "cpu-offload-optimizer", "fused-optimizer", "low-rank-npt", "expandable-segments")

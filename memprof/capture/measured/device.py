@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from memprof.capture.measured.events import Recorded, read_events
 from memprof.capture.measured.marks import Marks
 from memprof.capture.measured.merge import merge
 from memprof.capture.measured.outside import Outside
+from memprof.capture.measured.quiet import quiet_profiler
 from memprof.capture.modules import ModuleTracker
 from memprof.capture.patches import Patches
 from memprof.capture.phases import Phases
@@ -111,7 +111,7 @@ class MeasuredDevice:
         self._profiler = torch.profiler.profile(
             activities=activities, profile_memory=True, record_shapes=True, with_stack=self._detail
         )
-        with _quiet_library():
+        with quiet_profiler():
             self._profiler.__enter__()
         self._marks.begin_phase(self._phase)
 
@@ -119,7 +119,7 @@ class MeasuredDevice:
         if self._profiler is None:
             return lambda end_ns: Recorded()
         profiler, self._profiler = self._profiler, None
-        with _quiet_library():
+        with quiet_profiler():
             profiler.__exit__(None, None, None)
         results = profiler.profiler.kineto_results
         if self.records_history:
@@ -287,18 +287,3 @@ def resident_bytes() -> int | None:
         return int(_STATM.read_text().split()[1]) * _PAGE
     except (OSError, IndexError, ValueError):
         return None
-
-
-@contextlib.contextmanager
-def _quiet_library() -> Iterator[None]:
-    """The profiler's library writes a line to stderr when it starts and stops, past Python."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

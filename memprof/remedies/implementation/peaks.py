@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from memprof.allocator import Settings, SettingsInForce, replay_on_card
+from memprof.capture.measured.quiet import quiet_profiler
 from memprof.catalog import DEFAULT_GPU
 from memprof.remedies.catalog import Remedy
 from memprof.remedies.implementation.applied import apply
@@ -88,8 +89,14 @@ def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool
             torch.cuda.synchronize()
             most = torch.cuda.max_memory_reserved() if reserved else torch.cuda.max_memory_allocated()
             return most - before
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with quiet_profiler():
+            recorded.start()
+        try:
             program(device)
+        finally:
+            with quiet_profiler():
+                recorded.stop()
     return _highest_sum(recorded)
 
 

@@ -84,10 +84,11 @@ def quantized_row(specimen: Specimen, remedy: str) -> Precision:
     model = specimen.build_large().float().eval()
     changed = copy.deepcopy(model)
     apply(changed, remedy, undoable=False)
+    rounding = _rounding(model, changed)  # a forward takes the scales away from the weights
     with float64_throughout():
         wanted = _forward(copy.deepcopy(model).double(), specimen)
     # Beyond 1 it would bound nothing: two unrelated tensors are 1.4 apart.
-    return _compared(remedy, specimen, wanted, _forward(changed, specimen), _rounding(model, changed), limit=1.0)
+    return _compared(remedy, specimen, wanted, _forward(changed, specimen), rounding, limit=1.0)
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
