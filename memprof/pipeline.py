@@ -35,8 +35,15 @@ if TYPE_CHECKING:
     from memprof.workload.step import SwitchOn
 
 
-def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Document]:
+def profile(
+    spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, *, explained: bool = True
+) -> tuple[Trace, Document]:
     """Run `spec` on its virtual card, or measure it on a real device; returns what happened and the report on it.
+
+    Args:
+        spec: what to run.
+        progress: told what is being done.
+        explained: see `analyze`.
 
     Raises:
         MemprofError: the model cannot be found or built (UsageError where the user named something wrong).
@@ -87,7 +94,7 @@ def profile(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: No
     }
     progress("accounting")
     if failed is None:
-        return trace, analyze(trace)
+        return trace, analyze(trace, explained=explained)
     with contextlib.suppress(EmptyTraceError):  # it failed before anything was on the card
         failed.document = analyze(trace)
         failed.hint = "the finding run-failed says what to do; --debug shows the traceback"
@@ -138,12 +145,13 @@ def _switch_on(spec: TargetSpec) -> SwitchOn | None:
     return switch_on
 
 
-def analyze(trace: Trace, alloc_conf: str | None = None) -> Document:
+def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = True) -> Document:
     """The report on a trace, simulated or measured, new or loaded from a file.
 
     Args:
         trace: what happened.
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
+        explained: whether the report has findings and the bridge. A search over many runs asks for the figures alone.
 
     Raises:
         EmptyTraceError: nothing was allocated on the card.
@@ -163,6 +171,8 @@ def analyze(trace: Trace, alloc_conf: str | None = None) -> Document:
         card = Card(device["total_bytes"], device["context_bytes"])
         run = replay_on_card(trace, card, settings.config, settings.release)
     ledger = build_ledger(trace, run)
+    if not explained:
+        return build_document(ledger, [], settings)
     fields = {field.name for field in dataclasses.fields(TargetSpec)}
     spec = (
         TargetSpec(**{**{k: v for k, v in target.items() if k in fields}, "mode": Mode(target["mode"])})

@@ -153,13 +153,20 @@ class Search:
         if high < GRAIN:
             return Bound(now, None)
 
-        def needed(length: int) -> int:
-            spec = tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, tried.accumulation)
+        def needed(length: int, accumulation: int) -> int:
+            spec = tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, accumulation)
             outcome = self.runs.run(spec, f"context {length:,}", tried.accumulation)
             return outcome.against(self.runs.gpu.total_bytes)
 
+        available = self.runs.gpu.total_bytes
         begin = max(now // GRAIN * GRAIN, GRAIN)
-        limit = find_limit(needed, self.runs.gpu.total_bytes, low=GRAIN, high=high, grain=GRAIN, begin=begin)
+        # The second micro-batch has all that a later one has; looked for with two, the limit is then run with all.
+        few = min(tried.accumulation, 2)
+        limit = find_limit(lambda n: needed(n, few), available, low=GRAIN, high=high, grain=GRAIN, begin=begin)
+        if limit.largest and few < tried.accumulation and needed(limit.largest, tried.accumulation) > available:
+            limit = find_limit(
+                lambda n: needed(n, tried.accumulation), available, low=GRAIN, high=high, grain=GRAIN, begin=begin
+            )
         return Bound(limit.largest, limit.first_too_large)
 
     def _accumulation(self, micro_batch: int) -> int:

@@ -104,13 +104,13 @@ class Simulator:
             return None
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> Outcome:
-        trace, document = pipeline.profile(spec)
+        trace, document = pipeline.profile(spec, explained=False)
         step = accumulated_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
         if not document.verdict.fits and together and "expandable-segments" not in in_force(spec):
             # All tensors together would fit: perhaps they do without the pieces in between.
             edited = edit_spec(spec, Fix(REMEDIES["expandable-segments"]), document.target)
-            again = pipeline.analyze(trace, edited.alloc_conf)
+            again = pipeline.analyze(trace, edited.alloc_conf, explained=False)
             if again.verdict.fits:
                 spec, document = edited, again
         verdict = document.verdict
