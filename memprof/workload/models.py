@@ -66,11 +66,11 @@ def find_source(spec: TargetSpec) -> ModelSource:
                 "--quantize is for models of transformers", value=name, hint="let the factory build quantized layers"
             )
         return _from_factory(target, factory, spec)
+    if name.endswith(".py"):
+        raise UsageError("a Python file needs the name of a factory", value=name, hint=f"write {name}:build_model")
     path = Path(name).expanduser()
     if path.exists() or name.endswith(".json"):
         return _from_configuration(path, spec)
-    if name.endswith(".py"):
-        raise UsageError("a Python file needs the name of a factory", value=name, hint=f"write {name}:build_model")
     if "/" in name and not name.startswith(("/", ".")):
         return _from_hub(name, spec)
     raise _unknown_model(name)
@@ -107,7 +107,38 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
         raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')
-    return _from_mapping(file.resolve().parent.name, config, spec)
+    for key in _SIZES:
+        size = config.get(key)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise UsageError(
+                "the configuration is wrong",
+                value=f"{file}: {key} is {size!r}",
+                hint=f"make {key} a positive whole number",
+            )
+    return _from_mapping(file.resolve().parent.name, _with_defaults(config), spec)
+
+
+_SIZES = (
+    "hidden_size d_model n_embd intermediate_size d_ff num_hidden_layers num_layers n_layer num_attention_heads num_heads "
+    "n_head num_key_value_heads vocab_size max_position_embeddings n_positions"
+).split()
+"""Entries of a configuration that are positive whole numbers in every model type."""
+_DEFAULTS = ("vocab_size", "relative_attention_num_buckets", "max_position_embeddings", "n_positions")
+"""What memprof reads of a configuration beside the model's own code; where it is left out, the type's default holds."""
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    missing = [key for key in _DEFAULTS if key not in config]
+    if not missing:
+        return config
+    from transformers import AutoConfig
+
+    try:
+        defaults = AutoConfig.for_model(config["model_type"])
+    except ValueError:  # a type that this release does not know, which is said where the class is looked for
+        return config
+    found = {key: getattr(defaults, key, None) for key in missing}
+    return {**{key: value for key, value in found.items() if isinstance(value, int)}, **config}
 
 
 def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
@@ -201,10 +232,10 @@ def _hugging_face(
             if spec.quantize is not None:
                 return load_quantized(model_class, configuration, arguments, spec)
             model = model_class._from_config(configuration, **arguments)
-        except (ValueError, ImportError, TypeError, KeyError) as error:
+        except (ValueError, ImportError, TypeError, KeyError, AssertionError) as error:
             raise UsageError(
                 f"transformers cannot build {architecture} from this configuration",
-                value=str(error).strip().splitlines()[0],
+                value=" ".join(str(error).split()),
                 hint="check --attention and the configuration",
             ) from error
         return model  # type: ignore[no-any-return]
@@ -240,9 +271,12 @@ def _configuration(model_class: Any, raw: dict[str, Any]) -> Any:
     arguments = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
     try:
         return config_class(**arguments)
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:  # of any class: each model type checks its entries in its own way
+        said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         raise UsageError(
-            "the configuration is not valid for its model type", value=str(error).splitlines()[0]
+            "the configuration is not valid for its model type",
+            value=said or type(error).__name__,
+            hint="mend that entry of the config.json",
         ) from None
 
 

@@ -81,6 +81,12 @@ def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, An
     return model
 
 
+def count_parameters(model: nn.Module) -> int:
+    """The numbers that a model's parameters stand for; bitsandbytes packs two weights of 4 bits into an element."""
+    states = ((parameter, getattr(parameter, "quant_state", None)) for parameter in model.parameters())
+    return sum(parameter.numel() if state is None else state.shape.numel() for parameter, state in states)
+
+
 def assumptions(spec: TargetSpec) -> list[str]:
     """What `load_quantized` and what follows it take for given, in sentences."""
     if spec.quantize is None:

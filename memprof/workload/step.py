@@ -82,7 +82,7 @@ class Workload:
         with device.phase(PhaseKind.MODEL):
             model, base = self._build(device.name)
         device.adopt(model)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_parameters = quantization.count_parameters(model)
         self.num_trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.dtype is None:
             first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)

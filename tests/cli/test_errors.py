@@ -77,6 +77,28 @@ def test_broken_configurations(memprof, tmp_path):
     assert_refused(memprof("profile", "--model", file), "unknown model type")
     file.write_text(json.dumps({"model_type": "gpt2", "architectures": ["NoSuchForCausalLM"]}))
     assert_refused(memprof("profile", "--model", file), "does not have the model's class")
+    for size in ("abc", -64, 0, 1e6, True):
+        file.write_text(json.dumps({"model_type": "llama", "hidden_size": size}))
+        assert_refused(memprof("profile", "--model", file), f"hidden_size is {size!r}", "positive whole number")
+    file.write_text(json.dumps({"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}))
+    assert_refused(memprof("profile", "--model", file), "not valid for its model type", "65", "4")
+
+
+def test_what_a_configuration_leaves_out(memprof, tmp_path):
+    """The model type's own default holds: BERT has 512 positions."""
+    file = tmp_path / "config.json"
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    file.write_text(json.dumps({"model_type": "bert", **small}))
+    result = memprof("profile", "--model", file, "--json")
+    assert result.exit_code == 0
+    assert result.json["target"]["context_length"] == 512
+    assert result.json["target"]["vocab_size"] == 30522
+
+
+def test_a_python_file_without_a_factory(memprof, tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("")
+    assert_refused(memprof("profile", "--model", file), "needs the name of a factory", "model.py:build_model")
 
 
 def test_captures_that_are_none(memprof, tmp_path):

@@ -38,6 +38,7 @@ def test_what_parameters_take(quantize, fields, per_weight):
     # Small rests: tables and means of each layer.
     assert plain - found == pytest.approx(LINEAR * (2 - per_weight), rel=2e-3)
     assert any(quantize in sentence for sentence in trace.assumptions)
+    assert document.target["num_parameters"] == 494_032_768
     assert not trace.mismatches
 
 
