@@ -80,6 +80,7 @@ def profile(
         "target": {
             **dataclasses.asdict(spec),
             "model": source.name,
+            "task": source.task,
             "num_parameters": workload.num_parameters,
             "num_trainable_parameters": workload.num_trainable_parameters,
             "context_length": workload.context_length,

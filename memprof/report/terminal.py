@@ -49,7 +49,7 @@ def print_report(document: Document, *, explain: bool = False) -> None:
 
 def renderable(document: Document, *, explain: bool) -> RenderableType:
     """The report, to be printed on a console."""
-    parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document)]
+    parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
     if document.steps:
         parts.append(render_steps(document.steps, _unit(document)))
     parts.append(_categories(document))
@@ -104,7 +104,9 @@ def _describe(target: dict[str, Any]) -> str:
     parts = [str(target["model"])]
     if target["num_parameters"]:  # a run that failed early does not know
         parts[0] += f", {format_count(target['num_parameters'])} parameters ({target['num_parameters']:,})"
-    if target["context_length"] is not None:
+    if target.get("task") == "image-classification":
+        parts.append(f"batch {target['batch_size']} image{'s' if target['batch_size'] > 1 else ''}")
+    elif target["context_length"] is not None:
         parts.append(f"batch {target['batch_size']} x {target['context_length']:,} tokens")
     amp = f" with {target['amp']} autocast" if target.get("amp") else ""
     if target["dtype"] is not None:
@@ -237,6 +239,13 @@ def _verdict(document: Document) -> RenderableType:
     message = (verdict.oom_message or "").partition(" If reserved ")
     shown = Text(message[0] + (" ..." if message[1] else ""), style="dim")
     return Group(text, Padding(shown, (0, 0, 0, 2)))
+
+
+def _faults(document: Document) -> list[RenderableType]:
+    """What kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
+    known = ("does-not-fit", "run-failed")  # the verdict has said these
+    errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
+    return [Text("Fails on a real card: ", style="bold red").append(one.title, style="default") for one in errors]
 
 
 def _categories(document: Document) -> RenderableType:

@@ -129,3 +129,11 @@ def test_beyond_positions_is_a_warning(memprof):
     result = memprof("profile", "--model", "pythia-70m", "--context-length", 4096, "--json")
     assert result.exit_code == 0
     assert "beyond-positions" in {finding["id"] for finding in result.json["findings"]}
+
+
+def test_what_fits_and_fails_all_the_same_is_said_beside_the_verdict(memprof):
+    result = memprof("profile", "--model", "gpt2", "--context-length", 1500)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    verdict = next(number for number, line in enumerate(lines) if line.startswith("Fits: "))
+    assert lines[verdict + 1].startswith("Fails on a real card: Context of 1,500 tokens")
