@@ -100,7 +100,7 @@ class Simulator:
         try:
             return self.run(spec, label, micro_batches)
         except MemprofError as error:
-            self.failures[label] = str(error).replace("\n", ";").replace("  ", " ")
+            self.failures[label] = error.problem if error.value is None else f"{error.problem} ({error.value})"
             return None
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> Outcome:

@@ -63,7 +63,8 @@ def _title(answer: Recommendation) -> str:
     if answer.model is None:
         return f"What fits {card}"
     goal = "inference" if answer.goal == "infer" else f"training ({answer.goal})"
-    batch = "sequences at a time" if answer.goal == "infer" else "sequences a step"
+    many = "sequence" if answer.effective_batch == 1 else "sequences"
+    batch = f"{many} at a time" if answer.goal == "infer" else f"{many} a step"
     size = format_count(answer.num_parameters or 0)
     return (
         f"{answer.model} ({size} parameters), {goal}, {answer.context_length:,} tokens, "
@@ -176,11 +177,13 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     left_out = len(answer.choices) - len(rows)
     more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
     what = "Memory against time" if not explain else "All that were run"
-    legend = f"GiB; step: the least time at the card's published rates.{more} {answer.runs} runs were made."
+    legend = f"GiB; step: the least time at the card's published rates.{more} "
+    legend += "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
+    failed = [] if explain else [Text(f"Could not be run: {name}: {why}") for name, why in answer.not_applied.items()]
     return [
         Text(what, style="bold"),
         _indented(*_table(headers, cells, 1, last_left=True)),
-        _indented(Text(legend, style="dim")),
+        _indented(Text(legend, style="dim"), *failed),
     ]
 
 

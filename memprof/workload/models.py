@@ -119,9 +119,10 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
 
 
 _SIZES = (
-    "hidden_size d_model n_embd intermediate_size d_ff num_hidden_layers num_layers n_layer num_attention_heads num_heads "
-    "n_head num_key_value_heads vocab_size max_position_embeddings n_positions"
-).split()
+    *("hidden_size", "d_model", "n_embd", "intermediate_size", "d_ff", "vocab_size"),
+    *("num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads", "n_head"),
+    *("num_key_value_heads", "max_position_embeddings", "n_positions"),
+)
 """Entries of a configuration that are positive whole numbers in every model type."""
 _DEFAULTS = ("vocab_size", "relative_attention_num_buckets", "max_position_embeddings", "n_positions")
 """What memprof reads of a configuration beside the model's own code; where it is left out, the type's default holds."""

@@ -1,5 +1,7 @@
 """`memprof recommend`: wrong use is one error, exit code 2, before anything is run."""
 
+import sys
+
 import pytest
 
 
@@ -42,3 +44,13 @@ def test_the_limit_was_run_on_both_sides(memprof):
         if size is not None:
             changed[size] = str(count)
         assert memprof(*changed).exit_code == code
+
+
+def test_a_way_that_could_not_be_run_is_named(memprof, monkeypatch):
+    for package in ("bitsandbytes", "bitsandbytes.optim"):
+        monkeypatch.setitem(sys.modules, package, None)
+    result = memprof("recommend", "--gpu-vram", 0.5, "--model", "pythia-70m", "--infer", "--context-length", 128)
+    assert result.exit_code == 3
+    assert "1 sequence at a time" in result.stdout
+    said = " ".join(result.stdout.split())
+    assert "Could not be run: nf4 weights" in said and "bitsandbytes is needed" in said
