@@ -52,7 +52,9 @@ def open_run(path: Path) -> Run:
         with path.open("rb") as file:
             head = file.read(64)
     except OSError as error:
-        raise UsageError("cannot read the file", value=path, hint=error.strerror or type(error).__name__) from None
+        raise UsageError(
+            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {_KINDS}"
+        ) from None
     if not head:
         raise UsageError("the file is empty", value=path, hint=f"give {_KINDS}")
     if head.startswith(_GZIP):

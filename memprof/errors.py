@@ -65,7 +65,7 @@ def unknown_name(kind: str, name: str, choices: Iterable[str], *, see: str | Non
     close = nearest(name, names)
     if close is not None:
         hint = f"did you mean {close!r}?"
-    elif len(names) <= 12:
+    elif len(names) <= 30:
         hint = "known: " + ", ".join(names)
     else:
         hint = f"{len(names)} are known, {names[0]!r} to {names[-1]!r} among them"

@@ -66,7 +66,9 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
             head = file.read(2)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise UsageError("cannot read the file", value=path, hint=error.strerror or type(error).__name__) from None
+        raise UsageError(
+            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {_KINDS}"
+        ) from None
     if not head:
         raise UsageError("the file is empty", value=path, hint=f"give {_KINDS}")
     if head == _GZIP:

@@ -106,9 +106,11 @@ def recommend(
         if count is not None and count < 1:
             raise UsageError(f"{name} must be at least 1", value=count, hint="give a positive whole number")
     if model is not None and model_size is not None:
-        raise UsageError("give --model or --model-size, not both", value=f"{model}, {model_size}")
+        raise UsageError("give --model or --model-size, not both", value=f"{model}, {model_size}", hint="leave one out")
     if train is not None and infer:
-        raise UsageError("give --train or --infer, not both", value=f"--train {train} --infer")
+        raise UsageError(
+            "give --train or --infer, not both", value=f"--train {train} --infer", hint="ask for each by itself"
+        )
     wanted = model or model_size
     goal = "infer" if infer else train
     _check_use(wanted, goal, effective_batch, batch_size, lengths, lengths_column, snippet)
@@ -167,7 +169,7 @@ def _check_use(
 def _card(gpu: str | None, gpu_vram: str | None) -> dict[str, object]:
     """The card that is asked for, else the one that is here."""
     if gpu is not None and gpu_vram is not None:
-        raise UsageError("give --gpu or --gpu-vram, not both", value=f"{gpu}, {gpu_vram}")
+        raise UsageError("give --gpu or --gpu-vram, not both", value=f"{gpu}, {gpu_vram}", hint="leave one out")
     if gpu is not None:
         return {"gpu": find_gpu(gpu).key}
     if gpu_vram is not None:

@@ -35,7 +35,7 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
     with opened(path) as (file, tell):
         head = file.peek(4096)
         if not head:
-            raise NoTextError("the corpus is empty", value=path)
+            raise NoTextError("the corpus is empty", value=path, hint="give files with text")
         texts.check_is_text(path, head, encoding)
         lines = io.TextIOWrapper(file, codec, errors=ERRORS, newline="\n")
         batch: list[str] = []
@@ -130,7 +130,7 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
             )  # fmt: skip
         total = file.metadata.num_rows
         if not total:
-            raise NoTextError("the corpus is empty", value=path)
+            raise NoTextError("the corpus is empty", value=path, hint="give files with text")
         done = 0
         try:
             for rows in file.iter_batches(batch_size=PARQUET_ROWS, columns=[name]):

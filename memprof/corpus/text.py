@@ -49,7 +49,7 @@ def blocks(
             yield block
             progress(tell() or done)
     if not done:
-        raise NoTextError("the corpus is empty", value=path)
+        raise NoTextError("the corpus is empty", value=path, hint="give files with text")
 
 
 def pieces(

@@ -144,7 +144,11 @@ def _parquet(path: Path, column: str | None, read: _Read) -> str:
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
-        raise UsageError("cannot read the file", value=path, hint=str(error).splitlines()[0]) from None
+        raise UsageError(
+            "cannot read the file",
+            value=f"{path} ({str(error).splitlines()[0]})",
+            hint="give lines, JSON lines or Parquet",
+        ) from None
     names = list(file.schema_arrow.names)
     if column is None:
         column = _choose(names, str(path))

@@ -41,6 +41,7 @@ SCHEMA = 2
 earlier releases read too."""
 
 _FORMAT = "memprof capture"
+_WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -98,13 +99,13 @@ def load_trace(path: Path) -> Trace:
     except (EOFError, zlib.error) as error:
         raise UsageError("the capture is truncated or damaged", value=path, hint="record it again") from error
     except (gzip.BadGzipFile, ValueError) as error:
-        raise UsageError(
-            "not a memprof capture", value=path, hint="give a file that `memprof profile --save` wrote"
-        ) from error
+        raise UsageError("not a memprof capture", value=path, hint=_WRITTEN) from error
     except OSError as error:
-        raise UsageError("the capture cannot be read", value=path, hint=error.strerror) from error
+        raise UsageError(
+            "the capture cannot be read", value=f"{path} ({error.strerror or type(error).__name__})", hint=_WRITTEN
+        ) from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise UsageError("not a memprof capture", value=path, hint="give a file that `memprof profile --save` wrote")
+        raise UsageError("not a memprof capture", value=path, hint=_WRITTEN)
     schema = document.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA:
         raise UsageError(

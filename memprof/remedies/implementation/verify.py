@@ -100,7 +100,7 @@ def _verify(
 ) -> Verification:
     chosen = [remedy for name in remedies for remedy in find_remedies([name])] or list(REMEDIES.values())
     if seeds < 1:
-        raise UsageError("--seeds must be at least 1", value=str(seeds))
+        raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
     specimens = [find_specimen(name) for name in models] or list(SPECIMENS.values())
     found = Verification(seeds=seeds)
     for specimen in specimens:
