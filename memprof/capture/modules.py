@@ -26,8 +26,8 @@ class ModuleTracker:
         """Index of the innermost running module, NONE outside all modules."""
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
-        self.on_outermost: Callable[[nn.Module, int], None] = lambda module, index: None
-        """A module, of this index, is about to be called from outside all others."""
+        self.on_outermost: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
+        """A module, of this index, is about to be called from outside all others, with these arguments."""
         self.on_outermost_return: Callable[[Any], None] = lambda result: None
         """Such a call returns this; not called if it raises."""
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -44,7 +44,7 @@ class ModuleTracker:
                 index = tracker._register(module)
             outer = tracker.current
             if outer == NONE:
-                tracker.on_outermost(module, index)
+                tracker.on_outermost(module, index, args, kwargs)
             tracker.current = index
             tracker.listener(EventKind.ENTER, index)
             try:

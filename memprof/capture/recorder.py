@@ -235,6 +235,13 @@ class Recorder:
         if index is not None:
             self.trace.owners.setdefault(index, owner)
 
+    def made_outside_modules(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in memory of this run that no module's code allocated."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it has no storage of its own
+            return False
+        index = self.live.get(tensor.untyped_storage()._cdata)
+        return index is not None and self.trace.storages[index].module == NONE
+
     def mismatch(self, finding: DeviceMismatch) -> None:
         """An operator was given tensors on different devices."""
         self.trace.mismatches.append(finding)

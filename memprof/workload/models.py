@@ -124,12 +124,16 @@ _SIZES = (
     *("num_key_value_heads", "max_position_embeddings", "n_positions"),
 )
 """Entries of a configuration that are positive whole numbers in every model type."""
-_DEFAULTS = ("vocab_size", "relative_attention_num_buckets", "max_position_embeddings", "n_positions")
-"""What memprof reads of a configuration beside the model's own code; where it is left out, the type's default holds."""
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
+"""The names that model types have for their number of positions."""
+_DEFAULTS = ("vocab_size", "relative_attention_num_buckets")
+"""What memprof reads of a configuration beside the positions; where it is left out, the type's default holds."""
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     missing = [key for key in _DEFAULTS if key not in config]
+    if not any(key in config for key in _POSITIONS):  # one is another's alias, with the default in both
+        missing += _POSITIONS
     if not missing:
         return config
     from transformers import AutoConfig
@@ -284,7 +288,7 @@ def _configuration(model_class: Any, raw: dict[str, Any]) -> Any:
 def _max_positions(config: Mapping[str, Any]) -> int | None:
     if "relative_attention_num_buckets" in config:
         return None  # T5: positions are relative, and n_positions binds nothing
-    for key in ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length"):
+    for key in _POSITIONS:
         value = config.get(key)
         if isinstance(value, int):
             return value

@@ -100,3 +100,17 @@ def test_nothing_is_replayed_for_a_program_that_does_not_ask(monkeypatch: pytest
         torch.cuda.empty_cache()
         with pytest.raises(AssertionError, match="asked"):
             torch.cuda.memory_reserved()
+
+
+def test_what_a_program_feeds_its_models_is_input():
+    """Made in the loop or kept beside the model; what a model makes and another is given is not."""
+    with memprof.virtual_gpu("rtx-4090") as gpu:
+        first, second = nn.Linear(64, 64, bias=False).cuda(), nn.Linear(64, 64, bias=False).cuda()
+        kept = torch.zeros(1000, 64, device="cuda")
+        for _ in range(2):
+            batch = torch.randn(128, 64, device="cuda")
+            between = first(batch).detach()
+            (second(between).sum() + second(kept[:8]).sum()).backward()
+    categories = gpu.report().peak.categories
+    assert categories["inputs"] == (1000 + 128) * 64 * 4
+    assert "unattributed" not in categories

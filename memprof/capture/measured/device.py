@@ -95,7 +95,7 @@ class MeasuredDevice:
         for owner, name, value in self.phases.patches():
             self._patches.set(owner, name, value)
         self._stack.enter_context(watch_imports(self._libraries()))
-        self.modules.on_outermost = lambda module, index: self.phases.forward(module)
+        self.modules.on_outermost = lambda module, index, args, kwargs: self.phases.forward(module)
         self._patches.set(nn.Module, "__call__", self._noting_sources(self.modules.wrap_call(nn.Module.__call__)))
         self.modules.listener = self._module_event
         self.modules.on_root = self.adopt

@@ -291,11 +291,23 @@ class VirtualGpu:
         self.recorder.begin_phase(kind, step, micro_batch)
         self._growth.phase_begins(kind)
 
-    def _outermost_call(self, module: nn.Module, index: int) -> None:
+    def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         """A module is called from outside all others."""
         self.phases.forward(module)
         if self.phases.recognises and torch._C._current_graph_task_id() == -1:
             self._growth.call_begins(module, index)
+            if next(module.parameters(), None) is not None:  # a loss has none
+                self._claim_inputs((*args, *kwargs.values()))
+
+    def _claim_inputs(self, values: Iterable[Any]) -> None:
+        """What a program made outside its models and gives to one is input; results of models are not."""
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                self._claim_inputs(value)
+            elif isinstance(value, dict):
+                self._claim_inputs(value.values())
+            elif type(value) is torch.Tensor and value.grad_fn is None and self.recorder.made_outside_modules(value):
+                self.recorder.own(value, Owner(Role.INPUT, ""))
 
     def _outermost_return(self, result: Any) -> None:
         """That call returns."""
