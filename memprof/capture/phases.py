@@ -54,6 +54,10 @@ class Phases:
         """Whether a model was called with gradients."""
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         """A module with parameters is about to be called from outside all others."""
+        self.forwards = 0
+        """Calls of models so far, from outside all others."""
+        self.backwards = 0
+        """Backward passes that have begun so far."""
         self._micro_batch = 1
         self._ran_backward = False
         self._generating = 0
@@ -92,6 +96,7 @@ class Phases:
         if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
             self.built()
             return
+        self.forwards += 1
         self.before_forward(module)
         trains = torch.is_grad_enabled()
         self.trains = self.trains or (trains and _is_trained(module))
@@ -116,6 +121,7 @@ class Phases:
 
     def backward(self) -> None:
         """A backward pass begins."""
+        self.backwards += 1
         self._begin(PhaseKind.BACKWARD)
 
     def after_backward(self) -> None:

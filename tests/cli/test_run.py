@@ -218,6 +218,56 @@ def test_worst_batch(memprof, script):
     assert "of 50 batches of a data loader number 8 is the largest (12,800 bytes)" in " ".join(ran.stdout.split())
 
 
+def test_the_worst_batch_meets_the_state_of_the_optimizer(memprof, script):
+    """Also where batches are fetched ahead, accumulated, or taken apart; loaders of evaluation give it once."""
+    name = script(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        data = [{"x": torch.randn(1 + (7 * i) % 50, 64)} for i in range(50)]
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained = []
+        batches = iter(DataLoader(data, batch_size=None))
+        ahead = next(batches)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            x = batch.pop("x")
+            trained.append(len(x))
+            model(x.cuda()).square().mean().backward()
+            if len(trained) % 2:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(trained) == 2:
+                evaluated = []
+                for batch in DataLoader(data, batch_size=None):
+                    evaluated.append(len(batch["x"]))
+                    with torch.no_grad():
+                        model(batch["x"].cuda())
+        print("trained", len(trained), trained[:6])
+        print("evaluated", len(evaluated), evaluated[:3], sorted(evaluated) == list(range(1, 51)))
+        """
+    )
+    ran = memprof("run", "--worst-batch", "--until-exit", name)
+    assert "trained 50 [50, 50, 50, 50, 50, " in ran.stdout  # the fifth was fetched before the second step
+    assert "evaluated 50 [50, 1, 8] True\n" in ran.stdout
+
+
+def test_the_worst_of_batches_in_a_mapping_of_their_own_class(memprof, script):
+    name = script(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        from transformers import BatchEncoding
+        x = torch.ones(9, device="cuda")
+        for batch in DataLoader([BatchEncoding({"x": torch.ones(i)}) for i in (1, 3, 2)], batch_size=None):
+            print("length", len(batch["x"]))
+        """
+    )
+    assert memprof("run", "--worst-batch", name).stdout.startswith("length 3\nlength 1\nlength 2\n")
+
+
 FIXABLE = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
