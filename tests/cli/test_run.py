@@ -268,6 +268,59 @@ def test_the_worst_of_batches_in_a_mapping_of_their_own_class(memprof, script):
     assert memprof("run", "--worst-batch", name).stdout.startswith("length 3\nlength 1\nlength 2\n")
 
 
+def test_parameters_are_trained_without_a_module(memprof, script):
+    name = script(
+        """
+        import torch
+        weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
+        optimizer = torch.optim.Adam([weight])
+        for step in range(5):
+            (torch.randn(8, 64, device="cuda") @ weight).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print("step", step)
+        """
+    )
+    ran = memprof("run", "--steps", 3, name)
+    assert ran.stdout.startswith("step 0\nstep 1\nmemprof run") and "stopped after 3 training steps" in ran.stdout
+    document = memprof("run", "--json", "--until-exit", name).json
+    assert (document["program"]["steps"], len(document["steps"])) == (5, 5)
+    assert {1, 2, 3, 4, 5} == {row["step"] for row in document["stages"] if row["name"] == "optimizer step"}
+
+
+def test_gradients_that_the_program_makes_itself(memprof, script):
+    name = script(
+        """
+        import torch
+        weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
+        optimizer = torch.optim.Adam([weight])
+        for _ in range(5):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        """
+    )
+    assert memprof("run", "--json", name).json["program"] | {"command": []} == {
+        "command": [],
+        "ended": "steps",
+        "exit_code": 0,
+        "steps": 2,
+        "fixes": [],
+    }
+
+
+def test_forwards_alone_are_no_training(memprof, script):
+    name = script(
+        """
+        import torch
+        model = torch.nn.Linear(64, 64).cuda()
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.randn(8, 64, device="cuda"))
+        """
+    )
+    assert "train.py: ran to its end, no training steps\n" in memprof("run", name).stdout
+
+
 FIXABLE = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
