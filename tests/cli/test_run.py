@@ -143,6 +143,26 @@ def test_nothing_on_the_card(memprof, script):
     assert ran.stderr == "memprof: the script ended before anything was on the card: there is nothing to report\n"
 
 
+@pytest.mark.parametrize(
+    ("then", "kind"),
+    [
+        ("assert loss < 0.5", "unknown value"),
+        ("best = None if loss > 0.5 else model\nbest.state_dict()", "unknown value"),
+        ("if loss < 0.5: best = model\nprint(best)", "unknown value"),
+        ("{0: 'cat'}[int(loss)]", "unknown value"),
+        ("model.hf_device_map", "error"),
+        ("print(optimiser)", "error"),
+        ("import no_such_module", "error"),
+        ("{'input_ids': 1}['labels']", "error"),
+    ],
+)
+def test_a_value_is_blamed_for_what_it_can_cause(memprof, script, then, kind):
+    begin = "import torch\nmodel = torch.nn.Linear(8, 8).cuda()\nloss = torch.randn(8, device='cuda').sum().item()\n"
+    document = memprof("run", "--json", script(begin + then)).json
+    assert document["failure"]["kind"] == kind
+    assert ("decision by a value" in document["findings"][0]["title"]) == (kind == "unknown value")
+
+
 def test_steps_and_timeout(memprof, script):
     assert memprof("run", "--json", "--steps", 3, script(), 8, 8).json["program"]["steps"] == 3
     endless = script("import time, torch\nx = torch.ones(9, device='cuda')\nwhile True: time.sleep(0.01)", "endless.py")
