@@ -18,7 +18,7 @@ from memprof.ledger.ledger import EmptyTraceError
 from memprof.pipeline import allocator_settings, analyze, device_facts, live_allocator, measured_device_facts
 from memprof.report.document import Document
 from memprof.script import Ended, Outcome, Program, StopRule
-from memprof.trace.events import Trace
+from memprof.trace.events import PhaseKind, Trace
 from memprof.version import __version__
 
 BEYOND = (
@@ -106,7 +106,7 @@ def run_script(
             "command": program.command,
             "ended": outcome.ended.value,
             "exit_code": outcome.exit_code,
-            "steps": max((phase.step for phase in trace.phases), default=0),
+            "steps": _training_steps(trace),
             "fixes": list(fixes),
         },
         "device": facts,
@@ -116,6 +116,14 @@ def run_script(
     with contextlib.suppress(EmptyTraceError):
         document = analyze(trace)
     return DryRun(trace, outcome, document)
+
+
+def _training_steps(trace: Trace) -> int:
+    """How many; calls of a model from which nothing is learned are no training, whatever step they are shown in."""
+    learns = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
+    if not trace.trains and not any(phase.kind in learns for phase in trace.phases):
+        return 0
+    return max((phase.step for phase in trace.phases), default=0)
 
 
 class _LateSettings(SettingsInForce):

@@ -6,6 +6,7 @@ holds the operator, the innermost wrapped module call the module.
 
 from __future__ import annotations
 
+import dis
 import re
 from collections.abc import Iterator
 from types import CodeType, TracebackType
@@ -89,7 +90,7 @@ def describe(
     message = (str(error).strip().splitlines() or [""])[0]
     kind, named = _kind(error, str(error))
     read = None
-    if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE:
+    if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
         where, told = unknown_read
         line = recorder.trace.sources[where]
         if any(_same_function(line, other) for other in lines):
@@ -164,6 +165,27 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
     if _NEEDS_DATA.search(text):
         return FailureKind.CUSTOM_KERNEL, None
     return FailureKind.ERROR, None
+
+
+def _may_decide(error: BaseException) -> bool:
+    """Whether another number could have spared the program this error.
+
+    What is misspelt, not installed or of another version of a library is so with any number. What a branch that was not
+    taken would have set is not: a variable, or an object where None is.
+    """
+    if isinstance(error, (ImportError, SyntaxError)):
+        return False
+    if isinstance(error, AttributeError):
+        return error.obj is None
+    if isinstance(error, NameError) and not isinstance(error, UnboundLocalError):
+        *_, last = _steps(error.__traceback__)
+        return any(
+            instruction.opname in ("STORE_NAME", "STORE_GLOBAL") and instruction.argval == error.name
+            for instruction in dis.get_instructions(last.tb_frame.f_code)
+        )
+    if isinstance(error, KeyError):  # the column of a batch, the field of a configuration
+        return not (error.args and isinstance(error.args[0], str) and error.args[0].isidentifier())
+    return True
 
 
 def _same_function(line: str, other: str) -> bool:

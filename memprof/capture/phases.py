@@ -11,7 +11,8 @@
 | everything else | other |
 
 A closure that an optimizer's step is given interrupts it: after the closure's forward and backward the step goes on.
-A step ends with the optimizer's; with several optimizers, when the one that stepped first steps again.
+A step begins with a forward that has gradients, or where no module is called, with the backward pass. It ends with the
+optimizer's; with several optimizers, when the one that stepped first steps again.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Phases:
         """Whether a model was called with gradients."""
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         """A module with parameters is about to be called from outside all others."""
+        self.forwards = 0
+        """Calls of models so far, from outside all others."""
+        self.backwards = 0
+        """Backward passes that have begun so far."""
         self._micro_batch = 1
         self._ran_backward = False
         self._generating = 0
@@ -74,6 +79,12 @@ class Phases:
                 kind, self.step if in_step else 0, self._micro_batch if in_step and kind in _PER_STEP else 0
             )
 
+    def _begin_step(self) -> None:
+        self.step += 1
+        self._ended = False
+        self._micro_batch = 1
+        self._ran_backward = False
+
     # -- what happens -----------------------------------------------------------------------------------------------
 
     def building(self) -> None:
@@ -92,14 +103,12 @@ class Phases:
         if next(module.parameters(), None) is None:  # a loss, an activation: part of what is going on
             self.built()
             return
+        self.forwards += 1
         self.before_forward(module)
         trains = torch.is_grad_enabled()
         self.trains = self.trains or (trains and _is_trained(module))
         if self._ended and (trains or (self.step == 0 and not self.optimizers)):
-            self.step += 1
-            self._ended = False
-            self._micro_batch = 1
-            self._ran_backward = False
+            self._begin_step()
         if self._generating:
             kind = PhaseKind.FORWARD if self._generating == 1 else PhaseKind.DECODE
             self._generating += 1
@@ -116,6 +125,9 @@ class Phases:
 
     def backward(self) -> None:
         """A backward pass begins."""
+        self.backwards += 1
+        if self._ended and self.optimizers:  # of no model: parameters are trained without a module around them
+            self._begin_step()
         self._begin(PhaseKind.BACKWARD)
 
     def after_backward(self) -> None:
@@ -145,6 +157,8 @@ class Phases:
         if optimizer in self._stepped:
             self.step += 1
             self._stepped.clear()
+        elif self._ended and _has_gradients(optimizer):  # which the program has made itself, without a backward pass
+            self._begin_step()
         self._begin(PhaseKind.OPTIMIZER_STEP)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -221,3 +235,7 @@ class Phases:
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

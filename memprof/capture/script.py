@@ -75,7 +75,7 @@ def capture_script(
         device: what it finds as "cuda", or is measured on.
         rule: when to stop it.
         before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
-        worst_batch: feed the largest batch of each data loader first.
+        worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
     """
     seen = _Seen(device, rule)
     device.phases.on_step = seen.step
@@ -89,7 +89,7 @@ def capture_script(
         patches = Patches()
         try:
             if worst_batch:
-                for owner, name, value in WorstBatch(device.assume).patches():
+                for owner, name, value in WorstBatch(device.assume, device.phases).patches():
                     patches.set(owner, name, value)
             device.phases.building()
             outcome = program.run(rule)

@@ -176,7 +176,7 @@ class Document:
     target: dict[str, Any]
     program: dict[str, Any] | None
     """Of a script: its `command`, how it `ended` (steps, exit, timeout, error, refused, interrupted), its `exit_code`,
-    the training `steps` that it began and the `fixes` in force."""
+    the training `steps` that it began (none where nothing is learned) and the `fixes` in force."""
     device: dict[str, Any]
     allocator: dict[str, Any]
     """`torch`, `alloc_conf` and `alloc_conf_from`: whose rules, and by which settings."""

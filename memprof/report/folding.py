@@ -1,15 +1,27 @@
-"""Which stages the terminal shows: the step that matters, in full, equal layers folded; the rest a row each."""
+"""Which stages the terminal shows: the step that matters, in full, equal layers folded; the rest a row each.
+
+Rows that come again and again (the forwards of an evaluation, the steps of a long run) are shown once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeVar
 
 from memprof.report.document import Document, StageRow
 
+T = TypeVar("T")
+
 MAX_ROWS_PER_STACK = 8
 """A stack whose layers differ too much to fold into this many rows becomes a single one."""
+MAX_PERIOD = 64
+"""Rows, at the most, that are seen to take turns."""
+MAX_GROUPS_OF_ROUNDS = 8
+"""Rounds of the same rows that differ too much to fold into as many groups become a single one."""
+NEAR = 1 / 500
+"""Of the run's peak: rounds whose rows differ by less cost the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +37,11 @@ class ShownStage:
     host_bytes: int
     """Highest in host memory."""
     count: int = 1
-    """Equal layers in the row; `delta_bytes` is that of all of them."""
+    """Equal layers, or whole steps, in the row; `delta_bytes` is that of all of them."""
+    turns: int = 1
+    """How often the row came, in turn with others; `delta_bytes` is that of the last time."""
+    step: int = 0
+    """For a whole step: its number."""
     oom: bool = False
     """The request that the card refuses is made here."""
     resident_bytes: int | None = None
@@ -51,8 +67,8 @@ def shown_stages(document: Document) -> list[ShownStage]:
         if step in (0, full):
             result += _step(list(rows))
         else:
-            result.append(_summary(f"step {step}, all of it", list(rows)))
-    return result
+            result.append(replace(_summary(f"step {step}, all of it", list(rows)), step=step))
+    return list(_folded_rounds(result, round(NEAR * document.peak.allocated_bytes)))
 
 
 def _step(rows: list[StageRow]) -> Iterator[ShownStage]:
@@ -91,6 +107,72 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
                 resident_bytes=max((row.resident_bytes for row in alike if row.resident_bytes), default=None),
                 seconds=_sum(row.seconds for row in alike),
             )
+
+
+def _folded_rounds(rows: list[ShownStage], near: int) -> Iterator[ShownStage]:
+    """Rows that follow each other in the same order again, once for all rounds that cost the same, but for `near`."""
+
+    def same_names(one: ShownStage, other: ShownStage) -> bool:
+        return one.name == other.name or bool(one.step and other.step)
+
+    def same_cost(one: list[ShownStage], other: list[ShownStage]) -> bool:
+        return all(
+            abs(a.delta_bytes - b.delta_bytes) <= near and abs(_rise(a) - _rise(b)) <= near
+            for a, b in zip(one, other, strict=True)
+        )
+
+    for rounds in _repeated(rows, same_names):
+        # Two models whose rows have the same names may take turns: rounds of rounds.
+        groups = list(_repeated(rounds, same_cost))
+        if len(groups) > MAX_GROUPS_OF_ROUNDS:
+            groups = [[[members] for members in rounds]]
+        for group in groups:
+            yield from _in_turn([[row for members in turn for row in members] for turn in group])
+
+
+def _rise(row: ShownStage) -> int:
+    """The peak above what was there before."""
+    return row.peak_bytes - (row.allocated_bytes - row.delta_bytes)
+
+
+def _repeated(items: Sequence[T], same: Callable[[T, T], bool]) -> Iterator[list[list[T]]]:
+    """`items` cut into rounds that repeat each other; what is not repeated is a round by itself."""
+    begin = 0
+    while begin < len(items):
+        period, count = 1, 1
+        for length in range(1, min(MAX_PERIOD, (len(items) - begin) // 2) + 1):
+            end = begin + length
+            while end < len(items) and same(items[begin + (end - begin) % length], items[end]):
+                end += 1
+            times = (end - begin) // length
+            if times > 1 and times * length > count * period:
+                period, count = length, times
+        end = begin + period * count
+        yield [list(items[first : first + period]) for first in range(begin, end, period)]
+        begin = end
+
+
+def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
+    """The rows of one round, for all of them."""
+    alone = len(rounds[0]) == 1
+    for rows in zip(*rounds, strict=True):
+        first, last = rows[0], rows[-1]
+        if len(rows) == 1:
+            yield first
+            continue
+        yield replace(
+            last,
+            name=f"steps {first.step}-{last.step}, all of it" if first.step else first.name,
+            delta_bytes=sum(row.delta_bytes for row in rows) if alone else last.delta_bytes,
+            peak_bytes=max(row.peak_bytes for row in rows),
+            reserved_bytes=max(row.reserved_bytes for row in rows),
+            host_bytes=max(row.host_bytes for row in rows),
+            count=sum(row.count for row in rows) if alone else last.count,
+            turns=1 if alone else len(rows),
+            oom=any(row.oom for row in rows),
+            resident_bytes=max((row.resident_bytes for row in rows if row.resident_bytes), default=None),
+            seconds=_sum(row.seconds for row in rows),
+        )
 
 
 def _folded_layers(rows: list[StageRow]) -> Iterator[ShownStage]:

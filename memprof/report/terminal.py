@@ -177,6 +177,8 @@ def _stages(document: Document) -> RenderableType:
         name = Text(row.name)
         if row.count > 1:
             name.append(f" x{row.count}, {amount(row.delta_bytes // row.count)} each", style="dim")
+        if row.turns > 1:
+            name.append(f" (x{row.turns})", style="dim")
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
         delta = amount(row.delta_bytes, sign=True)
@@ -190,12 +192,15 @@ def _stages(document: Document) -> RenderableType:
         if shows_host:
             cells.append(amount(row.host_bytes))
         table.add_row(*cells)
+    turns = ""
+    if any(row.turns > 1 for row in rows):
+        turns = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
     if on_cpu:
         what = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
-        return Group(table, Text(f"{_unit(document).name}. {what}.", style="dim"))
+        return Group(table, Text(f"{_unit(document).name}. {what}.{turns}", style="dim"))
     note = (
         f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
-        f"{format_bytes(usable)} usable beside the CUDA context."
+        f"{format_bytes(usable)} usable beside the CUDA context.{turns}"
     )
     return Group(table, Text(note, style="dim"))
 

@@ -143,6 +143,26 @@ def test_nothing_on_the_card(memprof, script):
     assert ran.stderr == "memprof: the script ended before anything was on the card: there is nothing to report\n"
 
 
+@pytest.mark.parametrize(
+    ("then", "kind"),
+    [
+        ("assert loss < 0.5", "unknown value"),
+        ("best = None if loss > 0.5 else model\nbest.state_dict()", "unknown value"),
+        ("if loss < 0.5: best = model\nprint(best)", "unknown value"),
+        ("{0: 'cat'}[int(loss)]", "unknown value"),
+        ("model.hf_device_map", "error"),
+        ("print(optimiser)", "error"),
+        ("import no_such_module", "error"),
+        ("{'input_ids': 1}['labels']", "error"),
+    ],
+)
+def test_a_value_is_blamed_for_what_it_can_cause(memprof, script, then, kind):
+    begin = "import torch\nmodel = torch.nn.Linear(8, 8).cuda()\nloss = torch.randn(8, device='cuda').sum().item()\n"
+    document = memprof("run", "--json", script(begin + then)).json
+    assert document["failure"]["kind"] == kind
+    assert ("decision by a value" in document["findings"][0]["title"]) == (kind == "unknown value")
+
+
 def test_steps_and_timeout(memprof, script):
     assert memprof("run", "--json", "--steps", 3, script(), 8, 8).json["program"]["steps"] == 3
     endless = script("import time, torch\nx = torch.ones(9, device='cuda')\nwhile True: time.sleep(0.01)", "endless.py")
@@ -216,6 +236,109 @@ def test_worst_batch(memprof, script):
     ran = memprof("run", "--worst-batch", "--until-exit", "--explain", name)
     assert "first (50, 64)\nbatches 50\n" in ran.stdout
     assert "of 50 batches of a data loader number 8 is the largest (12,800 bytes)" in " ".join(ran.stdout.split())
+
+
+def test_the_worst_batch_meets_the_state_of_the_optimizer(memprof, script):
+    """Also where batches are fetched ahead, accumulated, or taken apart; loaders of evaluation give it once."""
+    name = script(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        data = [{"x": torch.randn(1 + (7 * i) % 50, 64)} for i in range(50)]
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        trained = []
+        batches = iter(DataLoader(data, batch_size=None))
+        ahead = next(batches)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            x = batch.pop("x")
+            trained.append(len(x))
+            model(x.cuda()).square().mean().backward()
+            if len(trained) % 2:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            if len(trained) == 2:
+                evaluated = []
+                for batch in DataLoader(data, batch_size=None):
+                    evaluated.append(len(batch["x"]))
+                    with torch.no_grad():
+                        model(batch["x"].cuda())
+        print("trained", len(trained), trained[:6])
+        print("evaluated", len(evaluated), evaluated[:3], sorted(evaluated) == list(range(1, 51)))
+        """
+    )
+    ran = memprof("run", "--worst-batch", "--until-exit", name)
+    assert "trained 50 [50, 50, 50, 50, 50, " in ran.stdout  # the fifth was fetched before the second step
+    assert "evaluated 50 [50, 1, 8] True\n" in ran.stdout
+
+
+def test_the_worst_of_batches_in_a_mapping_of_their_own_class(memprof, script):
+    name = script(
+        """
+        import torch
+        from torch.utils.data import DataLoader
+        from transformers import BatchEncoding
+        x = torch.ones(9, device="cuda")
+        for batch in DataLoader([BatchEncoding({"x": torch.ones(i)}) for i in (1, 3, 2)], batch_size=None):
+            print("length", len(batch["x"]))
+        """
+    )
+    assert memprof("run", "--worst-batch", name).stdout.startswith("length 3\nlength 1\nlength 2\n")
+
+
+def test_parameters_are_trained_without_a_module(memprof, script):
+    name = script(
+        """
+        import torch
+        weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
+        optimizer = torch.optim.Adam([weight])
+        for step in range(5):
+            (torch.randn(8, 64, device="cuda") @ weight).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print("step", step)
+        """
+    )
+    ran = memprof("run", "--steps", 3, name)
+    assert ran.stdout.startswith("step 0\nstep 1\nmemprof run") and "stopped after 3 training steps" in ran.stdout
+    document = memprof("run", "--json", "--until-exit", name).json
+    assert (document["program"]["steps"], len(document["steps"])) == (5, 5)
+    assert {1, 2, 3, 4, 5} == {row["step"] for row in document["stages"] if row["name"] == "optimizer step"}
+
+
+def test_gradients_that_the_program_makes_itself(memprof, script):
+    name = script(
+        """
+        import torch
+        weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
+        optimizer = torch.optim.Adam([weight])
+        for _ in range(5):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        """
+    )
+    assert memprof("run", "--json", name).json["program"] | {"command": []} == {
+        "command": [],
+        "ended": "steps",
+        "exit_code": 0,
+        "steps": 2,
+        "fixes": [],
+    }
+
+
+def test_forwards_alone_are_no_training(memprof, script):
+    name = script(
+        """
+        import torch
+        model = torch.nn.Linear(64, 64).cuda()
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.randn(8, 64, device="cuda"))
+        """
+    )
+    assert "train.py: ran to its end, no training steps\n" in memprof("run", name).stdout
 
 
 FIXABLE = """

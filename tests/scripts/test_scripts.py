@@ -19,7 +19,7 @@ SCRIPTS = {
     "accelerate_loop": ((), STEP | {"layer 0", "loss"}, {"evaluation", "checkpoint"}, 6),
     "images": (("--amp", "--ema"), STEP | {"loss"}, {"evaluation", "checkpoint"}, 6),
     "lightning_module": (("--rows", "16"), {"backward", "layer 0", "loss"}, {"evaluation", "checkpoint"}, 4),
-    "generate": ((), {"embedding", "layer 0", "logits"}, {"decode"}, 1),
+    "generate": ((), {"embedding", "layer 0", "logits"}, {"decode"}, 0),
 }
 
 
