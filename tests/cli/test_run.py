@@ -119,7 +119,36 @@ def test_the_script_handles_it(memprof, script):
     )
     ran = memprof("run", "--until-exit", "--gpu-vram", "2", name)
     assert ran.exit_code == 0
-    assert "found 131072" in ran.stdout and "Fits" in ran.stdout
+    assert "found 131072" in ran.stdout
+    text = " ".join(ran.stdout.split())
+    assert "Fits only without what was refused: 3 out-of-memory errors were raised and caught, the first in" in text
+    assert "train.py:7, where 4.00 GiB were asked for with 4.00 MiB in use; the script went on without it." in text
+    assert "Fits only just" not in text and "Left alone" not in text
+    ran = memprof("run", "--until-exit", "--gpu-vram", "2", "--json", name)
+    verdict = ran.json["verdict"]
+    assert verdict["fits"] is True and verdict["out_of_memory_caught"] == 3 and verdict["retries"] == 0
+    first = verdict["first_caught"]
+    assert first["bytes"] == 4 << 30 and first["source"].endswith("train.py:7 <module>")
+    assert verdict["required_bytes"] < 2 << 30
+    (finding,) = [finding for finding in ran.json["findings"] if finding["id"] == "out-of-memory-caught"]
+    assert finding["severity"] == "warning" and len(finding["evidence"]) == 3
+
+
+def test_errors_that_were_caught_before_the_one_that_was_not(memprof, script):
+    name = script(
+        """
+        import torch
+        try:
+            torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+        except torch.cuda.OutOfMemoryError:
+            kept = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+        """
+    )
+    ran = memprof("run", "--gpu-vram", "2", name)
+    text = " ".join(ran.stdout.split())
+    assert ran.exit_code == 3 and "with that request it needs 3.42 GiB" in text
+    assert "Before that an out-of-memory error was raised and caught, and the script went on without" in text
 
 
 @pytest.mark.parametrize(
