@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +10,7 @@ import typer
 from memprof.catalog import DEFAULT_GPU, Gpu, custom_gpu, find_gpu
 from memprof.cli.profile import exit_code, print_document
 from memprof.cli.progress import Progress
+from memprof.cli.streams import script_output
 from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.script import Ended, Outcome, Program, StopRule
 from memprof.trace.events import Trace
@@ -155,7 +152,7 @@ def _run(
         raise UsageError("--ladder chooses remedies itself", value=fix, hint="give --fix or --ladder")
     if ladder or fix == "auto":
         return _ladder(program, rule, search=fix == "auto", as_json=as_json, save=save, explain=explain, **options)
-    with _script_output(to_stderr=as_json):
+    with script_output(to_stderr=as_json):
         found = run_script(program, rule, fixes=fixes, **options)
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
@@ -219,22 +216,3 @@ def _save(trace: Trace, path: Path | None) -> None:
 def _say_nothing_was_there(outcome: Outcome) -> None:
     how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
     typer.echo(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)
-
-
-@contextlib.contextmanager
-def _script_output(*, to_stderr: bool) -> Iterator[None]:
-    """What the script writes to stdout, also past Python, goes to stderr inside."""
-    if not to_stderr:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        with contextlib.suppress(ValueError):  # the script closed it
-            sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -82,6 +82,46 @@ def test_json_alone_on_stdout(script):
     assert state["optimizer state"] == 2 * state["parameters"] > 0
 
 
+REPLACED = {
+    "a file": "import os; sys.stdout = sys.stderr = open(os.devnull, 'w')",
+    "a class": "sys.stdout = Tee('train.log')",
+    "a wrapper": "import io; sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')",
+    "its buffer": "import io; sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding='utf-8')",
+    "closed": "sys.stdout.close()",
+}
+
+
+@pytest.mark.parametrize(("how", "json_options"), [*((how, ()) for how in REPLACED), ("a wrapper", ("--json",))])
+def test_the_report_is_on_stdout_wherever_the_script_writes(script, tmp_path, how, json_options):
+    name = script(
+        f"""
+        import sys, torch
+        class Tee:
+            def __init__(self, path):
+                self.file = open(path, "w")
+            def write(self, text):
+                self.file.write(text)
+            def flush(self):
+                self.file.flush()
+        {REPLACED[how]}
+        if {how != "closed"}:
+            print("mine")
+        x = torch.ones(9, device="cuda")
+        """
+    )
+    done = started(*json_options, "--save", "run.memprof", name)
+    assert done.returncode == 0, done.stderr
+    if json_options:
+        assert json.loads(done.stdout)["program"]["ended"] == "exit"
+    else:
+        assert "memprof run: simulated on" in done.stdout and "Fits" in done.stdout
+    assert "Saved: memprof show run.memprof" in done.stderr
+    if how == "a class":
+        assert (tmp_path / "train.log").read_text() == "mine\n"
+    elif how != "closed" and not json_options and how != "a file":
+        assert done.stdout.startswith("mine\n")
+
+
 def test_a_full_card_ends_it(memprof, script):
     ran = memprof("run", "--json", "--gpu-vram", "1", script(), 4096, 60000)
     assert ran.exit_code == 3
