@@ -147,6 +147,7 @@ def _run(
 
     if save is not None:
         check_place(save, option="--save")
+    folder = Path.cwd()  # the script may change it
     fixes = () if fix is None or fix == "auto" else tuple(map(str, parse_fixes(fix)))
     if fixes and ladder:
         raise UsageError("--ladder chooses remedies itself", value=fix, hint="give --fix or --ladder")
@@ -167,7 +168,7 @@ def _run(
         _say_nothing_was_there(outcome)
         return outcome.exit_code
     print_document(document, as_json=as_json, explain=explain)
-    _save(found.trace, save)
+    _save(found.trace, save, folder)
     if outcome.ended is Ended.REFUSED:
         return 3
     if outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
@@ -200,16 +201,17 @@ def _ladder(
     with Progress() as progress:
         trace, document = (script_search if search else script_ladder)(request, progress)
     print_document(document, as_json=as_json, explain=explain)
-    _save(trace, save)
+    _save(trace, save, Path.cwd())
     return exit_code(document)
 
 
-def _save(trace: Trace, path: Path | None) -> None:
+def _save(trace: Trace, path: Path | None, folder: Path) -> None:
+    """Keep the capture at `path` as it was typed in `folder`, where who typed it still is."""
     if path is None:
         return
     from memprof.trace.io import save_trace
 
-    save_trace(trace, path)
+    save_trace(trace, folder / path)
     typer.echo(f"Saved: memprof show {path}", err=True)
 
 

@@ -236,6 +236,20 @@ def test_a_saved_run_is_shown_again(memprof, script, tmp_path):
     assert "Saved: memprof show run.memprof" in ran.stderr
 
 
+def test_a_run_is_saved_where_it_was_started(memprof, script, tmp_path, monkeypatch):
+    (tmp_path / "outputs").mkdir()
+    name = script(
+        """
+        import os, torch
+        x = torch.ones(9, device="cuda")
+        os.chdir("outputs")
+        """
+    )
+    ran = memprof("run", "--save", "run.memprof", name)
+    assert ran.exit_code == 0 and "Saved: memprof show run.memprof\n" in ran.stderr
+    assert (tmp_path / "run.memprof").is_file() and not list((tmp_path / "outputs").iterdir())
+
+
 def test_settings_that_the_script_makes_before_memory_is_used(memprof, script):
     name = script(
         """
