@@ -97,7 +97,17 @@ def _describe_program(program: dict[str, Any]) -> str:
     number = program["steps"]
     steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
     fixes = f", with {', '.join(program['fixes'])}" if program["fixes"] else ""
-    return f"{shlex.join(program['command'])}{fixes}: {_ENDS[program['ended']].format(steps=steps)}"
+    how = (
+        f"ended by itself with exit code {program['exit_code']}, {{steps}}"
+        if _left(program)
+        else _ENDS[program["ended"]]
+    )
+    return f"{shlex.join(program['command'])}{fixes}: {how.format(steps=steps)}"
+
+
+def _left(program: dict[str, Any] | None) -> bool:
+    """Whether the script left with an exit code of its own: memprof passes it on, though the verdict is another."""
+    return program is not None and program["ended"] == "exit" and bool(program["exit_code"])
 
 
 def _describe(target: dict[str, Any]) -> str:
@@ -199,6 +209,14 @@ def _stages(document: Document) -> RenderableType:
 
 
 def _verdict(document: Document) -> RenderableType:
+    if document.program is None or not _left(document.program):
+        return _memory_verdict(document)
+    code = document.program["exit_code"]
+    note = f"The exit code {code} is the script's own, and says nothing of memory: the script left with it."
+    return Group(_memory_verdict(document), Text(note))
+
+
+def _memory_verdict(document: Document) -> RenderableType:
     verdict, device = document.verdict, document.device
     if _is_on_cpu(document) and document.failure is None:
         resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)

@@ -206,6 +206,16 @@ def test_it_fails_by_itself(memprof, script, text, code, said):
     assert "memprof run: simulated on" in ran.stdout  # what was seen so far
 
 
+def test_an_exit_code_of_the_scripts_own_is_no_verdict(memprof, script):
+    name = script("import sys, torch; x = torch.ones(9, device='cuda'); sys.exit(3)")
+    ran = memprof("run", name)
+    assert ran.exit_code == 3
+    assert "train.py: ended by itself with exit code 3, no training steps" in ran.stdout
+    assert "Fits: " in ran.stdout and "The exit code 3 is the script's own" in ran.stdout
+    found = memprof("run", "--json", name).json
+    assert found["program"]["exit_code"] == 3 and found["verdict"]["fits"] is True
+
+
 def test_nothing_on_the_card(memprof, script):
     ran = memprof("run", script("print('hello')"))
     assert (ran.exit_code, ran.stdout) == (0, "hello\n")
