@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from memprof.catalog import DEFAULT_GPU, Gpu, custom_gpu, find_gpu
+from memprof.cli.card import check_one_card
 from memprof.cli.profile import exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import script_output
@@ -23,6 +24,7 @@ PATIENCE = 2
 
 
 def run(
+    context: typer.Context,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
     ] = None,
@@ -83,6 +85,7 @@ def run(
     code 0: it fits; 3: it does not; if the script fails by itself, its own.
     """
     try:
+        check_one_card(context, gpu, gpu_vram)
         code = _run(
             _program(command, module=module),
             _rule(steps, timeout, until_exit=until_exit),
@@ -148,11 +151,12 @@ def _run(
     if save is not None:
         check_place(save, option="--save")
     folder = Path.cwd()  # the script may change it
-    fixes = () if fix is None or fix == "auto" else tuple(map(str, parse_fixes(fix)))
-    if fixes and ladder:
-        raise UsageError("--ladder chooses remedies itself", value=fix, hint="give --fix or --ladder")
-    if ladder or fix == "auto":
-        return _ladder(program, rule, search=fix == "auto", as_json=as_json, save=save, explain=explain, **options)
+    if fix is not None and ladder:
+        raise UsageError("--ladder chooses remedies itself", value=f"--fix {fix}", hint="give --fix or --ladder")
+    is_search = fix is not None and fix.strip() == "auto"
+    fixes = () if fix is None or is_search else tuple(map(str, parse_fixes(fix)))
+    if ladder or is_search:
+        return _ladder(program, rule, search=is_search, as_json=as_json, save=save, explain=explain, **options)
     with script_output(to_stderr=as_json):
         found = run_script(program, rule, fixes=fixes, **options)
     outcome, document = found.outcome, found.document
