@@ -58,5 +58,6 @@ def _usable(stream: TextIO, copy: int | None) -> TextIO:
         if copy is not None:
             return open(copy, "w", encoding="utf-8", errors="backslashreplace")
     if copy is not None:
+        os.dup2(copy, stream.fileno())  # where the script turned the descriptor elsewhere
         os.close(copy)
     return stream

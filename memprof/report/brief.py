@@ -40,10 +40,6 @@ def _verdict(document: Document) -> str:
     have = name if size in name else f"{name}, {size}"
     if document.verdict.fits is False:
         return f"does not fit: it takes {need} with the CUDA context ({have})"
-    caught = document.verdict.out_of_memory_caught
-    if document.verdict.fits and caught:
-        errors = "an out-of-memory error" if caught == 1 else f"{caught} out-of-memory errors"
-        return f"fits after {errors} that the program caught: it takes {need} with the CUDA context ({have})"
     if document.verdict.fits is None:
         return f"stopped early: it took {need} with the CUDA context until then ({have})"
     return f"fits: it takes {need} with the CUDA context ({have})"
