@@ -6,12 +6,14 @@ state that another run should not find.
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memprof import pipeline
 from memprof.catalog import Gpu
@@ -89,6 +91,12 @@ class ScriptRuns(Runs):
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
         settings = self.original.document.allocator["alloc_conf"]
         return ",".join(filter(None, (settings, EXPANDABLE)))
+
+    def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
+        trace = super()._retold(trace, fixes)
+        facts: dict[str, Any] = trace.facts
+        program = {**facts["program"], "fixes": [*map(str, fixes)]}
+        return dataclasses.replace(trace, facts={**facts, "program": program})
 
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "as it is"))

@@ -98,6 +98,11 @@ class Runs(abc.ABC):
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
         """The allocator's settings with these in force."""
 
+    def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
+        """A run's trace as one with `fixes` would be, which differ from the run's in the allocator's settings alone."""
+        settings = self._alloc_conf(fixes)
+        return trace if settings is None else pipeline.with_settings(trace, settings)
+
     @abc.abstractmethod
     def check(self, fixes: Sequence[Fix]) -> None:
         """Raises UsageError if it can be told without a run that they do not apply."""
@@ -125,8 +130,8 @@ class Runs(abc.ABC):
         # The same requests in the same order: only the allocator does otherwise with them.
         self.check(fixes)
         before = self.with_fixes(others) if others else self.original
-        document = pipeline.analyze(before.trace, self._alloc_conf(fixes))
-        self._known[key] = Run(before.trace, document, before.work)
+        trace = self._retold(before.trace, fixes)
+        self._known[key] = Run(trace, pipeline.analyze(trace), before.work)
         return self._known[key]
 
     def _made(self, fixes: Sequence[Fix]) -> Run:

@@ -158,14 +158,11 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
         EmptyTraceError: nothing was allocated on the card.
         UsageError: torch would refuse `alloc_conf`.
     """
+    if alloc_conf is not None:
+        trace = with_settings(trace, alloc_conf)
     facts: dict[str, Any] = trace.facts
     target, device = facts["target"], facts["device"]
-    recorded = facts.get("allocator", {})  # captures of earlier releases say nothing
-    settings = Settings.from_facts(recorded)
-    if alloc_conf is not None:
-        settings = Settings.resolve(alloc_conf, settings.torch, environ={})
-        target = {**target, "alloc_conf": alloc_conf} if target else target
-        trace = dataclasses.replace(trace, facts={**facts, "target": target, "allocator": settings.facts()})
+    settings = _recorded_settings(trace)
     if trace.device == CPU:
         run = without_allocator(trace)
     else:
@@ -193,6 +190,24 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
     )
     bridge = build_bridge(ledger)
     return build_document(ledger, find_all(context), settings, bridge)
+
+
+def with_settings(trace: Trace, alloc_conf: str) -> Trace:
+    """The same requests under these settings of the caching allocator, as if it had been recorded with them.
+
+    Raises:
+        UsageError: torch would refuse them.
+    """
+    settings = Settings.resolve(alloc_conf, _recorded_settings(trace).torch, environ={})
+    facts: dict[str, Any] = trace.facts
+    target = facts["target"]
+    target = {**target, "alloc_conf": alloc_conf} if target else target
+    return dataclasses.replace(trace, facts={**facts, "target": target, "allocator": settings.facts()})
+
+
+def _recorded_settings(trace: Trace) -> Settings:
+    facts: dict[str, Any] = trace.facts
+    return Settings.from_facts(facts.get("allocator", {}))  # captures of earlier releases say nothing
 
 
 def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:

@@ -55,9 +55,10 @@ class OnCard:
     first_oom: FirstOom | None
     """The request that this card refuses; None: it fits."""
     retries: int
-    """Times that the allocator gave its whole cache back, because the card was full, and went on."""
+    """Times that the allocator gave its whole cache back, because the card was full, and could serve the request."""
     required_reserved_bytes: int
-    """The most that is reserved on a card without limit: so much, and nothing is ever given back to make room."""
+    """The most that is reserved on a card without limit: so much, and nothing is ever given back to make room. Requests
+    that the program was refused and went on without are not in it."""
     rounds: bool = True
     """Whether requests are rounded to blocks; in host memory they are not."""
     _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)
@@ -133,7 +134,8 @@ def replay_on_card(
     first.advance(stop_at_oom=True)
     timeline = first.finish()
     oom, retries = timeline.first_oom, timeline.retries
-    if card is None or not first.was_limited:  # a card without limit would have done the same
+    # A card without limit would have done the same, but for what it was asked for in vain when the program ran.
+    if card is None or not (first.was_limited or trace.refused):
         return OnCard(trace, card, config, release, timeline, None, 0, timeline.peak_reserved.num_bytes)
     free = _replay(trace, None, config, release)
     free.advance()

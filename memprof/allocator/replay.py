@@ -7,7 +7,6 @@ there, so that its whole need is known.
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -57,7 +56,8 @@ class Timeline:
     """Within an event the allocator may hold more than after it, when it gives segments back to get another."""
     first_oom: FirstOom | None = None
     retries: int = 0
-    """Times that the whole cache was given back because the driver refused (num_alloc_retries)."""
+    """Times that the whole cache was given back because the driver refused (num_alloc_retries), apart from requests
+    that were refused all the same and that the program went on without."""
     stats: dict[str, int] = field(default_factory=dict)
     """torch.cuda.memory_stats() at the end."""
     segments: list[SegmentLayout] = field(default_factory=list)
@@ -84,6 +84,7 @@ class Replayer:
         self.event = 0
         self._peaks = [0, 0, 0, 0]
         self._peak_events = [-1, -1, -1, -1]
+        self._retries_in_vain = 0
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Serve a request, on a card without limit once one was refused."""
@@ -138,7 +139,7 @@ class Replayer:
         found = [Peak(*pair) for pair in zip(self._peaks, self._peak_events, strict=True)]
         timeline.peak_requested, timeline.peak_allocated, timeline.peak_active, timeline.peak_reserved = found
         timeline.stats = self.allocator.stats()
-        timeline.retries = self.allocator.statistics.num_alloc_retries
+        timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain
         timeline.segments = self.allocator.segments()
         return timeline
 
@@ -220,12 +221,18 @@ class TraceReplay(Replayer):
         self.device = device
         self.live: dict[int, Block] = {}
         """Blocks of the storages that are alive, by storage."""
+        self._has_limit = total is not None
 
     def _ask(self, num_bytes: int) -> None:
         """A request that was refused when the program ran, and that it went on without: what asking does to the cache
-        is done again."""
-        with contextlib.suppress(OutOfMemory):
+        is done again. On a card without limit nothing is: what the program needs, it needs without this."""
+        if not self._has_limit or self.timeline.first_oom is not None:
+            return
+        before = self.allocator.statistics.num_alloc_retries
+        try:
             self.allocator.free(self.allocator.malloc(num_bytes))
+        except OutOfMemory:
+            self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
 
     def skip(self, end: int | None = None) -> None:
         """Replay as `advance`, but write no timeline: a third faster, for who wants the allocator's state alone."""

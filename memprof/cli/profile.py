@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from memprof.catalog import DEFAULT_GPU
+from memprof.cli.card import check_one_card
 from memprof.cli.progress import Progress
 from memprof.errors import RunFailedError, UsageError
 from memprof.spec import (
@@ -35,6 +36,7 @@ from memprof.units import parse_gib
 
 
 def profile(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(
@@ -197,6 +199,11 @@ def profile(
             "give --model or --model-size" if model is None else "give --model or --model-size, not both",
             hint="for instance: memprof profile --model-size 4B --context-length 4096",
         )
+    check_one_card(context, gpu, gpu_vram)
+    if ladder and _is_search(fix):
+        raise UsageError(
+            "give --fix auto or --ladder, not both", value=f"--fix {fix}", hint="--fix auto shows a ladder of its own"
+        )
     spec = TargetSpec(
         model=model if model is not None else str(model_size),
         model_is_size=model is None,
@@ -279,9 +286,13 @@ def _run(spec: TargetSpec, fix: str | None, ladder: bool, resolves: bool, progre
 
     if fix is None:
         return ladders.climb(ladders.SpecRuns(spec, progress))
-    if fix.strip() == "auto":
+    if _is_search(fix):
         return ladder_search.search(ladders.SpecRuns(spec, progress))
     return ladders.apply_fixes(spec, parse_fixes(fix), progress, each=ladder)
+
+
+def _is_search(fix: str | None) -> bool:
+    return fix is not None and fix.strip() == "auto"
 
 
 def print_document(document, *, as_json: bool, explain: bool) -> None:  # type: ignore[no-untyped-def]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from memprof.catalog import DEFAULT_GPU, Gpu, custom_gpu, find_gpu
+from memprof.cli.card import check_one_card
 from memprof.cli.profile import exit_code, print_document
 from memprof.cli.progress import Progress
+from memprof.cli.streams import script_output
 from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.script import Ended, Outcome, Program, StopRule
 from memprof.trace.events import Trace
@@ -26,6 +24,7 @@ PATIENCE = 2
 
 
 def run(
+    context: typer.Context,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
     ] = None,
@@ -86,6 +85,7 @@ def run(
     code 0: it fits; 3: it does not; if the script fails by itself, its own.
     """
     try:
+        check_one_card(context, gpu, gpu_vram)
         code = _run(
             _program(command, module=module),
             _rule(steps, timeout, until_exit=until_exit),
@@ -150,12 +150,14 @@ def _run(
 
     if save is not None:
         check_place(save, option="--save")
-    fixes = () if fix is None or fix == "auto" else tuple(map(str, parse_fixes(fix)))
-    if fixes and ladder:
-        raise UsageError("--ladder chooses remedies itself", value=fix, hint="give --fix or --ladder")
-    if ladder or fix == "auto":
-        return _ladder(program, rule, search=fix == "auto", as_json=as_json, save=save, explain=explain, **options)
-    with _script_output(to_stderr=as_json):
+    folder = Path.cwd()  # the script may change it
+    if fix is not None and ladder:
+        raise UsageError("--ladder chooses remedies itself", value=f"--fix {fix}", hint="give --fix or --ladder")
+    is_search = fix is not None and fix.strip() == "auto"
+    fixes = () if fix is None or is_search else tuple(map(str, parse_fixes(fix)))
+    if ladder or is_search:
+        return _ladder(program, rule, search=is_search, as_json=as_json, save=save, explain=explain, **options)
+    with script_output(to_stderr=as_json):
         found = run_script(program, rule, fixes=fixes, **options)
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
@@ -170,7 +172,7 @@ def _run(
         _say_nothing_was_there(outcome)
         return outcome.exit_code
     print_document(document, as_json=as_json, explain=explain)
-    _save(found.trace, save)
+    _save(found.trace, save, folder)
     if outcome.ended is Ended.REFUSED:
         return 3
     if outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
@@ -203,38 +205,20 @@ def _ladder(
     with Progress() as progress:
         trace, document = (script_search if search else script_ladder)(request, progress)
     print_document(document, as_json=as_json, explain=explain)
-    _save(trace, save)
+    _save(trace, save, Path.cwd())
     return exit_code(document)
 
 
-def _save(trace: Trace, path: Path | None) -> None:
+def _save(trace: Trace, path: Path | None, folder: Path) -> None:
+    """Keep the capture at `path` as it was typed in `folder`, where who typed it still is."""
     if path is None:
         return
     from memprof.trace.io import save_trace
 
-    save_trace(trace, path)
+    save_trace(trace, folder / path)
     typer.echo(f"Saved: memprof show {path}", err=True)
 
 
 def _say_nothing_was_there(outcome: Outcome) -> None:
     how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
     typer.echo(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)
-
-
-@contextlib.contextmanager
-def _script_output(*, to_stderr: bool) -> Iterator[None]:
-    """What the script writes to stdout, also past Python, goes to stderr inside."""
-    if not to_stderr:
-        yield
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        with contextlib.suppress(ValueError):  # the script closed it
-            sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

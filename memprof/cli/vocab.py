@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from memprof.catalog import DEFAULT_GPU
+from memprof.cli.card import check_one_card
 from memprof.cli.progress import Progress
 from memprof.errors import UsageError
 from memprof.spec import AMP_DTYPES, DTYPES, OPTIMIZERS, TargetSpec
@@ -17,6 +18,7 @@ from memprof.units import parse_gib
 
 
 def vocab(
+    context: typer.Context,
     corpus: Annotated[
         list[str],
         typer.Argument(
@@ -83,6 +85,7 @@ def vocab(
         raise UsageError("give --model or --params, not both", hint="--model is simulated, --params only reckoned")
     if params is not None and amp is not None:
         raise UsageError("--amp is not in the arithmetic", value=amp, hint="name a model: --model has it simulated")
+    check_one_card(context, gpu, gpu_vram)
     shares = flow.parse_shares(coverage)
     # Also where nothing is simulated: it checks the options, before the corpus is read.
     spec = TargetSpec(

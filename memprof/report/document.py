@@ -12,6 +12,7 @@ from typing import Any
 from memprof.allocator import Settings
 from memprof.findings import Finding
 from memprof.ledger.bridge import Bridge
+from memprof.ledger.caught import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import training_steps
@@ -122,11 +123,29 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
+class CaughtRow:
+    """The first request that the card refused a program that went on without it."""
+
+    stage: str
+    step: int
+    bytes: int
+    """Of the tensor."""
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    module: str | None
+    source: str | None
+    in_use_bytes: int
+    """Allocated then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether the run fits the card, where it dies if not, and what it needs."""
 
     fits: bool | None
-    """None if the run failed before it was known."""
+    """None if the run failed before it was known. Of a program that caught out-of-memory errors: whether what it did
+    instead fits."""
     oom_stage: str | None
     oom_step: int | None
     oom_op: str | None
@@ -149,7 +168,11 @@ class Verdict:
     """Times that the card was full, and it was enough to give the allocator's cache back."""
     required_bytes: int
     """Of device memory, so that nothing is ever refused: the most that is reserved on a card without limit, and the
-    CUDA context."""
+    CUDA context. What a program was refused and went on without is not in it."""
+    out_of_memory_caught: int = 0
+    """Out-of-memory errors that were raised in the program, and that it caught."""
+    first_caught: CaughtRow | None = None
+    """The first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +354,7 @@ def _measured(row: StageRow, stage: Stage, trace: Trace) -> StageRow:
 def _verdict(ledger: Ledger, context: int) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
+    caught = caught_errors(ledger)
     return Verdict(
         fits=_fits(trace, oom),
         oom_stage=oom.stage.name if oom else None,
@@ -347,6 +371,23 @@ def _verdict(ledger: Ledger, context: int) -> Verdict:
         free_bytes=oom.free_bytes if oom else None,
         retries=run.retries,
         required_bytes=run.required_reserved_bytes + context,
+        out_of_memory_caught=len(caught),
+        first_caught=_caught_row(caught[0], trace) if caught else None,
+    )
+
+
+def _caught_row(error: CaughtError, trace: Trace) -> CaughtRow:
+    storage = trace.storages[error.storage]
+    return CaughtRow(
+        stage=error.stage.name,
+        step=error.stage.step,
+        bytes=storage.num_bytes,
+        shape=storage.shape,
+        dtype=storage.dtype,
+        op=trace.op(storage),
+        module=trace.module_path(storage),
+        source=trace.source_line(storage),
+        in_use_bytes=error.in_use_bytes,
     )
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from memprof.findings import Evidence, Finding, Severity
 from memprof.report.bridge_terminal import render_bridge
-from memprof.report.document import Document, TensorRow
+from memprof.report.document import CaughtRow, Document, TensorRow, Verdict
 from memprof.report.folding import shown_stages, shown_step
 from memprof.report.ladder_terminal import render_ladder
 from memprof.report.steps_terminal import render_steps
@@ -97,7 +97,17 @@ def _describe_program(program: dict[str, Any]) -> str:
     number = program["steps"]
     steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
     fixes = f", with {', '.join(program['fixes'])}" if program["fixes"] else ""
-    return f"{shlex.join(program['command'])}{fixes}: {_ENDS[program['ended']].format(steps=steps)}"
+    how = (
+        f"ended by itself with exit code {program['exit_code']}, {{steps}}"
+        if _left(program)
+        else _ENDS[program["ended"]]
+    )
+    return f"{shlex.join(program['command'])}{fixes}: {how.format(steps=steps)}"
+
+
+def _left(program: dict[str, Any] | None) -> bool:
+    """Whether the script left with an exit code of its own: memprof passes it on, though the verdict is another."""
+    return program is not None and program["ended"] == "exit" and bool(program["exit_code"])
 
 
 def _describe(target: dict[str, Any]) -> str:
@@ -206,6 +216,14 @@ def _stages(document: Document) -> RenderableType:
 
 
 def _verdict(document: Document) -> RenderableType:
+    if document.program is None or not _left(document.program):
+        return _memory_verdict(document)
+    code = document.program["exit_code"]
+    note = f"The exit code {code} is the script's own, and says nothing of memory: the script left with it."
+    return Group(_memory_verdict(document), Text(note))
+
+
+def _memory_verdict(document: Document) -> RenderableType:
     verdict, device = document.verdict, document.device
     if _is_on_cpu(document) and document.failure is None:
         resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
@@ -220,17 +238,14 @@ def _verdict(document: Document) -> RenderableType:
         over = "." if verdict.fits is None else ", which does not fit."
         return text.append(over + " What is above and below is the run up to there.", style="default")
     spare = device["total_bytes"] - verdict.required_bytes
+    if verdict.fits and verdict.first_caught is not None:
+        return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:
         text = Text("\nFits: ", style="bold green")
         return text.append(f"needs {need}, {format_bytes(spare)} to spare.", style="default")
     if verdict.fits:
-        times = "once" if verdict.retries == 1 else f"{verdict.retries} times" if verdict.retries else "now and then"
         text = Text("\nFits only just: ", style="bold yellow")
-        return text.append(
-            f"the card is full {times}, and the run goes on because the allocator gives back what it holds and does "
-            f"not use, which takes time. Left alone it would take {need}.",
-            style="default",
-        )
+        return text.append(f"{_only_just(verdict.retries)}. Left alone it would take {need}.", style="default")
     text = Text("\nDoes not fit: ", style="bold red")
     step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
     ended = document.program is not None and document.program["ended"] == "refused"
@@ -238,7 +253,7 @@ def _verdict(document: Document) -> RenderableType:
     text.append(
         f"a real run dies in {verdict.oom_stage}{step}, when it tries to allocate "
         f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
-        f"{whole} {need}. torch {'said' if ended else 'would say'}:",
+        f"{whole} {need}.{_caught_before(verdict)} torch {'said' if ended else 'would say'}:",
         style="default",
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
@@ -251,6 +266,40 @@ def _faults(document: Document) -> list[RenderableType]:
     known = ("does-not-fit", "run-failed")  # the verdict has said these
     errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
     return [Text("Fails on a real card: ", style="bold red").append(one.title, style="default") for one in errors]
+
+
+def _only_just(retries: int) -> str:
+    times = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
+    return (
+        f"the card is full {times}, and the run goes on because the allocator gives back what it holds and does not "
+        "use, which takes time"
+    )
+
+
+def _verdict_after_errors(verdict: Verdict, first: CaughtRow, need: str, spare: int) -> Text:
+    """Of a program that caught out-of-memory errors: what is known to fit is not what it asked for at first."""
+    number = verdict.out_of_memory_caught
+    raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
+    which = "" if number == 1 else ", the first"
+    stage = first.stage + (f" of step {first.step}" if first.step else "")
+    where = f" at {short_source(first.source)}" if first.source else ""
+    text = Text("\nFits only without what was refused: ", style="bold yellow")
+    text.append(
+        f"{raised} raised and caught{which} in {stage}{where}, where {format_bytes(first.bytes)} were asked for with "
+        f"{format_bytes(first.in_use_bytes)} in use; the script went on without it. What it did instead needs {need}",
+        style="default",
+    )
+    if verdict.retries or spare < 0:
+        return text.append(f", and only just fits: {_only_just(verdict.retries)}.", style="default")
+    return text.append(f", {format_bytes(spare)} to spare.", style="default")
+
+
+def _caught_before(verdict: Verdict) -> str:
+    number = verdict.out_of_memory_caught
+    if not number:
+        return ""
+    raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
+    return f" Before that {raised} raised and caught, and the script went on without what it had asked for."
 
 
 def _categories(document: Document) -> RenderableType:

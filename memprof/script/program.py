@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -67,6 +68,12 @@ class Program:
             sys.path.pop(0)
         if found is None:
             raise UsageError("no such module", value=self.name, hint="-m takes a name as `python -m` does")
+        # Asked of the package's folders, for importlib.util.find_spec would import the package.
+        inside = found.submodule_search_locations
+        if inside is not None and PathFinder.find_spec(f"{self.name}.__main__", inside) is None:
+            raise UsageError(
+                "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
+            )
 
     def run(self, rule: StopRule) -> Outcome:
         """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through."""

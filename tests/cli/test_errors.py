@@ -52,6 +52,8 @@ def assert_refused(result, *parts):
         (("--model", "/nowhere/config.json"), ("no config.json",)),
         ((), ("--model or --model-size",)),
         (("--model", "gpt2", "--model-size", "4B"), ("not both",)),
+        (("--model", "gpt2", "--gpu", "rtx-4090", "--gpu-vram", "10"), ("give --gpu or --gpu-vram, not both",)),
+        (("--model", "gpt2", "--fix", "auto", "--ladder"), ("give --fix auto or --ladder, not both",)),
         (("--model", "gpt2", "--batch-size", "many"), ("--batch-size",)),
         (("--model", "gpt2", "--mode", "trian"), ("train",)),
     ],

@@ -82,6 +82,47 @@ def test_json_alone_on_stdout(script):
     assert state["optimizer state"] == 2 * state["parameters"] > 0
 
 
+REPLACED = {
+    "a file": "import os; sys.stdout = sys.stderr = open(os.devnull, 'w')",
+    "a class": "sys.stdout = Tee('train.log')",
+    "a wrapper": "import io; sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding='utf-8')",
+    "its buffer": "import io; sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding='utf-8')",
+    "its descriptor": "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1)",
+    "closed": "sys.stdout.close()",
+}
+
+
+@pytest.mark.parametrize(("how", "json_options"), [*((how, ()) for how in REPLACED), ("a wrapper", ("--json",))])
+def test_the_report_is_on_stdout_wherever_the_script_writes(script, tmp_path, how, json_options):
+    name = script(
+        f"""
+        import sys, torch
+        class Tee:
+            def __init__(self, path):
+                self.file = open(path, "w")
+            def write(self, text):
+                self.file.write(text)
+            def flush(self):
+                self.file.flush()
+        {REPLACED[how]}
+        if {how != "closed"}:
+            print("mine")
+        x = torch.ones(9, device="cuda")
+        """
+    )
+    done = started(*json_options, "--save", "run.memprof", name)
+    assert done.returncode == 0, done.stderr
+    if json_options:
+        assert json.loads(done.stdout)["program"]["ended"] == "exit"
+    else:
+        assert "memprof run: simulated on" in done.stdout and "Fits" in done.stdout
+    assert "Saved: memprof show run.memprof" in done.stderr
+    if how == "a class":
+        assert (tmp_path / "train.log").read_text() == "mine\n"
+    elif how in ("a wrapper", "its buffer") and not json_options:
+        assert done.stdout.startswith("mine\n")
+
+
 def test_a_full_card_ends_it(memprof, script):
     ran = memprof("run", "--json", "--gpu-vram", "1", script(), 4096, 60000)
     assert ran.exit_code == 3
@@ -119,7 +160,36 @@ def test_the_script_handles_it(memprof, script):
     )
     ran = memprof("run", "--until-exit", "--gpu-vram", "2", name)
     assert ran.exit_code == 0
-    assert "found 131072" in ran.stdout and "Fits" in ran.stdout
+    assert "found 131072" in ran.stdout
+    text = " ".join(ran.stdout.split())
+    assert "Fits only without what was refused: 3 out-of-memory errors were raised and caught, the first in" in text
+    assert "train.py:7, where 4.00 GiB were asked for with 4.00 MiB in use; the script went on without it." in text
+    assert "Fits only just" not in text and "Left alone" not in text
+    ran = memprof("run", "--until-exit", "--gpu-vram", "2", "--json", name)
+    verdict = ran.json["verdict"]
+    assert verdict["fits"] is True and verdict["out_of_memory_caught"] == 3 and verdict["retries"] == 0
+    first = verdict["first_caught"]
+    assert first["bytes"] == 4 << 30 and first["source"].endswith("train.py:7 <module>")
+    assert verdict["required_bytes"] < 2 << 30
+    (finding,) = [finding for finding in ran.json["findings"] if finding["id"] == "out-of-memory-caught"]
+    assert finding["severity"] == "warning" and len(finding["evidence"]) == 3
+
+
+def test_errors_that_were_caught_before_the_one_that_was_not(memprof, script):
+    name = script(
+        """
+        import torch
+        try:
+            torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+        except torch.cuda.OutOfMemoryError:
+            kept = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+        """
+    )
+    ran = memprof("run", "--gpu-vram", "2", name)
+    text = " ".join(ran.stdout.split())
+    assert ran.exit_code == 3 and "with that request it needs 3.42 GiB" in text
+    assert "Before that an out-of-memory error was raised and caught, and the script went on without" in text
 
 
 @pytest.mark.parametrize(
@@ -135,6 +205,16 @@ def test_it_fails_by_itself(memprof, script, text, code, said):
     assert ran.exit_code == code
     assert ran.stderr.strip().endswith(said)
     assert "memprof run: simulated on" in ran.stdout  # what was seen so far
+
+
+def test_an_exit_code_of_the_scripts_own_is_no_verdict(memprof, script):
+    name = script("import sys, torch; x = torch.ones(9, device='cuda'); sys.exit(3)")
+    ran = memprof("run", name)
+    assert ran.exit_code == 3
+    assert "train.py: ended by itself with exit code 3, no training steps" in ran.stdout
+    assert "Fits: " in ran.stdout and "The exit code 3 is the script's own" in ran.stdout
+    found = memprof("run", "--json", name).json
+    assert found["program"]["exit_code"] == 3 and found["verdict"]["fits"] is True
 
 
 def test_nothing_on_the_card(memprof, script):
@@ -185,6 +265,20 @@ def test_a_saved_run_is_shown_again(memprof, script, tmp_path):
     shown = memprof("show", "--json", "run.memprof")
     assert shown.json == ran.json and ran.exit_code == shown.exit_code == 0
     assert "Saved: memprof show run.memprof" in ran.stderr
+
+
+def test_a_run_is_saved_where_it_was_started(memprof, script, tmp_path, monkeypatch):
+    (tmp_path / "outputs").mkdir()
+    name = script(
+        """
+        import os, torch
+        x = torch.ones(9, device="cuda")
+        os.chdir("outputs")
+        """
+    )
+    ran = memprof("run", "--save", "run.memprof", name)
+    assert ran.exit_code == 0 and "Saved: memprof show run.memprof\n" in ran.stderr
+    assert (tmp_path / "run.memprof").is_file() and not list((tmp_path / "outputs").iterdir())
 
 
 def test_settings_that_the_script_makes_before_memory_is_used(memprof, script):
@@ -420,6 +514,9 @@ def test_a_ladder_of_runs(memprof, script, monkeypatch):
         (("--fix", "lora", "train.py"), "this remedy cannot be switched on from outside a script"),
         (("--fix", "loar", "train.py"), "unknown remedy"),
         (("--fix", "chunked-loss", "--ladder", "train.py"), "--ladder chooses remedies itself"),
+        (("--fix", "auto", "--ladder", "train.py"), "--ladder chooses remedies itself"),
+        (("--gpu", "rtx-4090", "--gpu-vram", "10", "train.py"), "give --gpu or --gpu-vram, not both"),
+        (("--gpu-vram", "10", "--gpu", "h100-80gb", "train.py"), "give --gpu or --gpu-vram, not both"),
         (("--ladder", "--device", "cpu", "train.py"), "a ladder runs on the virtual card"),
         (("--alloc-conf", "nonsense:1", "train.py"), ""),
         (("--save", "nowhere/x.memprof", "train.py"), "no such folder to save into"),

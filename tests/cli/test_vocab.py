@@ -160,6 +160,7 @@ def test_undecodable_bytes_are_named(memprof, corpus):
         (b"a", ("--params", "1B", "--optimizer", "adafactor"), "the state of adafactor"),
         (b"a", ("--model", "gpt-9000"), "model"),
         (b"a", ("--model", "gpt2", "--gpu", "h1000"), "unknown GPU"),
+        (b"a", ("--model", "gpt2", "--gpu", "rtx-4090", "--gpu-vram", 8), "give --gpu or --gpu-vram, not both"),
         (b"a", ("--batch-size", 0), "--batch-size must be at least 1"),
         (b"a", ("--column", "text"), "no row has text"),
     ],

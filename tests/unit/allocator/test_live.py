@@ -105,6 +105,19 @@ def test_what_is_freed_can_be_had_again():
     assert run.fits and run.retries > 0
 
 
+def test_what_was_refused_is_no_need_and_its_retry_saved_nothing():
+    script = Script()
+    memory = LiveAllocator(script.trace, CARD)
+    script.free(ask(script, memory, 300 * MIB))
+    assert ask(script, memory, 5000 * MIB) is None  # the cache of 300 MiB is given back for it, in vain
+    assert ask(script, memory, 700 * MIB) is not None
+    run = replay_on_card(script.trace, CARD)
+    assert run.fits and run.retries == 0
+    assert run.required_reserved_bytes == 1000 * MIB  # 300 MiB and 700 MiB, where nothing is given back
+    larger = replay_on_card(script.trace, Card(10 << 30, 20 * MIB))
+    assert larger.fits and larger.required_reserved_bytes == run.required_reserved_bytes
+
+
 def test_a_run_that_ends_at_a_refusal_does_not_fit():
     script = Script()
     memory = LiveAllocator(script.trace, CARD)

@@ -78,6 +78,24 @@ class TestDoesNotFit:
         assert not of(training(4096, 1000).context(usable), "does-not-fit")
 
 
+class TestOutOfMemoryCaught:
+    def test_names_every_request_that_was_refused(self) -> None:
+        b = training(4096, 1000)
+        for size in (4 * GIB, 2 * GIB):
+            refused = b.new(size, dtype="bool", op="aten.zeros", line="train.py:5 <module>")
+            b.trace.refused.append(refused)
+            b.free(refused)
+        (finding,) = of(b.context(GIB), "out-of-memory-caught")
+        assert finding.severity is Severity.WARNING and finding.num_bytes == 4 * GIB
+        assert finding.title.startswith("2 out-of-memory errors raised and caught: the script went on without")
+        assert [evidence.num_bytes for evidence in finding.evidence] == [4 * GIB, 2 * GIB]
+        assert "4.00 GiB for [4294967296] bool in aten.zeros at train.py:5" in finding.evidence[0].text
+        assert finding.evidence[0].source == "train.py:5 <module>"
+
+    def test_silent_when_nothing_was_refused(self) -> None:
+        assert not of(training(4096, 1000).context(GIB), "out-of-memory-caught")
+
+
 class TestLogits:
     def test_lists_every_copy(self) -> None:
         b = training(8192, 50000)
@@ -376,4 +394,4 @@ def test_errors_come_first_then_the_most_expensive() -> None:
     assert errors == sorted(errors, reverse=True) and sum(errors) == 2
     rest = [finding.num_bytes or 0 for finding in findings if finding.severity is not Severity.ERROR]
     assert len(rest) >= 3 and rest == sorted(rest, reverse=True)
-    assert len(RULES) == 15
+    assert len(RULES) == 16

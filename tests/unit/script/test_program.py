@@ -145,6 +145,19 @@ def test_steps():
     assert stop.value.why is Ended.STEPS and not isinstance(stop.value, Exception)
 
 
+def test_a_package_without_main_is_no_program(script, tmp_path, monkeypatch):
+    for folder in ("without_main", "without_init", "with_main"):
+        (tmp_path / folder).mkdir()
+    for folder in ("without_main", "with_main"):
+        script("raise AssertionError('it is imported to look at it')", f"{folder}/__init__.py")
+    script("", "with_main/__main__.py")
+    monkeypatch.chdir(tmp_path)
+    for name in ("without_main", "without_init"):
+        with pytest.raises(UsageError, match="this package is no program"):
+            Program(name, is_module=True).check()
+    Program("with_main", is_module=True).check()
+
+
 def test_no_such_program(tmp_path, script):
     with pytest.raises(UsageError, match="no such script"):
         Program(str(tmp_path / "none.py")).check()

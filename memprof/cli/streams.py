@@ -1,0 +1,63 @@
+"""Where a script's output goes while it runs, and memprof's own after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+_theirs: list[object] = []
+"""Streams that scripts left behind. One that wraps the buffer of another closes it when it dies, so none dies."""
+
+
+@contextlib.contextmanager
+def script_output(*, to_stderr: bool) -> Iterator[None]:
+    """Inside, a script may replace sys.stdout and sys.stderr; after it they are what they were.
+
+    Args:
+        to_stderr: what the script writes to stdout, also past Python, goes to stderr.
+    """
+    out, err = sys.stdout, sys.stderr
+    fallback = _copies_of(out, err)
+    if to_stderr:
+        out.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = err
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _theirs.append(stream)
+            with contextlib.suppress(Exception):  # the script's own class, or a file that it closed
+                stream.flush()
+        if to_stderr:
+            os.dup2(kept, 1)
+            os.close(kept)
+        sys.stdout, sys.stderr = _usable(out, fallback[0]), _usable(err, fallback[1])
+
+
+def _copies_of(*streams: TextIO) -> list[int | None]:
+    """Descriptors of the same files, for a script may close a stream; None for what is no file."""
+    copies: list[int | None] = []
+    for stream in streams:
+        try:
+            copies.append(os.dup(stream.fileno()))
+        except (AttributeError, OSError, ValueError):
+            copies.append(None)
+    return copies
+
+
+def _usable(stream: TextIO, copy: int | None) -> TextIO:
+    """The stream; another to the same file if the script closed it, or took its buffer away."""
+    try:
+        stream.flush()
+    except (AttributeError, OSError, ValueError):
+        if copy is not None:
+            return open(copy, "w", encoding="utf-8", errors="backslashreplace")
+    if copy is not None:
+        os.dup2(copy, stream.fileno())  # where the script turned the descriptor elsewhere
+        os.close(copy)
+    return stream

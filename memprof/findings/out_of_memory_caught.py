@@ -1,0 +1,33 @@
+"""The program caught out-of-memory errors: what ran after them is not what it was to run."""
+
+from __future__ import annotations
+
+from memprof.findings.does_not_fit import stage_text
+from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
+from memprof.findings.finding import Context, Finding, Severity
+from memprof.ledger.caught import caught_errors
+from memprof.units import format_bytes
+
+
+def find(context: Context) -> list[Finding]:
+    """All refused requests that the program went on without; `num_bytes` is the largest of them."""
+    caught = caught_errors(context.ledger)
+    if not caught:
+        return []
+    trace = context.ledger.trace
+    evidence = []
+    for error in caught:
+        storage = trace.storages[error.storage]
+        text = (
+            f"{stage_text(error.stage)}: {format_bytes(storage.num_bytes)} for {format_shape(storage.shape)} "
+            f"{storage.dtype} in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}, with "
+            f"{format_bytes(error.in_use_bytes)} in use"
+        )
+        evidence.append(tensor_evidence(trace, error.storage, text, num_bytes=storage.num_bytes))
+    largest = max(trace.storages[error.storage].num_bytes for error in caught)
+    which = "it" if len(caught) == 1 else "them"
+    title = (
+        f"{plural(len(caught), 'out-of-memory error')} raised and caught: the script went on without what it had asked "
+        f"for, and the report is of what it did instead; --beyond raises none of {which}, and shows the whole need"
+    )
+    return [Finding("out-of-memory-caught", Severity.WARNING, title, largest, tuple(evidence), ())]
