@@ -318,7 +318,7 @@ class VirtualGpu:
         """Tell the recorder which storages are parameters, buffers and gradients."""
         for root in [root for known in self._roots if (root := known()) is not None]:
             for name, parameter in root.named_parameters():
-                self.recorder.own(parameter.data, Owner(Role.PARAMETER, name))
+                self.recorder.own(parameter, Owner(Role.PARAMETER, name))
                 for part in quantized.parts(parameter):
                     self.recorder.own(part, Owner(Role.PARAMETER, name))
                 if parameter.grad is not None:
