@@ -82,7 +82,8 @@ def describe(
             if place is not None and place.module != NONE:
                 module = place.module
         elif frame.f_code is MODULE_CALL:
-            module = frame.f_locals.get("index", module)
+            index = frame.f_locals.get("index")
+            module = module if index is None else index  # None: it raised before the module was known
         elif recorder.is_program(frame.f_code):
             lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
         step = step.tb_next

@@ -8,7 +8,7 @@ from torch import nn
 
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
-from memprof.trace.events import Role
+from memprof.trace.events import FailureKind, Role
 
 CUDA = torch.device("cuda", 0)
 
@@ -236,3 +236,16 @@ def test_a_linear_layer_under_vmap(gpu, rows, with_bias):
     else:
         made = torch.vmap(lambda row, weight: nn.functional.linear(row, weight, bias[0]))(data, weight)
     assert made.shape == (*rows[:-1], 3)
+
+
+def test_a_module_that_fails_before_it_is_known_is_a_failure_of_the_run():
+    class Model(nn.Linear):
+        def get_output_embeddings(self):
+            raise RuntimeError("not built yet")
+
+    gpu = VirtualGpu(find_gpu("a100-80gb"))
+    model = Model(2, 2)
+    with pytest.raises(RuntimeError, match="not built yet"), gpu:
+        model(torch.ones(2))
+    assert gpu.trace.failure is not None and gpu.trace.failure.kind is FailureKind.ERROR
+    assert gpu.trace.failure.module is None
