@@ -39,9 +39,12 @@ _NO_META = (
 """How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
 torch/_library/custom_ops.py)."""
 _NO_CARD = re.compile(
-    r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+    r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
+    r"PyTorch is not linked with support for cuda"
 )
 """How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
+_NO_DATA = "Cannot copy out of meta tensor"
+"""What a thread that does not see the virtual card is told of a tensor on it."""
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
@@ -107,6 +110,11 @@ def describe(
         source=lines[-1] if lines else None,
         read=read,
     )
+
+
+def finds_no_card(error: BaseException) -> bool:
+    """Whether a thread that raised `error` wanted the virtual card, which it does not see."""
+    return bool(_NO_CARD.search(str(error))) or _NO_DATA in str(error)
 
 
 def ended_by_refusal(error: BaseException | None) -> bool:
