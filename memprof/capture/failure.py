@@ -25,6 +25,10 @@ class KernelError(RuntimeError):
         self.kernel = kernel
 
 
+class TracingError(RuntimeError):
+    """A model on the card is traced (torch.export), on torch's own tensors without data."""
+
+
 _DOING = {
     PhaseKind.MODEL: "building the model",
     PhaseKind.OPTIMIZER: "building the optimizer",
@@ -162,6 +166,8 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
     """The kind, and the operator that the message names."""
     if isinstance(error, KernelError):
         return FailureKind.CUSTOM_KERNEL, error.kernel
+    if isinstance(error, TracingError):
+        return FailureKind.TRACING, None
     if _NO_CARD.search(text):
         return FailureKind.OTHER_THREAD, None
     for pattern in _NO_META:
