@@ -78,6 +78,8 @@ def capture_script(
         before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first.
     """
+    if isinstance(device, VirtualGpu):
+        device.instead_of_another = "memprof run has made it: run this script with plain python instead"
     seen = _Seen(device, rule)
     device.phases.on_step = seen.step
     device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)

@@ -143,6 +143,14 @@ def test_nothing_on_the_card(memprof, script):
     assert ran.stderr == "memprof: the script ended before anything was on the card: there is nothing to report\n"
 
 
+def test_a_script_with_a_virtual_gpu_of_its_own(memprof, script):
+    ran = memprof("run", script("import memprof\nwith memprof.virtual_gpu('t4'): pass"))
+    assert ran.exit_code == 1
+    assert (
+        "memprof: a virtual GPU is already active" in ran.stderr and "run this script with plain python" in ran.stderr
+    )
+
+
 def test_a_thread_that_sees_no_card_ends_the_run(script):
     """The program would wait for it forever."""
     waiting = script("""
