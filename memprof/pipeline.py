@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from memprof.errors import RunFailedError, UsageError
 from memprof.findings import Context, find_all
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import EmptyTraceError, build_ledger
+from memprof.recording.from_trace import snapshot_of
 from memprof.report.document import Document, build_document
+from memprof.report.memory_viz import as_plain
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import CPU, Trace
 from memprof.units import format_bytes
@@ -219,9 +222,24 @@ def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") ->
     return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
 
 
-def live_allocator(trace: Trace, gpu: Gpu, settings: Settings) -> LiveAllocator:
+def live_allocator(trace: Trace, gpu: Gpu, settings: Settings) -> _Statistics:
     """What answers a program that asks for memory statistics while it runs."""
-    return LiveAllocator(trace, Card(gpu.total_bytes, CONTEXT_BYTES), settings.config, settings.release)
+    return _Statistics(trace, gpu, settings)
+
+
+class _Statistics(LiveAllocator):
+    """The allocator of a run, which is also written down as torch would."""
+
+    def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
+        card = Card(gpu.total_bytes, CONTEXT_BYTES)
+        super().__init__(trace, card, settings.config, settings.release)
+        self._snapshot = functools.partial(
+            snapshot_of, trace, settings.config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """torch.cuda.memory._snapshot() now, with the history since the run began."""
+        return as_plain(self._snapshot().snapshot)
 
 
 def virtual_card(spec: TargetSpec) -> Gpu:

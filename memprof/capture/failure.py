@@ -26,6 +26,10 @@ class KernelError(RuntimeError):
         self.kernel = kernel
 
 
+class TracingError(RuntimeError):
+    """A model on the card is traced (torch.export), on torch's own tensors without data."""
+
+
 _DOING = {
     PhaseKind.MODEL: "building the model",
     PhaseKind.OPTIMIZER: "building the optimizer",
@@ -40,9 +44,12 @@ _NO_META = (
 """How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
 torch/_library/custom_ops.py)."""
 _NO_CARD = re.compile(
-    r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver"
+    r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
+    r"PyTorch is not linked with support for cuda"
 )
 """How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
+_NO_DATA = "Cannot copy out of meta tensor"
+"""What a thread that does not see the virtual card is told of a tensor on it."""
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
@@ -83,7 +90,8 @@ def describe(
             if place is not None and place.module != NONE:
                 module = place.module
         elif frame.f_code is MODULE_CALL:
-            module = frame.f_locals.get("index", module)
+            index = frame.f_locals.get("index")
+            module = module if index is None else index  # None: it raised before the module was known
         elif recorder.is_program(frame.f_code):
             lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
         step = step.tb_next
@@ -107,6 +115,11 @@ def describe(
         source=lines[-1] if lines else None,
         read=read,
     )
+
+
+def finds_no_card(error: BaseException) -> bool:
+    """Whether a thread that raised `error` wanted the virtual card, which it does not see."""
+    return bool(_NO_CARD.search(str(error))) or _NO_DATA in str(error)
 
 
 def ended_by_refusal(error: BaseException | None) -> bool:
@@ -154,6 +167,8 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
     """The kind, and the operator that the message names."""
     if isinstance(error, KernelError):
         return FailureKind.CUSTOM_KERNEL, error.kernel
+    if isinstance(error, TracingError):
+        return FailureKind.TRACING, None
     if _NO_CARD.search(text):
         return FailureKind.OTHER_THREAD, None
     for pattern in _NO_META:

@@ -81,9 +81,8 @@ class GrowthWatch:
         if self._call is None:
             return
         (begin, module, source, training, number), self._call = self._call, None
-        live = self._recorder.live
         with torch._C.DisableTorchFunction():
-            outputs = {live.get(tensor.untyped_storage()._cdata, NONE) for tensor in _tensors(result)} - {NONE}
+            outputs = {self._recorder.index_of(tensor) for tensor in _tensors(result)} - {NONE}
         trace = self._recorder.trace
         nodes = _sequence_number() - number
         made = tuple(sorted(outputs))

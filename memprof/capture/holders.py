@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from memprof.capture.recorder import Recorder
 from memprof.capture.source_lines import line_of_class, line_of_code, line_that_fills
-from memprof.trace.events import Holder
+from memprof.trace.events import NONE, Holder
 
 MAX_DEPTH = 5
 """Containers in containers, up to a name."""
@@ -114,21 +114,17 @@ class Search:
                 seen.add(id(value.grad_fn))
                 if len(self._steps_of(_nodes([value], _SUM_NODES))) < len(self._step_ends):
                     continue
-                storage = self._recorder.live.get(value.untyped_storage()._cdata)
                 found = _Found(value, 0, set(), [name])
-                result.append(self._holder(found, set() if storage is None else {storage}, [value], variables))
+                result.append(self._holder(found, {self._recorder.index_of(value)} - {NONE}, [value], variables))
             return result
 
     def _tensors_of(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
         """The tensor objects of these storages, by id, and whose storage each is."""
-        live, result = self._recorder.live, {}
+        result = {}
         for value in gc.get_objects():
             if issubclass(type(value), torch.Tensor):
-                try:
-                    index = live.get(value.untyped_storage()._cdata)
-                except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around others
-                    continue
-                if index is not None and index in targets:
+                index = self._recorder.index_of(value)
+                if index in targets:
                     result[id(value)] = (value, index)
         return result
 

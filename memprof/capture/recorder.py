@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from memprof.capture.modules import ModuleTracker
+from memprof.capture.wrappers import unwrapped
 from memprof.trace.events import (
     NONE,
     DeviceMismatch,
@@ -229,18 +230,24 @@ class Recorder:
 
     # -- what a storage turned out to be ----------------------------------------------------------------------------
 
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Index in the trace of the living storage below `tensor`, which may be any that the program has; NONE if that
+        is not known."""
+        try:
+            return self.live.get(unwrapped(tensor).untyped_storage()._cdata, NONE)
+        except (NotImplementedError, RuntimeError):  # it has none: sparse, or a subclass around others
+            return NONE
+
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor`'s storage has a role. The first role stays, so that a tied weight keeps its first name."""
-        index = self.live.get(tensor.untyped_storage()._cdata)
-        if index is not None:
+        index = self.index_of(tensor)
+        if index != NONE:
             self.trace.owners.setdefault(index, owner)
 
     def made_outside_modules(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in memory of this run that no module's code allocated."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it has no storage of its own
-            return False
-        index = self.live.get(tensor.untyped_storage()._cdata)
-        return index is not None and self.trace.storages[index].module == NONE
+        index = self.index_of(tensor)
+        return index != NONE and self.trace.storages[index].module == NONE
 
     def mismatch(self, finding: DeviceMismatch) -> None:
         """An operator was given tensors on different devices."""

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from memprof.capture.failure import ended_by_refusal, measured_failure
 from memprof.capture.measured import MeasuredDevice
 from memprof.capture.patches import Patches
+from memprof.capture.threads import ThreadWatch
 from memprof.capture.virtual import VirtualGpu
 from memprof.capture.worst_batch import WorstBatch
 from memprof.script import Ended, Outcome, Program, StopRule
-from memprof.script.stop import StopRun
+from memprof.script.stop import StopRun, stopping_from_threads
 from memprof.trace.events import GPU, EventKind, FailureKind, Trace
 
 
@@ -77,6 +78,8 @@ def capture_script(
         before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
     """
+    if isinstance(device, VirtualGpu):
+        device.instead_of_another = "memprof run has made it: run this script with plain python instead"
     seen = _Seen(device, rule)
     device.phases.on_step = seen.step
     device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
@@ -92,7 +95,7 @@ def capture_script(
                 for owner, name, value in WorstBatch(device.assume, device.phases).patches():
                     patches.set(owner, name, value)
             device.phases.building()
-            outcome = program.run(rule)
+            outcome = _run(program, device, rule)
             if seen.stopped:  # whatever a program does that goes on after that
                 outcome = Outcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
@@ -114,6 +117,24 @@ def capture_script(
     if full:
         outcome = Outcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
     return trace, outcome
+
+
+def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> Outcome:
+    """Run `program` until it ends, or until a thread of its own dies because it sees no card."""
+    if isinstance(device, MeasuredDevice):
+        return program.run(rule)
+    with stopping_from_threads() as stop:
+        watch = ThreadWatch(stop)
+        patches = Patches()
+        for owner, name, value in watch.patches():
+            patches.set(owner, name, value)
+        try:
+            outcome = program.run(rule)
+        finally:
+            patches.undo()
+    if watch.error is None:
+        return outcome
+    return Outcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
 
 
 def _asked_last_for_too_much(trace: Trace) -> bool:

@@ -33,6 +33,8 @@ def _title(failure: Failure) -> str:
     if failure.kind is FailureKind.CUSTOM_KERNEL:
         what = f"the custom kernel {failure.op}" if failure.op else "a custom kernel"
         return f"The run stops {where}: {what} needs data and a real GPU"
+    if failure.kind is FailureKind.TRACING:
+        return f"The run stops {where}: tracing a model (torch.export) is not simulated"
     if failure.kind is FailureKind.OTHER_THREAD:
         return f"The run stops {where}: CUDA was used in a thread that does not see the virtual GPU"
     if failure.kind is FailureKind.UNKNOWN_VALUE:
@@ -51,6 +53,7 @@ _FIXES = {
         "wrap the kernel in a torch.library.custom_op with register_fake, switch to the model's plain PyTorch "
         "implementation, or measure the run on a GPU"
     ),
+    FailureKind.TRACING: "run the model itself, without exporting it",
     FailureKind.OTHER_THREAD: (
         "use the card in the thread that runs the program (no executor or thread of one's own around it), or measure "
         "the run on a GPU"

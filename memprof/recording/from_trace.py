@@ -108,7 +108,8 @@ def snapshot_of(
         trace: a simulated or measured run.
         config: the allocator's settings.
         usable_bytes: what the allocator may take of the card; None: without limit. After its first out-of-memory
-            error, which is written down, the run goes on on a card without limit.
+            error, which is written down, the run goes on on a card without limit, unless it went on without what it
+            had asked for.
         total_bytes: the card's capacity; `usable_bytes` unless given.
         device: the device of the trace.
     """
@@ -137,6 +138,7 @@ def _convert(
     if endless:
         allocator.segment_store.address_space = UNKNOWN_SPACE
     writer = _Origins(trace)
+    refused = frozenset(trace.refused)
     found = Converted(Snapshot(), [])
     live: dict[int, Block] = {}
     stacks: dict[int, Stack] = {}
@@ -156,6 +158,8 @@ def _convert(
             except OutOfMemory as error:
                 free = error.report.free_bytes
                 events.append(SnapshotEvent(Action.OOM, free, storage.num_bytes, 0, DEFAULT_POOL, time, stack))
+                if ref in refused:
+                    continue
                 driver.lift_limit()
                 allocator.allowed_bytes = None
                 allocator.gc_enabled = False

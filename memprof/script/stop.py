@@ -6,7 +6,7 @@ import contextlib
 import enum
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -78,6 +78,42 @@ class StopRule:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def stopping_from_threads() -> Iterator[Callable[[], None]]:
+    """Gives what any thread may call to stop the script, as with an error: by a signal, since the main thread may be
+    waiting for something that will not come."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    main = threading.get_ident()
+    over = threading.Event()
+    senders: list[threading.Thread] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not over.is_set():
+            raise StopRun(Ended.ERROR)
+
+    def send() -> None:
+        # Again and again, as the clock does.
+        while not over.is_set():
+            signal.pthread_kill(main, signal.SIGVTALRM)
+            over.wait(1.0)
+
+    def start() -> None:
+        senders.append(threading.Thread(target=send, daemon=True))
+        senders[-1].start()
+
+    # Not the clock's signal, and one that programs leave alone.
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        yield start
+    finally:
+        over.set()
+        for sender in senders:  # none is sent when nobody is there to take it
+            sender.join()
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @dataclass(frozen=True, slots=True)

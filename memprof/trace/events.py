@@ -237,6 +237,7 @@ class FailureKind(enum.StrEnum):
     NO_META_KERNEL = "no meta kernel"  # an operator that cannot run without data
     OUT_OF_MEMORY = "out of memory"  # on a real device
     CUSTOM_KERNEL = "custom kernel"  # code below torch: Triton, a C++ or CUDA extension
+    TRACING = "tracing"  # a model was exported: its operators would run on tensors of torch's own
     OTHER_THREAD = "other thread"  # CUDA was asked for where the virtual GPU is not seen
     UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
 

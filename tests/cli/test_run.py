@@ -243,6 +243,57 @@ def test_a_value_is_blamed_for_what_it_can_cause(memprof, script, then, kind):
     assert ("decision by a value" in document["findings"][0]["title"]) == (kind == "unknown value")
 
 
+def test_a_script_with_a_virtual_gpu_of_its_own(memprof, script):
+    ran = memprof("run", script("import memprof\nwith memprof.virtual_gpu('t4'): pass"))
+    assert ran.exit_code == 1
+    assert (
+        "memprof: a virtual GPU is already active" in ran.stderr and "run this script with plain python" in ran.stderr
+    )
+
+
+def test_a_thread_that_sees_no_card_ends_the_run(script):
+    """The program would wait for it forever."""
+    waiting = script("""
+        import queue
+        import threading
+        import torch
+
+        batches = queue.Queue(2)
+        kept = torch.ones(4, device="cuda")
+
+        def produce():
+            while True:
+                batches.put(torch.ones(4).cuda())
+
+        threading.Thread(target=produce, daemon=True, name="producer").start()
+        while True:
+            try:
+                batches.get()
+            except Exception:
+                print("survived")
+    """)
+    done = started(waiting, timeout=60)
+    assert done.returncode == 1
+    assert "memprof: raised in thread 'producer': threads of the program's own do not see the virtual" in done.stderr
+    assert "train.py:11: CUDA was used in a thread" in " ".join(done.stdout.split())
+
+
+def test_a_thread_that_dies_of_something_else_is_the_programs_own(script):
+    dying = script("""
+        import threading
+        import torch
+
+        thread = threading.Thread(target=lambda: {}["missing"])
+        thread.start()
+        thread.join()
+        torch.ones(4, device="cuda")
+        print("went on")
+    """)
+    done = started(dying, timeout=60)
+    assert done.returncode == 0 and "went on" in done.stdout and "ran to its end" in done.stdout
+    assert "KeyError: 'missing'" in done.stderr
+
+
 def test_steps_and_timeout(memprof, script):
     assert memprof("run", "--json", "--steps", 3, script(), 8, 8).json["program"]["steps"] == 3
     endless = script("import time, torch\nx = torch.ones(9, device='cuda')\nwhile True: time.sleep(0.01)", "endless.py")

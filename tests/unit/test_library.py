@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import memprof
 from memprof.allocator import Settings, replay_trace
+from memprof.capture.snapshot import parse_snapshot
+from memprof.capture.virtual import VirtualGpu
+from memprof.catalog import custom_gpu
 from memprof.errors import UsageError
+from memprof.pipeline import allocator_settings, live_allocator
 from memprof.trace.events import EventKind
 
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +57,36 @@ def test_a_program_sees_the_values_of_the_replay() -> None:
     report = gpu.report().to_json()
     assert report["peak"]["reserved_bytes"] == most_reserved
     assert total - free == reserved + report["device"]["context_bytes"]
+
+
+def test_a_program_takes_snapshots_of_its_memory(tmp_path: Path) -> None:
+    with memprof.virtual_gpu("a100-40gb", alloc_conf=""):
+        assert torch.cuda.memory_snapshot() == []
+        train()
+        kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        segments = torch.cuda.memory_snapshot()
+        assert sum(segment["total_size"] for segment in segments) == torch.cuda.memory_reserved()
+        assert sum(segment["allocated_size"] for segment in segments) == torch.cuda.memory_allocated()
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    blocks = [block for segment in segments for block in segment["blocks"] if block["size"] == kept.nbytes]
+    assert [Path(frame["filename"]).name for block in blocks for frame in block["frames"][1:]] == ["test_library.py"]
+    written = parse_snapshot((tmp_path / "snapshot.pickle").read_bytes())
+    assert sum(segment.size for segment in written.segments) == sum(segment["total_size"] for segment in segments)
+    assert len(written.traces[0]) > len(blocks)
+
+
+def test_a_snapshot_after_a_request_that_was_refused() -> None:
+    """The program has gone on without it, and so has its cache."""
+    gpu = custom_gpu(GIB)
+    settings = allocator_settings("")
+    with VirtualGpu(gpu, memory=lambda trace: live_allocator(trace, gpu, settings), refuses=True):
+        kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        assert kept.is_cuda
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+        snapshot = torch.cuda.memory._snapshot()
+        assert sum(segment["total_size"] for segment in snapshot["segments"]) == torch.cuda.memory_reserved()
+    assert [event["size"] for event in snapshot["device_traces"][0] if event["action"] == "oom"] == [2 * GIB]
 
 
 def test_an_emptied_cache_lowers_what_is_reserved() -> None:

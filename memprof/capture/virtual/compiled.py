@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.capture.failure import KernelError
+from memprof.capture.failure import KernelError, TracingError
 
 _EAGER = "torch.compile runs eagerly here: compiled code fuses operators and as a rule needs less."
 _GRAPHS = "CUDA graphs run as plain code here; the memory pool that a real graph keeps is not counted."
@@ -160,7 +160,7 @@ def _no_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def from_tensor(mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cuda":
-            raise KernelError("tracing (torch.export, FakeTensorMode) needs a CUDA device", "FakeTensorMode")
+            raise TracingError("tracing a model on the card (torch.export, FakeTensorMode) is not simulated")
         return original(mode, tensor, *args, **kwargs)
 
     return from_tensor

@@ -17,6 +17,7 @@ from memprof.capture.virtual.batch_norm import BatchNorm
 from memprof.capture.virtual.encoder import Encoder
 from memprof.capture.virtual.recording import RecordingMode
 from memprof.capture.virtual.recurrent import Recurrent
+from memprof.capture.wrappers import is_wrapped
 from memprof.trace.events import GPU
 
 _aten = torch.ops.aten
@@ -76,8 +77,8 @@ class Composites:
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Where it is no single addmm, the bias is added in place; under a mode out of place (native/Linear.cpp)."""
-        if bias is None:
-            return _linear(input, weight)
+        if bias is None or is_wrapped(bias):  # in a real run it is added out of place as well
+            return _linear(input, weight, bias)
         self._recording.adds_bias = True
         try:
             return _linear(input, weight, bias)

@@ -26,6 +26,7 @@ from memprof.capture.virtual.autocast import Autocast
 from memprof.capture.virtual.calls import tensors_of
 from memprof.capture.virtual.interchange import Interchange
 from memprof.capture.virtual.recording import RecordingMode
+from memprof.capture.wrappers import is_wrapped, unwrapped
 from memprof.trace.events import GPU, HOST
 
 _Tensor = torch.Tensor
@@ -35,7 +36,6 @@ _CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _aten = torch.ops.aten
-_functorch = torch._C._functorch
 _NoTorchFunction = torch._C.DisableTorchFunction
 _autocast_enabled = torch.is_autocast_enabled
 
@@ -327,11 +327,11 @@ class DeviceMode(TorchFunctionMode):
 
     def _believed(self, tensor: torch.Tensor) -> str:
         with _NoTorchFunction():
-            return self._recording.device_of(_unwrapped(tensor))
+            return self._recording.device_of(tensor)
 
     def _device(self, tensor: torch.Tensor) -> torch.device:
         with _NoTorchFunction():
-            tensor = _unwrapped(tensor)
+            tensor = unwrapped(tensor)
             if not tensor.is_meta:
                 return tensor.device
             believed = self._recording.device_of(tensor)
@@ -404,7 +404,8 @@ class DeviceMode(TorchFunctionMode):
 
         def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
             with _NoTorchFunction():
-                virtual = type(tensor) in (_Tensor, torch.nn.Parameter) and tensor.is_meta
+                plain = type(tensor) in (_Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
+                virtual = plain and tensor.is_meta
                 device = self._recording.device_of(tensor) if virtual else "meta"
                 if device == "meta":
                     return original(tensor, **kwargs)
@@ -449,13 +450,6 @@ def _has_list(index: Any) -> bool:
 def _in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside the wrappers of torch.func (vmap, grad), which have no storage."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:

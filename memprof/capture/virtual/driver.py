@@ -123,9 +123,6 @@ def driver_patches() -> Iterator[tuple[Any, str, Any]]:
         "_cuda_getAllocatorBackend": "native",
         "_cuda_get_sync_debug_mode": 0,
         "_cuda_set_sync_debug_mode": None,
-        "_cuda_memorySnapshot": {
-            "segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": [],
-        },
         "_cuda_hostMemoryStats": {},
         "_cuda_resetAccumulatedHostMemoryStats": None,
         "_cuda_resetPeakHostMemoryStats": None,

@@ -107,6 +107,9 @@ class MemoryStatistics(Protocol):
     def refusal(self) -> str | None:
         """What torch.OutOfMemoryError says if there is no room for the request that is the trace's last event."""
 
+    def snapshot(self) -> dict[str, Any]:
+        """As `torch.cuda.memory._snapshot()`."""
+
 
 class AllocatorSettings(Protocol):
     """The caching allocator's settings, as the program reads and sets them."""
@@ -158,6 +161,10 @@ class _LivingTensors:
     def refusal(self) -> str | None:
         """There is always room."""
         return None
+
+    def snapshot(self) -> dict[str, Any]:
+        """There are no segments."""
+        return {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
 
 
 class Memory:
@@ -306,7 +313,6 @@ def cuda_facade(
         "memory_stats_as_nested_dict": nested_stats,
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": lambda device=None: fraction,
-        "memory_snapshot": returning([]),
         "list_gpu_processes": returning("no processes are running"),
         "utilization": returning(0),
         "memory_usage": returning(0),
@@ -361,7 +367,8 @@ def cuda_facade(
     )
     yield torch.cuda.nvtx, "_nvtx", nvtx
     yield torch.cuda.memory, "_record_memory_history", _distinct(nothing)
-    yield torch.cuda.memory, "_dump_snapshot", _distinct(nothing)
+    # What memory_snapshot, _snapshot and _dump_snapshot read.
+    yield torch._C, "_cuda_memorySnapshot", lambda *args: memory.now.snapshot()
     yield torch.cuda.memory, "_set_allocator_settings", _distinct(settings.set)
     for name, value in (
         ("_accelerator_setAllocatorSettings", settings.set),

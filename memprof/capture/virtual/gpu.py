@@ -60,6 +60,8 @@ class VirtualGpu:
 
     name = "cuda"
     """Where its tensors are, as the program says it."""
+    instead_of_another = "leave it before entering another"
+    """What a program can do that enters another inside this one."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class VirtualGpu:
     def __enter__(self) -> VirtualGpu:
         global _active
         if _active is not None:
-            raise MemprofError("a virtual GPU is already active", hint="leave it before entering another")
+            raise MemprofError("a virtual GPU is already active", hint=_active.instead_of_another)
         _active = self
         try:
             self._install()
@@ -330,7 +332,7 @@ class VirtualGpu:
         """Tell the recorder which storages are parameters, buffers and gradients."""
         for root in [root for known in self._roots if (root := known()) is not None]:
             for name, parameter in root.named_parameters():
-                self.recorder.own(parameter.data, Owner(Role.PARAMETER, name))
+                self.recorder.own(parameter, Owner(Role.PARAMETER, name))
                 for part in quantized.parts(parameter):
                     self.recorder.own(part, Owner(Role.PARAMETER, name))
                 if parameter.grad is not None:

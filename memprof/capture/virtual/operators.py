@@ -42,11 +42,16 @@ def _add(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> A
     ):
         call.args[0].add_(call.args[1])
         return call.args[0]
-    if mode.adds_bias and not in_backward():
+    # The other way round, and so no result of a product, is what vmap makes of an addmm.
+    if mode.adds_bias and not in_backward() and _holds_sum(call.args[0], call.args[1]):
         # composites.py: autograd sees an addition, so it is given another tensor on the same storage.
         call.args[0].add_(call.args[1])
         return call.args[0].detach()
     return NotImplemented
+
+
+def _holds_sum(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == torch.broadcast_shapes(one.shape, other.shape)
 
 
 def _local_scalar(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:

@@ -34,6 +34,7 @@ from memprof.capture.virtual.limits import refuse_sharded
 from memprof.capture.virtual.operators import HANDLERS
 from memprof.capture.virtual.values import Values
 from memprof.capture.virtual.work import Meter
+from memprof.capture.wrappers import unwrapped
 from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
 
 _META = torch.device("meta")
@@ -87,7 +88,7 @@ class RecordingMode(TorchDispatchMode):
         """The device that the program believes `tensor` to be on."""
         if not tensor.is_meta:
             return str(tensor.device)
-        return self.device_of_storage(tensor.untyped_storage())
+        return self.device_of_storage(unwrapped(tensor).untyped_storage())
 
     def device_of_storage(self, storage: torch.UntypedStorage) -> str:
         """The same of a storage on torch's meta device."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
+from memprof.trace.events import FailureKind, Role
 
 CUDA = torch.device("cuda", 0)
 
@@ -173,3 +174,78 @@ def test_tensors_inside_vmap_know_their_device(gpu):
         return row.to(rows.device) * 2
 
     assert torch.vmap(double)(rows).tolist() == [0, 2, 4]
+
+
+def test_tensors_inside_vmap_can_be_printed(gpu):
+    printed = []
+
+    def double(row):
+        printed.append(str(row))
+        return row * 2
+
+    torch.vmap(double)(torch.arange(3, device="cuda"))
+    assert "BatchedTensor" in printed[0] and "[0, 1, 2]" in printed[0]
+
+
+def test_gradients_for_each_sample_of_a_module(gpu):
+    """The module is called with wrappers for input and parameters, and returns one; the parameters are named."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output.device))
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    data, labels = torch.randn(5, 4, device="cuda"), torch.randint(0, 3, (5,), device="cuda")
+
+    def loss(parameters, row, label):
+        output = torch.func.functional_call(model, parameters, (row[None],))
+        return nn.functional.cross_entropy(output, label[None])
+
+    for _ in range(3):
+        grads = torch.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, data, labels)
+    shapes = {name: tuple(grad.shape) for name, grad in grads.items()}
+    assert shapes == {"0.weight": (5, 8, 4), "0.bias": (5, 8), "2.weight": (5, 3, 8), "2.bias": (5, 3)}
+    assert seen == [CUDA] * 3
+    owners = gpu.trace.owners.values()
+    assert {owner.name for owner in owners if owner.role is Role.PARAMETER} == set(parameters)
+
+
+def test_a_jacobian_of_a_module(gpu):
+    model = nn.Linear(4, 3).cuda()
+    row = torch.randn(4, device="cuda")
+    assert torch.func.jacrev(model)(row).shape == (3, 4)
+    assert torch.func.jacfwd(model)(row).shape == (3, 4)
+    assert torch.func.hessian(lambda row: model(row).sum())(row).shape == (4, 4)
+
+
+def test_an_ensemble_is_called_at_once(gpu):
+    """Under vmap torch forbids a parameter's `.data`."""
+    models = [nn.Linear(4, 3).cuda() for _ in range(2)]
+    parameters, _ = torch.func.stack_module_state(models)
+    data = torch.randn(5, 4, device="cuda")
+    empty = nn.Linear(4, 3, device="meta")
+    made = torch.vmap(lambda parameters: torch.func.functional_call(empty, parameters, (data,)))(parameters)
+    assert made.shape == (2, 5, 3) and made.is_cuda
+
+
+@pytest.mark.parametrize("rows", [(5, 4), (5, 2, 4), (5, 2, 6, 4)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_layer_under_vmap(gpu, rows, with_bias):
+    weight, bias = torch.randn(5, 3, 4, device="cuda"), torch.randn(5, 3, device="cuda")
+    data = torch.randn(rows, device="cuda")
+    if with_bias:
+        made = torch.vmap(nn.functional.linear)(data, weight, bias)
+    else:
+        made = torch.vmap(lambda row, weight: nn.functional.linear(row, weight, bias[0]))(data, weight)
+    assert made.shape == (*rows[:-1], 3)
+
+
+def test_a_module_that_fails_before_it_is_known_is_a_failure_of_the_run():
+    class Model(nn.Linear):
+        def get_output_embeddings(self):
+            raise RuntimeError("not built yet")
+
+    gpu = VirtualGpu(find_gpu("a100-80gb"))
+    model = Model(2, 2)
+    with pytest.raises(RuntimeError, match="not built yet"), gpu:
+        model(torch.ones(2))
+    assert gpu.trace.failure is not None and gpu.trace.failure.kind is FailureKind.ERROR
+    assert gpu.trace.failure.module is None
