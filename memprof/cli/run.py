@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -157,6 +161,7 @@ def _run(
     fixes = () if fix is None or is_search else tuple(map(str, parse_fixes(fix)))
     if ladder or is_search:
         return _ladder(program, rule, search=is_search, as_json=as_json, save=save, explain=explain, **options)
+    before = frozenset(threading.enumerate())
     with script_output(to_stderr=as_json):
         found = run_script(program, rule, fixes=fixes, **options)
     outcome, document = found.outcome, found.document
@@ -174,10 +179,25 @@ def _run(
     print_document(document, as_json=as_json, explain=explain)
     _save(found.trace, save, folder)
     if outcome.ended is Ended.REFUSED:
-        return 3
-    if outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
-        return outcome.exit_code
-    return exit_code(document)
+        code = 3
+    elif outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
+        code = outcome.exit_code
+    else:
+        code = exit_code(document)
+    if outcome.ended is not Ended.EXIT:
+        _leave_threads(before, code)
+    return code
+
+
+def _leave_threads(before: Collection[threading.Thread], code: int) -> None:
+    """End the process here if a script that was stopped leaves threads that go on: Python would wait for them."""
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in left:
+        thread.join(timeout=1.0)
+    if any(thread.is_alive() for thread in left):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _ladder(

@@ -278,6 +278,29 @@ def test_a_thread_that_sees_no_card_ends_the_run(script):
     assert "train.py:11: CUDA was used in a thread" in " ".join(done.stdout.split())
 
 
+def test_a_stopped_script_is_not_held_by_its_threads(script):
+    waiting = script("""
+        import queue
+        import threading
+        import torch
+
+        batches = queue.Queue(2)
+
+        def produce():
+            while True:
+                batches.put(torch.ones(4, 8))
+
+        threading.Thread(target=produce).start()
+        model = torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        while True:
+            model(batches.get().cuda()).sum().backward()
+            optimizer.step()
+    """)
+    done = started(waiting, timeout=60)
+    assert done.returncode == 0 and "stopped after 2 training steps" in done.stdout
+
+
 def test_a_thread_that_dies_of_something_else_is_the_programs_own(script):
     dying = script("""
         import threading
