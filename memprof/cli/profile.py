@@ -200,7 +200,7 @@ def profile(
             hint="for instance: memprof profile --model-size 4B --context-length 4096",
         )
     check_one_card(context, gpu, gpu_vram)
-    if ladder and _is_search(fix):
+    if ladder and is_search(fix):
         raise UsageError(
             "give --fix auto or --ladder, not both", value=f"--fix {fix}", hint="--fix auto shows a ladder of its own"
         )
@@ -286,12 +286,13 @@ def _run(spec: TargetSpec, fix: str | None, ladder: bool, resolves: bool, progre
 
     if fix is None:
         return ladders.climb(ladders.SpecRuns(spec, progress))
-    if _is_search(fix):
+    if is_search(fix):
         return ladder_search.search(ladders.SpecRuns(spec, progress))
     return ladders.apply_fixes(spec, parse_fixes(fix), progress, each=ladder)
 
 
-def _is_search(fix: str | None) -> bool:
+def is_search(fix: str | None) -> bool:
+    """Whether `--fix` asks for a search, not for remedies by name."""
     return fix is not None and fix.strip() == "auto"
 
 

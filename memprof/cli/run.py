@@ -13,7 +13,7 @@ import typer
 
 from memprof.catalog import DEFAULT_GPU, Gpu, custom_gpu, find_gpu
 from memprof.cli.card import check_one_card
-from memprof.cli.profile import exit_code, print_document
+from memprof.cli.profile import exit_code, is_search, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import script_output
 from memprof.errors import MemprofError, UsageError, unknown_name
@@ -157,10 +157,10 @@ def _run(
     folder = Path.cwd()  # the script may change it
     if fix is not None and ladder:
         raise UsageError("--ladder chooses remedies itself", value=f"--fix {fix}", hint="give --fix or --ladder")
-    is_search = fix is not None and fix.strip() == "auto"
-    fixes = () if fix is None or is_search else tuple(map(str, parse_fixes(fix)))
-    if ladder or is_search:
-        return _ladder(program, rule, search=is_search, as_json=as_json, save=save, explain=explain, **options)
+    searches = is_search(fix)
+    fixes = () if fix is None or searches else tuple(map(str, parse_fixes(fix)))
+    if ladder or searches:
+        return _ladder(program, rule, search=searches, as_json=as_json, save=save, explain=explain, **options)
     before = frozenset(threading.enumerate())
     with script_output(to_stderr=as_json):
         found = run_script(program, rule, fixes=fixes, **options)

@@ -45,7 +45,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     first_forward = next((s.begin for s in spans if s.kind is PhaseKind.FORWARD), len(trace.events))
     weights = {trace.storages[index].shape for index, owner in trace.owners.items() if owner.role is Role.PARAMETER}
     births = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC}
-    deaths = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.FREE}
+    gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
 
     def span_at(time: int) -> Span | None:
         position = bisect.bisect_right(begins, time) - 1
@@ -80,7 +80,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.ACTIVATIONS if recomputed and index in outlives else Category.TEMPORARIES
         if kind is PhaseKind.INPUTS:
             return Category.INPUTS
-        if kind is PhaseKind.MODEL and deaths.get(index, len(trace.events)) > first_forward:
+        if kind is PhaseKind.MODEL and index not in gone:
             # Beside the model, and still there when it is called: data, such as a replay buffer.
             return Category.INPUTS if storage.module == NONE and storage.source != NONE else Category.TEMPORARIES
         if kind in (PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD, PhaseKind.OPTIMIZER, PhaseKind.MODEL):

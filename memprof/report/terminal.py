@@ -276,16 +276,20 @@ def _only_just(retries: int) -> str:
     )
 
 
+def _raised_and_caught(number: int) -> str:
+    raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
+    return f"{raised} raised and caught"
+
+
 def _verdict_after_errors(verdict: Verdict, first: CaughtRow, need: str, spare: int) -> Text:
     """Of a program that caught out-of-memory errors: what is known to fit is not what it asked for at first."""
     number = verdict.out_of_memory_caught
-    raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
     which = "" if number == 1 else ", the first"
     stage = first.stage + (f" of step {first.step}" if first.step else "")
     where = f" at {short_source(first.source)}" if first.source else ""
     text = Text("\nFits only without what was refused: ", style="bold yellow")
     text.append(
-        f"{raised} raised and caught{which} in {stage}{where}, where {format_bytes(first.bytes)} were asked for with "
+        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {format_bytes(first.bytes)} were asked for with "
         f"{format_bytes(first.in_use_bytes)} in use; the script went on without it. What it did instead needs {need}",
         style="default",
     )
@@ -298,8 +302,7 @@ def _caught_before(verdict: Verdict) -> str:
     number = verdict.out_of_memory_caught
     if not number:
         return ""
-    raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
-    return f" Before that {raised} raised and caught, and the script went on without what it had asked for."
+    return f" Before that {_raised_and_caught(number)}, and the script went on without what it had asked for."
 
 
 def _categories(document: Document) -> RenderableType:

@@ -39,6 +39,16 @@ class Change(NamedTuple):
     """The operators inside which it happened, outermost first (CPU only)."""
 
 
+def call_of(node: Any, number: int) -> Call:
+    """The operator of a node of the profiler's event tree; `number` is its place among those of the run."""
+    inputs = node.extra_fields.inputs
+    shapes, strides = (
+        tuple(tuple(getattr(one, what)) if hasattr(one, what) else None for one in inputs)
+        for what in ("sizes", "strides")
+    )
+    return Call(node.name, shapes, strides, number)
+
+
 Program = Callable[[str], Callable[[], None]]
 """Builds everything on a device and returns what is to be recorded."""
 
@@ -113,12 +123,7 @@ def on_cpu(program: Program) -> list[Change]:
             found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr, calls))
         elif node.name.startswith("aten::"):
             number += 1
-            inputs = node.extra_fields.inputs
-            shapes, strides = (
-                tuple(tuple(getattr(i, what)) if hasattr(i, what) else None for i in inputs)
-                for what in ("sizes", "strides")
-            )
-            calls = (*calls, Call(node.name, shapes, strides, number))
+            calls = (*calls, call_of(node, number))
         for child in node.children:
             walk(child, calls)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.accuracy.cpu_events import Call, Change
+from tests.accuracy.cpu_events import Call, Change, call_of
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "scripts" / "programs"
 SCRIPTS: dict[str, tuple[str, ...]] = {
@@ -235,12 +235,7 @@ def _changes(recorded: Any) -> list[Change]:
             first_move = node.start_time_ns if first_move is None else min(first_move, node.start_time_ns)
         elif node.name.startswith("aten::"):
             number += 1
-            inputs = node.extra_fields.inputs
-            shapes, strides = (
-                tuple(tuple(getattr(i, what)) if hasattr(i, what) else None for i in inputs)
-                for what in ("sizes", "strides")
-            )
-            calls = (*calls, Call(node.name, shapes, strides, number))
+            calls = (*calls, call_of(node, number))
         for child in node.children:
             walk(child, calls, host, moves)
 
