@@ -20,22 +20,12 @@ from memprof.version import __version__
 __all__ = ["__version__", "apply", "profile", "virtual_gpu"]
 
 if TYPE_CHECKING:
-    from memprof.library import profile
-    from memprof.pipeline import virtual_gpu
-    from memprof.remedies.implementation import apply
+    from memprof.api import apply, profile, virtual_gpu
 
 
 def __getattr__(name: str) -> Any:
-    if name == "profile":
-        from memprof.library import profile
+    if name in ("apply", "profile", "virtual_gpu"):
+        from memprof import api
 
-        return profile
-    if name == "virtual_gpu":
-        from memprof.pipeline import virtual_gpu
-
-        return virtual_gpu
-    if name == "apply":
-        from memprof.remedies.implementation import apply
-
-        return apply
+        return getattr(api, name)
     raise AttributeError(f"module 'memprof' has no attribute {name!r}")

@@ -49,7 +49,7 @@ class RunFailedError(MemprofError):
     trace: Any = None
     """What happened until then (`memprof.trace.events.Trace`)."""
     document: Any = None
-    """The report on it (`memprof.report.document.Document`), None if nothing had been allocated yet."""
+    """The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
-    from memprof.library import ProfiledGpu
+    from memprof.api import ProfiledGpu
 
 MARKER = "memprof"
 DEFAULT_GPU = "h100-80gb"
@@ -82,7 +82,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def _problem(card: _Card) -> str | None:
     """Why the test fails, None if it does not."""
     from memprof.ledger.ledger import EmptyTraceError
-    from memprof.report.brief import brief
+    from memprof.report.terminal.brief import brief
 
     try:
         document = card.gpu.report(limit_bytes=card.limit_bytes)
@@ -93,8 +93,8 @@ def _problem(card: _Card) -> str | None:
 
 def _card(marker: pytest.Mark | None) -> _Card:
     """The card that the marker asks for."""
+    from memprof.api import virtual_gpu as make
     from memprof.errors import UsageError
-    from memprof.pipeline import virtual_gpu as make
     from memprof.units import parse_gib
 
     options = _options(marker)

@@ -51,7 +51,7 @@ def _leaks() -> list[str]:
         leaks.append("a torch function mode is active")
     if torch.utils._python_dispatch._len_torch_dispatch_stack():
         leaks.append("a torch dispatch mode is active")
-    gpu = sys.modules.get("memprof.capture.virtual.gpu")
+    gpu = sys.modules.get("memprof.virtual.gpu")
     if gpu is not None and gpu._active is not None:
         leaks.append("a virtual GPU is active")
     return leaks

@@ -16,7 +16,7 @@
     allocator.free(block)
     allocator.stats()["reserved_bytes.all.peak"]
 
-    for device in replay_snapshot(read_snapshot(path)):  # memprof.capture.snapshot; a recording of torch
+    for device in replay_snapshot(read_snapshot(path)):  # memprof.trace.snapshot_file; a recording of torch
         device.exact                     # every address and the final layout came out as recorded; if not:
         device.first_difference          # .event, .problem, and .reason: what in the file explains it
 

@@ -49,21 +49,21 @@ def analyze(
     out-of-memory error.
     """
     from memprof.allocator import parse_config
-    from memprof.report.analysis_build import Question
+    from memprof.report.documents.analysis_build import Question
 
     other = None if what_if is None else parse_config(what_if, origin="--what-if")
     question = Question(at=at, by=by.value, top=top, what_if=other)
     # Millions of records are made, none of them in cycles: looking for those takes longer than all the rest.
     gc.disable()
     with Progress() as progress:
-        from memprof.examine import analyze_file
+        from memprof.flows.recordings import analyze_file
 
         document = analyze_file(file, question, device, progress)
     if as_json:
         json.dump(document.to_json(), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        from memprof.report.analysis_terminal import print_report
+        from memprof.report.terminal.analysis import print_report
 
         print_report(document, replay=replay)
     raise typer.Exit(3 if document.ran_out else 0)

@@ -31,20 +31,20 @@ def compare(
     Settings first, then totals, stages, categories and tensors at the peak, largest differences first. Needs neither
     torch nor a GPU. Exit code 0: all totals are within the tolerance; 1: they are not.
     """
-    from memprof.report.tolerance import parse_tolerance
+    from memprof.report.matching.tolerance import parse_tolerance
 
     allowed = parse_tolerance(tolerance)
     # As in analyze: nothing here is worth looking for garbage in.
     gc.disable()
     with Progress() as progress:
-        from memprof.compare import compare_files
+        from memprof.flows.compare import compare_files
 
         comparison = compare_files(a, b, allowed, progress)
     if as_json:
         json.dump(comparison.to_json(), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        from memprof.report.comparison_terminal import print_comparison
+        from memprof.report.terminal.comparison import print_comparison
 
         print_comparison(comparison, top=top, explain=explain)
     raise typer.Exit(0 if comparison.within else 1)

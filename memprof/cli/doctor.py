@@ -37,7 +37,7 @@ def doctor(
         _check(as_json, [("FILE", file), ("--model", model), ("--batch-size", batch_size)])
         return
     from memprof.doctor import Known, diagnose
-    from memprof.report.doctor import render_diagnoses
+    from memprof.report.terminal.doctor import render_diagnoses
 
     known = Known(model, batch_size, context_length)
     with _open(file) as stream:
@@ -59,7 +59,7 @@ def doctor(
 
 def _check(as_json: bool, others: list[tuple[str, object]]) -> None:
     from memprof.doctor.installation import check_installation
-    from memprof.report.doctor import render_installation
+    from memprof.report.terminal.doctor import render_installation
 
     for name, value in others:
         if value is not None:

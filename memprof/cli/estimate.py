@@ -52,7 +52,7 @@ def estimate(
     from memprof.catalog import custom_gpu, find_gpu, list_gpus
     from memprof.estimate.geometry import from_model, from_params, from_size
     from memprof.estimate.table import build_estimate
-    from memprof.report.estimate import text, to_json
+    from memprof.report.documents.estimate import text, to_json
     from memprof.units import parse_gib
 
     if sum(given is not None for given in (params, model, model_size)) != 1:
@@ -92,7 +92,7 @@ def _simulate(answer):  # type: ignore[no-untyped-def]
 
     from memprof.cli.progress import Progress
     from memprof.estimate.methods import METHODS, Plan
-    from memprof.exact import simulate
+    from memprof.flows.estimate import simulate
 
     gc.disable()
     found = {}

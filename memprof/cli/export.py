@@ -27,7 +27,7 @@ def export(
     """
     gc.disable()
     with Progress() as progress:
-        from memprof.examine import export_file
+        from memprof.flows.recordings import export_file
 
         viewer = export_file(file, to, progress)
     typer.echo(f"Wrote {to}: open it at {viewer}", err=True)

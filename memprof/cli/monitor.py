@@ -38,7 +38,7 @@ def monitor(
     if not hasattr(signal, "sigtimedwait"):
         raise MemprofError("memprof monitor needs Linux", value=sys.platform)
     from memprof.monitor.run import monitor as watch
-    from memprof.report.monitor import make_view
+    from memprof.report.terminal.monitor import make_view
 
     stream = sys.stderr if command else sys.stdout
     view = make_view(stream, has_command=bool(command), as_json=as_json, quiet=quiet)

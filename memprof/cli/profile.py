@@ -274,14 +274,14 @@ def profile(
 
 def _run(spec: TargetSpec, fix: str | None, ladder: bool, resolves: bool, progress: Progress):  # type: ignore[no-untyped-def]
     """The trace and the report that the options ask for."""
-    from memprof import pipeline
+    from memprof.flows import profile as pipeline
 
     if resolves:
         spec = pipeline.resolve_device(spec, progress)
     if fix is None and not ladder:
         return pipeline.profile(spec, progress)
-    from memprof import ladder as ladders
-    from memprof import ladder_search
+    from memprof.flows.ladder import climb as ladders
+    from memprof.flows.ladder import search as ladder_search
     from memprof.remedies.fixes import parse_fixes
 
     if fix is None:
@@ -302,7 +302,7 @@ def print_document(document, *, as_json: bool, explain: bool) -> None:  # type: 
         json.dump(document.to_json(), sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
-    from memprof.report.terminal import print_report
+    from memprof.report.terminal.report import print_report
 
     print_report(document, explain=explain)
 

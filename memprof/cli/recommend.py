@@ -17,7 +17,7 @@ from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
 from memprof.units import parse_gib
 
 if TYPE_CHECKING:
-    from memprof.report.recommendation import Recommendation
+    from memprof.report.documents.recommendation import Recommendation
 
 _GOALS = ("full", "lora", "qlora")
 _PRECISIONS = ("half", "amp", "float32", "int8", "nf4")
@@ -202,12 +202,12 @@ def _answer(
     column: str | None,
 ) -> Recommendation:
     if goal is None:
-        from memprof.recommend.largest import recommend_models
+        from memprof.flows.recommend.largest import recommend_models
 
         return recommend_models(spec, progress, spec.context_length)
-    from memprof.recommend.for_data import recommend_for_data
-    from memprof.recommend.plans import Goal
-    from memprof.recommend.search import recommend as search
+    from memprof.flows.recommend.for_data import recommend_for_data
+    from memprof.flows.recommend.plans import Goal
+    from memprof.flows.recommend.search import recommend as search
 
     options = {"effective_batch": effective_batch, "precision": precision, "micro_batch": batch_size}
     if file is not None:
@@ -229,6 +229,6 @@ def _print(answer: Recommendation, snippet: str | None, *, as_json: bool, explai
         json.dump(answer.to_json(), sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
-    from memprof.report.recommendation_terminal import print_recommendation
+    from memprof.report.terminal.recommendation import print_recommendation
 
     print_recommendation(answer, explain=explain)

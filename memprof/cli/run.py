@@ -149,7 +149,7 @@ def _run(
     explain: bool,
     **options: Any,
 ) -> int:
-    from memprof.dry_run import run_script
+    from memprof.flows.script import run_script
     from memprof.remedies.fixes import parse_fixes
 
     if save is not None:
@@ -214,7 +214,7 @@ def _ladder(
     explain: bool,
     **ignored: object,
 ) -> int:
-    from memprof.dry_ladder import Request, script_ladder, script_search
+    from memprof.flows.ladder.scripts import Request, script_ladder, script_search
 
     if device != "virtual":
         raise UsageError(

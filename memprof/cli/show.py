@@ -24,7 +24,7 @@ def show(
     debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Show the report of a saved capture. Needs neither torch nor the model."""
-    from memprof import pipeline
+    from memprof.flows import profile as pipeline
     from memprof.trace.io import load_trace
 
     document = pipeline.analyze(load_trace(file), alloc_conf)

@@ -33,14 +33,14 @@ def verify(
     """
     with Progress() as progress:
         progress("importing torch")
-        from memprof.remedies.implementation.verify import verify as run
+        from memprof.verify.bench import verify as run
 
         found = run(remedies or (), model or (), seeds=seeds, progress=progress)
     if as_json:
         json.dump(found.to_json(), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        from memprof.report.verification import print_verification
+        from memprof.report.terminal.verification import print_verification
 
         print_verification(found)
     raise typer.Exit(0 if found.passed else 1)

@@ -79,7 +79,7 @@ def vocab(
     The coverage of the most frequent tokens, the caps that cover 99% and 99.9%, ids that never occur, and with --model
     a simulated training step before and with each cap. Exit code 3: with --model, if no vocabulary of these fits.
     """
-    from memprof import vocab as flow
+    from memprof.flows import vocabulary as flow
 
     if model is not None and params is not None:
         raise UsageError("give --model or --params, not both", hint="--model is simulated, --params only reckoned")
@@ -117,7 +117,7 @@ def vocab(
         json.dump(document.to_json(), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        from memprof.report.vocabulary_terminal import print_vocabulary
+        from memprof.report.terminal.vocabulary import print_vocabulary
 
         print_vocabulary(document)
     tried = [memory.fits for memory in (savings.before, *savings.capped)]

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Candidate, Cause, Figures, Step
-from memprof.remedies.catalog import REMEDIES
+from memprof.remedy_catalog import REMEDIES
 
 
 @dataclass(frozen=True, slots=True)

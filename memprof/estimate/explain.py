@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.layers import kept_per_layer
-from memprof.estimate.moments import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, setting_of
+from memprof.estimate.peaks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, setting_of
 from memprof.estimate.table import Cell, Estimate
 from memprof.units import format_bytes
 

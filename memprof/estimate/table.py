@@ -13,7 +13,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError, unknown_name
 from memprof.estimate.geometry import Subject
 from memprof.estimate.methods import COLUMNS, METHODS, Method, Plan
-from memprof.estimate.moments import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, Moment, Shards, moments
+from memprof.estimate.peaks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, Moment, Shards, moments
 from memprof.spec import DEFAULT_LORA_RANK
 
 FITS, CLOSE, NO = "fits", "close", "no"

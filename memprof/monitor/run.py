@@ -19,7 +19,7 @@ from memprof.monitor.sample import Peaks, Sample, Watched, csv_header, csv_row
 
 
 class View(Protocol):
-    """What shows the samples (`memprof.report.monitor`)."""
+    """What shows the samples (`memprof.report.terminal.monitor`)."""
 
     def show(self, sample: Sample, peaks: Peaks) -> None:
         """A sample."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memprof.allocator.rounding import SMALL_SIZE, round_size, segment_size
-from memprof.recording.moments import fragmentation
+from memprof.recording.occupancy import fragmentation
 from memprof.recording.origins import Origin, origin_of
 from memprof.recording.recording import Recording
 from memprof.trace.snapshot import Action

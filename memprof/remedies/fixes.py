@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memprof.errors import UsageError
-from memprof.remedies.catalog import REMEDIES, Numerics, Remedy, check_conflicts, find_remedies
+from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, check_conflicts, find_remedies
 from memprof.spec import Mode, TargetSpec
 
 

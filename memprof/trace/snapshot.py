@@ -1,6 +1,6 @@
 """What a memory snapshot of torch holds (`torch.cuda.memory._dump_snapshot`), as plain records.
 
-Field names follow torch's documentation of the format; sizes are bytes. capture/snapshot.py reads the file.
+Field names follow torch's documentation of the format; sizes are bytes. trace/snapshot_file.py reads the file.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from specs import AFTER, AS_WRITTEN, BEFORE, CONFIGURATIONS, ONE_TOKEN, PER_TOKEN
 
-from memprof import pipeline, virtual_gpu
+from memprof import virtual_gpu
 from memprof.findings.lives import Lives
+from memprof.flows import profile as pipeline
 from memprof.ledger.ledger import build_ledger
-from memprof.report.document import Document
+from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.units import GIB, format_bytes

@@ -8,14 +8,14 @@ import vocabulary
 from batches import BATCH, TOKENS, simulated_bytes
 from specs import AFTER, BATCH_OF_8, BEFORE, EAGER, NOT_CAPPED
 
-from memprof import pipeline
 from memprof.catalog import find_model
 from memprof.corpus import Frequencies
 from memprof.findings import Finding
 from memprof.findings.lives import Lives
+from memprof.flows import profile as pipeline
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
-from memprof.report.document import Document
+from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Role, Trace
 from memprof.units import GIB, format_bytes

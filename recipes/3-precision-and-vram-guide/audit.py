@@ -10,9 +10,9 @@ from runs import analysis, build, largest_batch, weight_bytes
 from specs import AFTER, BEFORE, CARDS, DEVIATIONS, KEPT_LAYERS, RECOMMENDED, SIZES, TRAINING
 
 import memprof
-from memprof import pipeline
 from memprof.catalog import find_gpu
-from memprof.report.document import Document
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.units import GIB, format_bytes
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 import memprof
-from memprof import pipeline
-from memprof.library import ProfiledGpu
+from memprof.api import ProfiledGpu
+from memprof.flows import profile as pipeline
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
 

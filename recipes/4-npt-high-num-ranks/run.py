@@ -13,7 +13,7 @@ import textwrap
 import audit
 from specs import AFTER, BEFORE, MERGED
 
-from memprof import pipeline
+from memprof.flows import profile as pipeline
 from memprof.units import format_bytes
 
 

@@ -8,9 +8,9 @@ import losses
 import rotary
 from specs import BEFORE, CHUNK, HIDDEN, LENGTHS, TOKENS, VOCABULARY
 
-from memprof import pipeline
 from memprof.catalog import find_model
-from memprof.report.document import Document
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
 from memprof.units import GIB, MIB, format_bytes
 
 LOGITS = TOKENS * VOCABULARY * 2

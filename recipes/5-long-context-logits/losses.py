@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memprof
+from memprof.api import ProfiledGpu
 from memprof.catalog import find_model
-from memprof.library import ProfiledGpu
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """From a model and token ids to the loss."""

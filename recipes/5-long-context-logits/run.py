@@ -16,7 +16,7 @@ import losses
 import rotary
 from specs import CHUNK, SMALL_CHUNK, SMALL_TOKENS
 
-from memprof.report.document import Document
+from memprof.report.documents.report import Document
 from memprof.units import format_bytes
 
 

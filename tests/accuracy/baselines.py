@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from memprof.allocator.replay import replay_trace
-from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
+from memprof.virtual import VirtualGpu
 
 Step = Callable[[], object]
 

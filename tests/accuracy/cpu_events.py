@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
 from memprof.trace.events import GPU, EventKind
+from memprof.virtual import VirtualGpu
 
 BEFORE = -1
 """The block of a free whose allocation came before the recording."""

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof import pipeline
+from memprof.flows import profile as pipeline
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import GPU, EventKind, PhaseKind, Trace
 from memprof.units import MIB

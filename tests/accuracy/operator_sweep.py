@@ -20,9 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
-from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
 from memprof.trace.events import GPU, EventKind
+from memprof.virtual import VirtualGpu
 
 SAMPLES = 4
 """Sample inputs of each operator that are compared, spread over the first GENERATED."""

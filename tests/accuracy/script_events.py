@@ -50,11 +50,11 @@ def _arguments(name: str) -> tuple[str, list[str]]:
 
 def virtual(name: str) -> dict[str, Any]:
     """The changes on the virtual card, and the sizes of what the host held meanwhile."""
-    from memprof.capture.script import capture_script
-    from memprof.capture.virtual import VirtualGpu
     from memprof.catalog import find_gpu
     from memprof.script import Program, StopRule
+    from memprof.script.capture import capture_script
     from memprof.trace.events import GPU, EventKind
+    from memprof.virtual import VirtualGpu
     from tests.accuracy.cpu_temporaries import is_shared
 
     script, arguments = _arguments(name)
@@ -109,7 +109,7 @@ def _card_is_the_host() -> Iterator[None]:
     from torch.utils import _foreach_utils
     from torch.utils.data import dataloader
 
-    from memprof.capture.patches import Patches
+    from memprof.watch.patches import Patches
 
     on_card: weakref.WeakSet[Any] = weakref.WeakSet()
     move = torch.Tensor.to

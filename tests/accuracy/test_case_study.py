@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memprof
-from memprof import pipeline
 from memprof.catalog import find_model
-from memprof.report.document import Document
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 
 GIB = 1 << 30

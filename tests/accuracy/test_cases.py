@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from memprof import pipeline
-from memprof.report.document import Document
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
 from memprof.spec import Mode
 from memprof.trace.events import Trace
 from tests.accuracy.cases import CASES

@@ -7,7 +7,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.geometry import from_model, from_params
 from memprof.estimate.methods import BY_KEY, Plan
 from memprof.estimate.table import FITS, NO, build_estimate
-from memprof.exact import simulate
+from memprof.flows.estimate import simulate
 
 SAMPLE = [
     ("gpt2", "full", "bfloat16", 1, 1024),

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from memprof import pipeline
 from memprof.device.context import CONTEXT_BYTES
+from memprof.flows import profile as pipeline
 from tests.accuracy import liger_kernels
 from tests.accuracy.published import generic, report, sources
 from tests.accuracy.published.libraries import TRITON, folder

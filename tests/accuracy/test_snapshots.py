@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from memprof.allocator import replay_snapshot
-from memprof.capture.snapshot import read_snapshot
 from memprof.trace.snapshot import Action, BlockState
+from memprof.trace.snapshot_file import read_snapshot
 
 MIB = 1 << 20
 

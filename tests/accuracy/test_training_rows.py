@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from memprof import pipeline
-from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
+from memprof.flows import profile as pipeline
+from memprof.flows.profile import allocator_settings, live_allocator
 from memprof.ledger.ledger import build_ledger
-from memprof.pipeline import allocator_settings, live_allocator
 from memprof.spec import TargetSpec
+from memprof.virtual import VirtualGpu
 from tests.accuracy import adapter_bench, torchtune_recipe
 from tests.accuracy.adapter_bench import ATTENTION, QLORA, QLORA_1B, QLORA_7B, QWEN, TINY, Bench, causal_lm
 from tests.accuracy.torchtune_recipe import LAYERS, Recipe

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from memprof import pipeline
-from memprof.capture.measured import MeasuredDevice, cuda
-from memprof.capture.snapshot import parse_snapshot
+from memprof.flows import profile as pipeline
+from memprof.measured import MeasuredDevice, cuda
 from memprof.spec import TargetSpec
 from memprof.trace.events import CPU, GPU
 from memprof.trace.io import load_trace
+from memprof.trace.snapshot_file import parse_snapshot
 from tests.accuracy.cases import CASES
 from tests.accuracy.truth import __main__ as command
 from tests.accuracy.truth import compare, record

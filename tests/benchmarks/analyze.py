@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from memprof.report.memory_viz import as_plain
+from memprof.report.export.memory_viz import as_plain
 from memprof.trace.snapshot import Frame, Snapshot, Stack
 from tests.unit.recording.builder import CALL, MAIN, MIB, Program
 

@@ -37,8 +37,8 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
 from memprof.workload.inputs import _tensors
 
 BAR = 0.98

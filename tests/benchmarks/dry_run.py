@@ -115,8 +115,8 @@ def _collector_off() -> Iterator[None]:
 
 
 def measure(repeat: int) -> None:
-    from memprof.capture.virtual import VirtualGpu
     from memprof.catalog import find_gpu
+    from memprof.virtual import VirtualGpu
 
     first, later = _operators()
     plain: list[list[float]] = []

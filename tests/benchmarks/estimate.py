@@ -84,7 +84,7 @@ def measure(model: str, method: str, dtype: str, batch_size: int, context_length
     """One case, simulated."""
     from memprof.estimate.geometry import from_model
     from memprof.estimate.methods import BY_KEY, Plan
-    from memprof.exact import simulate
+    from memprof.flows.estimate import simulate
 
     subject = from_model(model)
     limit = subject.geometry.max_positions if subject.geometry is not None else None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from memprof.capture.measured import MeasuredDevice
+from memprof.measured import MeasuredDevice
 
 
 def build(layers: int, hidden: int, device: str) -> torch.nn.Module:

@@ -30,7 +30,7 @@ LIMIT_SECONDS = 600
 OURS = f"""
 import time
 import torch, transformers
-from memprof.capture.run import capture_virtual
+from memprof.flows.capture import capture_virtual
 from memprof.catalog import find_gpu
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from memprof import examine
-from memprof.report.memory_viz import as_plain, write_snapshot
+from memprof.flows import recordings as examine
+from memprof.report.export.memory_viz import as_plain, write_snapshot
 from tests.cli.test_errors import assert_refused
 from tests.unit.recording.builder import MIB, Program, stack, training
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from memprof.remedies.catalog import REMEDIES
+from memprof.remedy_catalog import REMEDIES
 
 MIB = 2**20
 SMALL = ("profile", "--model", "gpt2", "--batch-size", 4, "--context-length", 512, "--vocab-size", 200_000)

@@ -17,8 +17,8 @@ from memprof.device.cards import Card, CardProcess
 from memprof.device.nvml import read_cards
 from memprof.monitor.run import monitor
 from memprof.monitor.sample import Peaks, Sample
-from memprof.report.monitor import FooterView, make_view
-from memprof.report.monitor_text import History, plain_line, sparkline
+from memprof.report.terminal.monitor import FooterView, make_view
+from memprof.report.terminal.monitor_text import History, plain_line, sparkline
 from tests.cli.terminal import Terminal
 from tests.unit.monitor.command import MIB, environment, make_torch
 from tests.unit.monitor.command import memprof as command_line

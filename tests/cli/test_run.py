@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from memprof.remedies.implementation import from_outside
+from memprof.remedies import from_outside
 
 TRAIN = """
 import sys

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from memprof.remedies.implementation import head_loss, lazy_logits, micro_batch
-from memprof.remedies.implementation.checkpointing import _Checkpointed
+from memprof.remedies import head_loss, lazy_logits, micro_batch
+from memprof.remedies.checkpointing import _Checkpointed
 
 
 def test_a_remedy_on_every_small_model(memprof):

@@ -10,9 +10,9 @@ import pytest
 from memprof.allocator import parse_config
 from memprof.recording.recording import recordings
 from memprof.recording.steps import find_steps
-from memprof.report.analysis import Analysis
-from memprof.report.analysis_build import Facts, Question, build_analysis
-from memprof.report.analysis_terminal import render_text
+from memprof.report.documents.analysis import Analysis
+from memprof.report.documents.analysis_build import Facts, Question, build_analysis
+from memprof.report.terminal.analysis import render_text
 from tests.golden.test_report import check
 from tests.unit.recording.builder import training
 

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from memprof import pipeline
-from memprof.report.comparison import Comparison
-from memprof.report.comparison_build import build_comparison
-from memprof.report.comparison_terminal import render_text
-from memprof.report.sides import run_of_report
-from memprof.report.tolerance import parse_tolerance
+from memprof.flows import profile as pipeline
+from memprof.report.documents.comparison import Comparison
+from memprof.report.matching.comparison_build import build_comparison
+from memprof.report.matching.runs import run_of_report
+from memprof.report.matching.tolerance import parse_tolerance
+from memprof.report.terminal.comparison import render_text
 from tests.golden.test_report import check, training_run
 from tests.unit.report.runs import facts
 

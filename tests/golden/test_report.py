@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from memprof import pipeline
-from memprof.report.document import Document
-from memprof.report.terminal import render_text
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
+from memprof.report.terminal.report import render_text
 from memprof.trace.events import (
     NONE,
     Event,

@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import pytest
 
-from memprof import vocab
 from memprof.corpus import CorpusCount, Frequencies
-from memprof.report.vocabulary import SIMULATED, Memory, Savings, Vocabulary, build_vocabulary
-from memprof.report.vocabulary_terminal import render_text
+from memprof.flows import vocabulary as vocab
+from memprof.report.documents.vocabulary import SIMULATED, Memory, Savings, Vocabulary, build_vocabulary
+from memprof.report.terminal.vocabulary import render_text
 from tests.golden.test_report import check
 
 FREQUENCIES = Frequencies.of([20_000 // rank for rank in range(1, 20_001)])

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof import pipeline
 from memprof.corpus import Frequencies
+from memprof.flows import profile as pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "2-pythia-vocabulary"

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 
-LIBRARIES = ("torch", "memprof.cli.run", "memprof.dry_run", "peft", "accelerate", "transformers.trainer")
+LIBRARIES = ("torch", "memprof.cli.run", "memprof.flows.script", "peft", "accelerate", "transformers.trainer")
 
 
 def run(module: str, arguments: list[str], folder: str) -> int:

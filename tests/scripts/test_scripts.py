@@ -9,7 +9,7 @@ import pytest
 
 from memprof.catalog import find_gpu
 from memprof.cli.profile import exit_code
-from memprof.dry_run import DryRun, run_script
+from memprof.flows.script import DryRun, run_script
 from memprof.script import Program, StopRule
 from tests.scripts.running import check_sound, memprof_run, program, run_twice, stages
 

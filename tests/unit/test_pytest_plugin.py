@@ -189,7 +189,7 @@ def test_a_suite_that_does_not_use_it_pays_nothing(suite: pytest.Pytester) -> No
         import sys
 
         def test_nothing_was_imported():
-            heavy = {"torch", "transformers", "rich", "pandas", "numpy", "memprof.pipeline", "memprof.capture"}
+            heavy = {"torch", "transformers", "rich", "pandas", "numpy", "memprof.flows.profile", "memprof.virtual"}
             assert not heavy & set(sys.modules)
     """)
     result = run(suite, "--markers")

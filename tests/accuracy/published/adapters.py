@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memprof.capture.virtual import VirtualGpu
+from memprof.virtual import VirtualGpu
 from tests.accuracy import adapter_bench
 from tests.accuracy.published.prediction import CARDS, Prediction, missing, not_predicted, run
 from tests.accuracy.published.rows import Row

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 
-from memprof import pipeline
 from memprof.allocator.replay import replay_trace
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
+from memprof.flows import profile as pipeline
 from memprof.spec import Mode, TargetSpec
 from tests.accuracy.published.prediction import CARDS, FORMAT, RANKS, Prediction, not_predicted
 from tests.accuracy.published.rows import Row

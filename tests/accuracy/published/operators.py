@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from memprof.capture.virtual import VirtualGpu
+from memprof.virtual import VirtualGpu
 from tests.accuracy import baselines, liger_kernels
 from tests.accuracy.published.libraries import MissingLibraryError, imported
 from tests.accuracy.published.prediction import CARDS, Prediction, not_predicted, run

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from memprof.capture.virtual import VirtualGpu
 from memprof.spec import TargetSpec
+from memprof.virtual import VirtualGpu
 from tests.accuracy.published.prediction import CARDS, Prediction, not_predicted, run
 from tests.accuracy.published.rows import Row
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from memprof.allocator.replay import Timeline, replay_trace
-from memprof.capture.virtual import VirtualGpu
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.pipeline import allocator_settings, live_allocator
+from memprof.flows.profile import allocator_settings, live_allocator
 from memprof.trace.events import Trace
+from memprof.virtual import VirtualGpu
 from tests.accuracy.published.rows import UNITS, Row
 
 CARDS = {

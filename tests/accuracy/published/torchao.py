@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from memprof.capture.virtual import VirtualGpu
+from memprof.virtual import VirtualGpu
 from tests.accuracy.published.prediction import CARDS, Prediction, missing, not_predicted, run
 from tests.accuracy.published.rows import Row
 

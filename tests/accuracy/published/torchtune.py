@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memprof.capture.virtual import VirtualGpu
+from memprof.virtual import VirtualGpu
 from tests.accuracy import torchtune_recipe
 from tests.accuracy.published.prediction import CARDS, RANKS, Prediction, missing, not_predicted, run
 from tests.accuracy.published.rows import Row

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.compare:
         print(compare.section(CASES) if asked.out is None else compare.table(asked.out, CASES))
         return 0
-    from memprof.capture.measured.cuda import why_no_cuda
+    from memprof.measured.cuda import why_no_cuda
 
     why = why_no_cuda()
     if why is not None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memprof import pipeline
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.report.document import Document
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.trace.io import load_trace

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from memprof import pipeline
-from memprof.capture.measured import MeasuredDevice
-from memprof.capture.measured.outside import Outside
 from memprof.device.nvml import Nvml
+from memprof.flows import profile as pipeline
+from memprof.measured import MeasuredDevice
+from memprof.measured.outside import Outside
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.io import save_trace

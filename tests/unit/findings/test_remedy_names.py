@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import memprof.findings
-from memprof.remedies.catalog import REMEDIES
+from memprof.remedy_catalog import REMEDIES
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
 

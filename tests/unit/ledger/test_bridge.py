@@ -13,8 +13,8 @@ from memprof.allocator import Card, TraceReplay, parse_config, replay_on_card, w
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.state import model_state
-from memprof.report.bridge_terminal import render_bridge
-from memprof.report.units import unit_for
+from memprof.report.terminal.bridge import render_bridge
+from memprof.report.terminal.units import unit_for
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 

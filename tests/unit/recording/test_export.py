@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import parse_config, replay_snapshot
-from memprof.capture.snapshot import parse_snapshot, read_snapshot
 from memprof.errors import MemprofError
-from memprof.examine import export_file, open_file
+from memprof.flows.recordings import export_file, open_file
 from memprof.recording.from_trace import snapshot_of
 from memprof.recording.recording import recordings
 from memprof.recording.slices import event_times, slices_of
-from memprof.report.memory_viz import as_plain, write_snapshot
-from memprof.report.perfetto import as_trace_events
+from memprof.report.export.memory_viz import as_plain, write_snapshot
+from memprof.report.export.perfetto import as_trace_events
 from memprof.trace.events import NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
 from memprof.trace.io import save_trace
 from memprof.trace.snapshot import Action
+from memprof.trace.snapshot_file import parse_snapshot, read_snapshot
 from tests.golden.test_report import training_run
 from tests.unit.recording.builder import MIB, training
 
@@ -183,7 +183,7 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
         file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("memprof.report.memory_viz.pickle.dump", full)
+    monkeypatch.setattr("memprof.report.export.memory_viz.pickle.dump", full)
     with pytest.raises(MemprofError, match="could not be saved"):
         write_snapshot(training().snapshot(), to)
     assert to.read_bytes() == b"old"

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import parse_config
-from memprof.recording.moments import fragmentation, group
+from memprof.recording.occupancy import fragmentation, group
 from memprof.recording.recording import BEFORE, NEVER, recordings
 from memprof.recording.refusals import refusals
 from memprof.recording.steps import find_leaks, find_steps
 from memprof.recording.what_if import what_if
-from memprof.report.analysis_build import Facts, Question, build_analysis
+from memprof.report.documents.analysis_build import Facts, Question, build_analysis
 from tests.unit.recording.builder import (
     ACTIVATION,
     GRADIENT,

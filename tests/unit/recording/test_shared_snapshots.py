@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memprof.examine import open_file
-from memprof.report.analysis_build import Question, build_analysis
+from memprof.flows.recordings import open_file
+from memprof.report.documents.analysis_build import Question, build_analysis
 
 MIB = 1 << 20
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "snapshots"

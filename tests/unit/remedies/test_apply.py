@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memprof
 from memprof.errors import MemprofError, UsageError
-from memprof.remedies.catalog import REMEDIES, Numerics, find_remedies
+from memprof.remedy_catalog import REMEDIES, Numerics, find_remedies
 from memprof.spec import TargetSpec
 from memprof.workload.npt_layers import add_npt
 from tests.unit.remedies import models

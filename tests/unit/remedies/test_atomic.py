@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import memprof
 from memprof.errors import UsageError
-from memprof.remedies.catalog import REMEDIES
-from memprof.remedies.implementation import applied as applied_module
+from memprof.remedies import applied as applied_module
+from memprof.remedy_catalog import REMEDIES
 from tests.unit.remedies import models
 
 _FOLDER = str(Path(applied_module.__file__).parent)

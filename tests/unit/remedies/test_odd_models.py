@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import memprof
 from memprof.errors import MemprofError, UsageError
-from memprof.remedies.catalog import REMEDIES, Numerics
+from memprof.remedy_catalog import REMEDIES, Numerics
 from tests.unit.remedies import models
 
 FORWARDS = ["chunked-loss", "activation-checkpointing", "cpu-offload-activations", "cpu-offload-weights"]
@@ -271,7 +271,7 @@ def test_undo_out_of_order_changes_nothing():
 
 
 def test_an_undone_remedy_can_be_applied_again_though_it_changed_no_module(monkeypatch):
-    from memprof.remedies.implementation import eight_bit
+    from memprof.remedies import eight_bit
 
     monkeypatch.setattr(eight_bit, "_find", lambda: ("a package", lambda parameters, lr: object()))
     model = models.llama()

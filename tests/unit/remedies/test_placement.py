@@ -10,8 +10,8 @@ from torch import nn
 
 import memprof
 from memprof.errors import UsageError
-from memprof.remedies.implementation.device_placement import move_strays
-from memprof.remedies.implementation.expandable_segments import split_settings
+from memprof.remedies.device_placement import move_strays
+from memprof.remedies.expandable_segments import split_settings
 from tests.unit.remedies import models
 
 Pair = collections.namedtuple("Pair", "cos sin")

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from memprof import pipeline
-from memprof.report.sides import Run, run_of_report
+from memprof.flows import profile as pipeline
+from memprof.report.matching.runs import Run, run_of_report
 from memprof.trace.events import (
     CPU,
     GPU,

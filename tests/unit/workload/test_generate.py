@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from memprof import pipeline
-from memprof.report.document import Document
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
 from memprof.spec import Mode, TargetSpec
 from memprof.workload import generate
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from memprof import pipeline
 from memprof.allocator.rounding import round_size
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
-from memprof.report.document import Document
-from memprof.report.terminal import render_text
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
+from memprof.report.terminal.report import render_text
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Role, Trace
 

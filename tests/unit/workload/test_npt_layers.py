@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from memprof import pipeline  # noqa: E402
 from memprof.errors import UsageError  # noqa: E402
+from memprof.flows import profile as pipeline  # noqa: E402
 from memprof.spec import NPT_MODES, TargetSpec, parse_layers  # noqa: E402
 from memprof.trace.events import Role  # noqa: E402
 from memprof.workload.npt import NptComponent  # noqa: E402

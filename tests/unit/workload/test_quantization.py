@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from memprof import pipeline
 from memprof.errors import UsageError
+from memprof.flows import profile as pipeline
 from memprof.spec import QUANTIZED_OPTIMIZERS, TargetSpec
 from memprof.workload.models import find_source
 

@@ -1,0 +1,202 @@
+"""memprof as a library: `memprof.virtual_gpu`, `memprof.profile` and `memprof.apply`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, overload
+
+from memprof.allocator import Settings, SettingsInForce
+from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.flows import profile as pipeline
+from memprof.flows.profile import allocator_settings, analyze, device_facts, live_allocator
+from memprof.ledger.ledger import EmptyTraceError
+from memprof.remedies.applied import apply
+from memprof.report.documents.report import Document
+from memprof.spec import TargetSpec
+from memprof.trace.events import Trace
+from memprof.units import format_bytes, parse_gib
+from memprof.virtual import VirtualGpu
+from memprof.virtual.arguments import copied, to_card
+
+__all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu"]
+
+
+class ProfiledGpu:
+    """A virtual GPU for the user's own code.
+
+    Inside the `with` block `torch.device("cuda")` is the virtual card; forward, backward and optimizer steps are
+    recognised as they happen. Afterwards, also when the block raised, `report()` and `trace` say what happened.
+    """
+
+    def __init__(self, gpu: Gpu, settings: Settings | None = None) -> None:
+        self._gpu = gpu
+        self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
+        self._virtual = VirtualGpu(
+            gpu,
+            context_bytes=CONTEXT_BYTES,
+            memory=lambda trace: live_allocator(trace, gpu, self._settings.now),
+            allocator_settings=self._settings,
+        )
+
+    def __enter__(self) -> ProfiledGpu:
+        self._virtual.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._virtual.__exit__(kind, error, traceback)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that tensors hold on the card now (inside the block)."""
+        return self._virtual.recorder.live_bytes
+
+    @property
+    def trace(self) -> Trace:
+        """What was recorded."""
+        trace = self._virtual.trace
+        trace.facts = {
+            "command": "virtual_gpu",
+            "target": {},
+            "device": device_facts(self._gpu),
+            "allocator": self._settings.now.facts(),
+        }
+        return trace
+
+    def report(self, limit_bytes: int | None = None) -> Document:
+        """The report so far; `print` shows it, `.to_json()` is a dictionary.
+
+        Args:
+            limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
+
+        Raises:
+            EmptyTraceError: nothing was allocated on the card.
+            UsageError: no card can be held to `limit_bytes`.
+        """
+        self.check_limit(limit_bytes)
+        trace = self.trace
+        if limit_bytes is not None:
+            name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
+            trace.facts["device"] = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
+        return analyze(trace)
+
+    def check_limit(self, limit_bytes: int | None) -> None:
+        """Whether the card can be held to so much.
+
+        Raises:
+            UsageError: it has not as much, or that is less than the CUDA context takes.
+        """
+        if limit_bytes is None:
+            return
+        if limit_bytes > self._gpu.total_bytes:
+            raise UsageError(
+                "the limit is more than the card has",
+                value=f"{format_bytes(limit_bytes)}; {self._gpu.name} has {format_bytes(self._gpu.total_bytes)}",
+                hint="leave the limit out, or choose another card",
+            )
+        if limit_bytes <= CONTEXT_BYTES:
+            raise UsageError(
+                "the limit leaves nothing beside the CUDA context",
+                value=f"{format_bytes(limit_bytes)}; the context takes {format_bytes(CONTEXT_BYTES)}",
+                hint="the limit is device memory with the context, as nvidia-smi shows it",
+            )
+
+
+def virtual_gpu(
+    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None
+) -> ProfiledGpu:
+    """A context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
+
+    Args:
+        name: a card of the catalog.
+        vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
+        alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+    """
+    gpu = find_gpu(name) if vram is None else custom_gpu(parse_gib(vram))
+    return ProfiledGpu(gpu, allocator_settings(alloc_conf, flag="alloc_conf"))
+
+
+@overload
+def profile(target: TargetSpec, /, progress: Callable[[str], None] = ...) -> tuple[Trace, Document]: ...
+
+
+@overload
+def profile(
+    target: Callable[..., object],
+    /,
+    *args: Any,
+    gpu: str = ...,
+    vram: str | float | None = ...,
+    steps: int = ...,
+    **kwargs: Any,
+) -> Document: ...
+
+
+def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs: Any) -> Any:
+    """Profile what a specification names, or a function of your own.
+
+    A `TargetSpec` is run as by `memprof profile` (memprof.flows.profile): the trace and the report are returned.
+
+    A function is called `steps` times on a virtual GPU with the other arguments, and the report is returned. Modules
+    and tensors among the arguments, also in lists, tuples and dictionaries, are on the card; all arguments are copies,
+    so that the caller's own are as they were. Backward and optimizer steps are recognised as they happen.
+
+    Args:
+        target: the specification, or the function.
+        *args: of the function.
+        gpu: a card of the catalog; "h100-80gb" if nothing is given.
+        vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
+        steps: how often to call it. The first makes the optimizer's state, so that two are the least that show what
+            goes on, and three are needed to see memory grow.
+        **kwargs: of the function, by any names but these.
+
+    Raises:
+        UsageError: the card is not known, an argument cannot be copied, `steps` is below 1.
+        RunFailedError: the function raised; `trace` and `document` are what happened until then.
+        EmptyTraceError: the function put nothing on the card.
+    """
+    if isinstance(target, TargetSpec):
+        return pipeline.profile(target, *args, **kwargs)
+    if not callable(target):
+        raise UsageError(
+            "nothing that could be profiled",
+            value=repr(target),
+            hint="give a TargetSpec or a function, and its arguments",
+        )
+    return _profile_function(target, args, **kwargs)
+
+
+def _profile_function(
+    function: Callable[..., object],
+    args: tuple[Any, ...],
+    *,
+    gpu: str = "h100-80gb",
+    vram: str | float | None = None,
+    steps: int = 2,
+    **kwargs: Any,
+) -> Document:
+    if steps < 1:
+        raise UsageError("nothing is run", value=f"steps={steps}", hint="give at least 1, or 2 for the steady state")
+    card = virtual_gpu(gpu, vram=vram)
+    args, kwargs = copied((args, kwargs))
+    try:
+        with card:
+            args, kwargs = to_card((args, kwargs))
+            for _ in range(steps):
+                function(*args, **kwargs)
+    except MemprofError:
+        raise
+    except Exception as error:
+        raised = RunFailedError(
+            f"the function raised {type(error).__name__}",
+            value=str(error),
+            hint="if the same code runs on a real GPU, this is a gap of the virtual one",
+        )
+        raised.trace = card.trace
+        with contextlib.suppress(EmptyTraceError):  # before anything was on the card
+            raised.document = card.report()
+        raise raised from error
+    return card.report()

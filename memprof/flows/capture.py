@@ -1,0 +1,106 @@
+"""Capture: run a workload on a device and return its trace."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+from memprof.catalog import Gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.errors import MemprofError, RunFailedError
+from memprof.measured import MeasuredDevice
+from memprof.measured.outside import Outside
+from memprof.trace.events import FailureKind, Trace
+from memprof.virtual import VirtualGpu
+from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
+from memprof.watch.failure import measured_failure
+from memprof.workload.step import Workload
+
+
+def capture_virtual(
+    workload: Workload,
+    gpu: Gpu,
+    progress: Callable[[str], None] = lambda doing: None,
+    memory: Callable[[Trace], MemoryStatistics] | None = None,
+    allocator_settings: AllocatorSettings | None = None,
+) -> Trace:
+    """Run `workload` on a virtual `gpu`; `memory` and `allocator_settings` as in VirtualGpu.
+
+    Raises:
+        UsageError: the workload cannot be built.
+        RunFailedError: the model's own code raised; its `trace` is what happened until then.
+    """
+    device = VirtualGpu(
+        gpu,
+        context_bytes=CONTEXT_BYTES,
+        tensors_only=not workload.spec.workspaces,
+        memory=memory,
+        allocator_settings=allocator_settings,
+    )
+    try:
+        with _no_collection(), device:
+            workload.run(device, progress)
+    except MemprofError:
+        raise
+    except Exception as error:
+        trace = device.trace
+        failure = trace.failure
+        assert failure is not None
+        place = failure.source.rpartition(" ")[0] if failure.source else "unknown place"
+        raised = RunFailedError(
+            f"the run failed in {failure.phase} with {failure.error}",
+            value=f"{failure.message} ({place})",
+            hint="if the same code runs on a real GPU, this is a gap of the virtual one; --debug shows the traceback",
+        )
+        raised.trace = trace
+        raise raised from error
+    return device.trace
+
+
+def capture_measured(
+    workload: Workload,
+    name: str,
+    progress: Callable[[str], None] = lambda doing: None,
+    *,
+    detail: bool = False,
+) -> Trace:
+    """Run `workload` for real, on "cpu" or "cuda".
+
+    Raises:
+        UsageError: the workload cannot be built.
+        RunFailedError: the model's code raised, or memory ran out; its `trace` is what happened until then.
+    """
+    device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
+    try:
+        with _no_collection(), device:
+            workload.run(device, progress)
+    except MemprofError:
+        raise
+    except Exception as error:
+        failure = device.trace.failure = measured_failure(error, device.failed_phase)
+        raised = RunFailedError(
+            f"memory ran out in {failure.phase}"
+            if failure.kind is FailureKind.OUT_OF_MEMORY
+            else f"the run failed in {failure.phase} with {failure.error}",
+            value=failure.message,
+            hint="the report says what was alive then; --debug shows the traceback",
+        )
+        raised.trace = device.trace
+        # The exception's frames would keep the model's tensors alive.
+        error.__traceback__ = None
+        raise raised from None
+    return device.trace
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Cyclic garbage would be freed at a moment that depends on what else the process does; a run's frees come from
+    reference counts alone."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

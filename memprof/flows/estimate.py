@@ -1,0 +1,62 @@
+"""The questions of `memprof estimate`, put to the virtual GPU."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from memprof.estimate.geometry import Subject
+from memprof.estimate.methods import Plan
+from memprof.estimate.table import Simulated
+from memprof.flows import profile as pipeline
+from memprof.spec import TargetSpec
+
+UNLIMITED = 8 << 40
+"""Bytes of a card on which everything fits; in other respects it is an A100."""
+
+
+def simulate(
+    subject: Subject,
+    plan: Plan,
+    batch_size: int,
+    context_length: int,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Simulated:
+    """Run `plan` on a virtual card without limit.
+
+    Args:
+        subject: the model; one that is a number of parameters is built from the shape derived for it.
+        plan: what is done with it.
+        batch_size: sequences of a micro-batch.
+        context_length: tokens of each.
+        progress: is told what is being done.
+
+    Raises:
+        MemprofError: the model cannot be built or run.
+    """
+    fields = plan.spec_fields()
+    if plan.method.kind == "lora" and subject.geometry is not None:
+        fields["lora_targets"] = subject.geometry.lora_modules
+    with tempfile.TemporaryDirectory() as folder:
+        model = subject.path or subject.name
+        if subject.derived:
+            model = str(Path(folder) / "config.json")
+            Path(model).write_text(json.dumps(dict(subject.config)), encoding="utf-8")
+        spec = TargetSpec(
+            model=model,
+            batch_size=batch_size,
+            context_length=context_length,
+            gpu_vram_bytes=UNLIMITED,
+            alloc_conf="",
+            **fields,  # type: ignore[arg-type]
+        )
+        _, document = pipeline.profile(spec, progress)
+    peak = document.peak
+    return Simulated(
+        peak.stage,
+        peak.allocated_bytes,
+        document.verdict.required_bytes,
+        dict(peak.categories),
+    )

@@ -1,0 +1,164 @@
+"""A script again and again, with remedies switched on from outside: `memprof run --ladder` and `--fix auto`.
+
+Each run is a process of its own, `memprof run --beyond --fix ... --save FILE script`: a script leaves its process in a
+state that another run should not find.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memprof.catalog import Gpu
+from memprof.errors import MemprofError, UsageError
+from memprof.flows import profile as pipeline
+from memprof.flows.ladder.climb import Runs, climb
+from memprof.flows.ladder.search import search
+from memprof.remedies.fixes import Fix
+from memprof.report.documents.report import Document
+from memprof.script import Program, StopRule
+from memprof.trace.events import Trace
+from memprof.trace.io import load_trace
+
+_SAID = "memprof: "
+EXPANDABLE = "expandable_segments:True"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is run.
+
+    Args:
+        program: the script.
+        rule: when to stop it.
+        gpu: the card.
+        alloc_conf: the allocator's settings, None: the environment's.
+        worst_batch: feed the largest batches first.
+    """
+
+    program: Program
+    rule: StopRule
+    gpu: Gpu
+    alloc_conf: str | None = None
+    worst_batch: bool = False
+
+    def options(self) -> list[str]:
+        """Of `memprof run`, before the script."""
+        rule = self.rule
+        found = (
+            ["--gpu-vram", repr(self.gpu.total_bytes / 2**30)] if self.gpu.key == "custom" else ["--gpu", self.gpu.key]
+        )
+        # What patience would add is not the same in every run: all are to make the same steps.
+        found += ["--until-exit"] if rule.steps is None else ["--steps", str(rule.steps)]
+        found += [] if rule.seconds is None else ["--timeout", repr(rule.seconds)]
+        found += [] if self.alloc_conf is None else ["--alloc-conf", self.alloc_conf]
+        found += ["--worst-batch"] if self.worst_batch else []
+        return found
+
+
+class ScriptRuns(Runs):
+    """Runs of one script.
+
+    Args:
+        request: the run as it is.
+        from_outside: names of the remedies that can be switched on so.
+        progress: told what is being done.
+    """
+
+    def __init__(self, request: Request, from_outside: Sequence[str], progress: Callable[[str], None]) -> None:
+        self._request = request
+        self._from_outside = from_outside
+        self._progress = progress
+        super().__init__(request.gpu)
+
+    def check(self, fixes: Sequence[Fix]) -> None:
+        """Raises UsageError if one of them cannot be switched on from outside."""
+        for fix in fixes:
+            if fix.remedy.name not in self._from_outside:
+                raise UsageError("this remedy cannot be switched on from outside a script", value=fix.remedy.name)
+
+    def on_now(self) -> frozenset[str]:
+        """What the settings say; what the script has switched on itself is found out by trying."""
+        settings = str(self.original.document.allocator["alloc_conf"] or "")
+        return frozenset({"expandable-segments"} if EXPANDABLE in settings else ())
+
+    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
+        settings = self.original.document.allocator["alloc_conf"]
+        return ",".join(filter(None, (settings, EXPANDABLE)))
+
+    def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
+        trace = super()._retold(trace, fixes)
+        facts: dict[str, Any] = trace.facts
+        program = {**facts["program"], "fixes": [*map(str, fixes)]}
+        return dataclasses.replace(trace, facts={**facts, "program": program})
+
+    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
+        self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "as it is"))
+        with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
+            kept = Path(folder) / "run.memprof"
+            options = ["--beyond", *self._request.options(), "--save", str(kept)]
+            options += ["--fix", ",".join(map(str, fixes))] if fixes else []
+            done = subprocess.run(
+                [sys.executable, "-m", "memprof", "run", *options, *self._request.program.command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+            if done.returncode not in (0, 3) or not kept.exists():
+                raise _failure(done.returncode, done.stderr, fixes)
+            trace = load_trace(kept)
+        return trace, pipeline.analyze(trace)
+
+
+def _failure(code: int, said: str, fixes: Sequence[Fix]) -> MemprofError:
+    """What a run that failed says."""
+    lines = said.rstrip().splitlines()
+    own = next((at for at in reversed(range(len(lines))) if lines[at].startswith(_SAID)), None)
+    if own is not None and code == UsageError.exit_code:
+        value = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  value:")), None)
+        hint = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  hint:")), None)
+        return UsageError(lines[own].removeprefix(_SAID), value=value, hint=hint)
+    how = f"with {', '.join(map(str, fixes))}" if fixes else "as it is"
+    return MemprofError(
+        f"the script fails {how}",
+        value=lines[-1] if lines else f"exit code {code}",
+        hint="memprof run without --ladder shows its output and the report so far",
+    )
+
+
+def script_ladder(request: Request, progress: Callable[[str], None]) -> tuple[Trace, Document]:
+    """The script as it is, and a ladder of remedies: see `ladder.climb`.
+
+    Raises:
+        MemprofError: the script fails as it is.
+    """
+    names = _from_outside()
+    return climb(ScriptRuns(request, names, progress), names)
+
+
+def script_search(request: Request, progress: Callable[[str], None]) -> tuple[Trace, Document]:
+    """The script with the cheapest set of remedies that fits the card: see `ladder_search.search`.
+
+    Raises:
+        MemprofError: the script fails as it is.
+    """
+    names = _from_outside()
+    exact = tuple(name for name in names if not name.startswith("amp-"))
+    tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
+    return search(ScriptRuns(request, names, progress), tiers)
+
+
+def _from_outside() -> Sequence[str]:
+    # Here and not above: --help needs no torch.
+    from memprof.remedies.from_outside import FROM_OUTSIDE
+
+    return FROM_OUTSIDE

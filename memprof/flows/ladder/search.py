@@ -1,0 +1,176 @@
+"""The cheapest remedies that make a run fit (`--fix auto`), found among simulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.flows.ladder.climb import Run, Runs, next_step, why, with_ladder
+from memprof.remedies.fixes import Fix
+from memprof.remedy_catalog import REMEDIES
+from memprof.report.documents.report import Document
+from memprof.trace.events import Trace
+from memprof.units import format_bytes
+
+CHEAPER = 0.005
+"""A set is cheaper than another if its step takes less time by this share."""
+
+_EXACT = (
+    "device-placement", "low-rank-npt", "sdpa-attention", "expandable-segments", "chunked-loss",
+    "optimizer-in-backward", "fused-optimizer", "micro-batch", "activation-checkpointing", "cpu-offload-activations",
+)  # fmt: skip
+_TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("the same numbers", _EXACT),
+    ("the same numbers, the optimizer on the CPU", (*_EXACT[:5], *_EXACT[7:], "cpu-offload-optimizer")),
+    (
+        "the same numbers but for the optimizer's states",
+        (*(name for name in _EXACT if name not in ("optimizer-in-backward", "fused-optimizer")), "8-bit-optimizer"),
+    ),
+    ("the same numbers, weights streamed from host memory", (*_EXACT[:5], "micro-batch", "cpu-offload-weights")),
+    ("an adapter on the frozen model", (*_EXACT[:5], *_EXACT[7:], "lora")),
+    ("an adapter on the frozen model in 4 bits", (*_EXACT[:5], *_EXACT[7:], "qlora")),
+)
+"""Sets of remedies, what is given up in words; the first that fits when all of it is on is searched."""
+
+
+def search(runs: Runs, tiers: Sequence[tuple[str, Sequence[str]]] = _TIERS) -> tuple[Trace, Document]:
+    """The run with the cheapest set of remedies that was found to fit the card, and how.
+
+    Of the first kind of set that fits with all of it on, remedies are taken one by one against what is in the way,
+    until it fits; then those that proved needless go, and those that make a step longer are replaced if others do.
+    Cheap is what adds least to the time of a step at the card's published rates.
+
+    Raises:
+        RunFailedError: as `pipeline.profile`.
+    """
+    if runs.original.fits:
+        return with_ladder(runs, (), "it fits as it is: nothing is to be changed")
+    not_applied: dict[str, str] = {}
+    least: tuple[Run, list[Fix]] | None = None
+    for given_up, names in tiers:
+        left = [name for name in names if name in REMEDIES and name not in runs.on_now()]
+        everything, run = _all_of(runs, left, not_applied)
+        if run is None:
+            continue
+        if run.is_answer:
+            chosen = _cheaper(runs, _needed(runs, _enough(runs, everything, not_applied)), everything)
+            for fix in chosen:
+                not_applied.pop(fix.remedy.name, None)
+            steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
+            return with_ladder(runs, _that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
+        if least is None or run.needed_bytes < least[0].needed_bytes:
+            least = run, everything
+    if least is None:
+        return with_ladder(runs, (), "no remedy applies to this run", not_applied)
+    needed = format_bytes(least[0].needed_bytes)
+    return with_ladder(
+        runs, [least[1]], f"nothing fits: the least that any set needs is {needed}, with all of these", not_applied
+    )
+
+
+def _enough(runs: Runs, everything: list[Fix], not_applied: dict[str, str]) -> list[Fix]:
+    """One fix after another against what is in the way, until it fits; all of them if nothing less does."""
+    left = [fix.remedy.name for fix in everything]
+    fixes: list[Fix] = []
+    run = runs.original
+    asked: dict[str, int] = {}
+    while not run.is_answer:
+        step = next_step(runs, run, fixes, left, asked, not_applied)
+        if step is None:
+            return everything
+        fix, run = step
+        fixes.append(fix)
+        left.remove(fix.remedy.name)
+    return fixes
+
+
+def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
+    """Without those that it fits without; what was put on last is asked first, for the others led there."""
+    for fix in reversed(fixes):
+        rest = [other for other in fixes if other is not fix]
+        if rest and _answers(runs, rest) is not None:
+            fixes = rest
+    return fixes
+
+
+def _cheaper(runs: Runs, fixes: list[Fix], everything: list[Fix]) -> list[Fix]:
+    """With what makes a step longer replaced by, or joined by, what makes it shorter and fits as well.
+
+    One may make another cheaper: what is computed again need not wait in host memory.
+    """
+    best = runs.with_fixes(fixes)
+    others = [fix for fix in everything if fix not in fixes]
+    for dear in [fix for fix in fixes if _price(runs, fix, fixes) > CHEAPER * best.seconds]:
+        rest = [fix for fix in fixes if fix is not dear]
+        for other in others:
+            if not set(other.remedy.saves) & set(dear.remedy.saves):
+                continue
+            for candidate in ([*rest, other], [*fixes, other]):
+                run = _answers(runs, candidate)
+                if run is not None and run.seconds < best.seconds * (1 - CHEAPER):
+                    fixes, best = candidate, run
+    return fixes
+
+
+def _price(runs: Runs, fix: Fix, fixes: list[Fix]) -> float:
+    """What a fix adds to the time of a step, the others being on."""
+    rest = [other for other in fixes if other is not fix]
+    try:
+        return runs.with_fixes(fixes).seconds - (runs.with_fixes(rest) if rest else runs.original).seconds
+    except MemprofError:
+        return 0.0
+
+
+def _answers(runs: Runs, fixes: list[Fix]) -> Run | None:
+    """The run with these, if it is an answer; None if it is none, or they do not apply together."""
+    try:
+        run = runs.with_fixes(fixes)
+    except MemprofError:
+        return None
+    return run if run.is_answer else None
+
+
+def _reason(runs: Runs, chosen: list[Fix], given_up: str) -> str:
+    names = " and ".join(fix.remedy.name for fix in chosen)
+    if len(chosen) == 1:
+        return f"{names} is enough ({given_up})"
+    needed = all(_answers(runs, [other for other in chosen if other is not fix]) is None for fix in chosen)
+    each = ", and without any one of them it does not" if needed else ""
+    return f"it fits with {names}{each} ({given_up}); no dearer remedy is on that a cheaper one could replace"
+
+
+def _that_apply(runs: Runs, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix]]:
+    """The steps without those that cannot run without what comes later; the last is kept."""
+    kept: list[Sequence[Fix]] = []
+    for fixes in steps[:-1]:
+        try:
+            runs.with_fixes(fixes)
+        except (UsageError, RunFailedError):
+            continue
+        kept.append(fixes)
+    return [*kept, *steps[-1:]]
+
+
+def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], Run | None]:
+    """As many of `names` as apply together, and the run with them."""
+    fixes: list[Fix] = []
+    for name in names:
+        try:
+            runs.check([*fixes, Fix(REMEDIES[name])])
+        except UsageError as error:
+            not_applied[name] = why(error)
+            continue
+        fixes.append(Fix(REMEDIES[name]))
+    while fixes:
+        try:
+            return fixes, runs.with_fixes(fixes)
+        except UsageError as error:
+            # The message begins with the name of the one that does not apply to this model.
+            guilty = next((fix for fix in fixes if fix.remedy.name in str(error)), fixes[-1])
+            not_applied[guilty.remedy.name] = why(error)
+            fixes.remove(guilty)
+        except RunFailedError as error:
+            # What this kind adds comes last in its list.
+            not_applied[fixes[-1].remedy.name] = why(error)
+            return [], None
+    return [], None

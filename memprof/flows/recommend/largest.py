@@ -1,0 +1,182 @@
+"""What fits a card: for each way to use a model the largest of the catalog that does, and its longest context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memprof.catalog import Gpu, ModelEntry, list_models
+from memprof.errors import MemprofError
+from memprof.flows import profile as pipeline
+from memprof.flows.recommend import snippet
+from memprof.flows.recommend.bisection import find_limit
+from memprof.flows.recommend.plans import Goal, Plan, base_spec, eight_bit_optimizer, half_of
+from memprof.flows.recommend.simulator import Outcome, Simulator
+from memprof.report.documents.recommendation import Largest, Recommendation
+from memprof.spec import TargetSpec
+from memprof.version import __version__
+
+CONTEXT = 2048
+"""Tokens at which models are tried, or as many as a model has positions for."""
+GRAIN = 1024
+"""Context lengths are searched in steps of so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One way to use a model.
+
+    Attributes:
+        name: in words.
+        plan: how it is run.
+        least_bytes: of a parameter, whatever else the run takes: what cannot fit is not run.
+        likely_bytes: of a parameter, to begin the search with.
+    """
+
+    name: str
+    plan: Plan
+    least_bytes: float
+    likely_bytes: float
+
+
+def tasks(gpu: Gpu) -> list[Task]:
+    """The ways that are looked at, in the order of what they need for a parameter.
+
+    Bytes of a parameter: weights of 4 bits 0.5, of 16 bits 2; a weight, its gradient and two states of AdamW in float32
+    16; a weight and a gradient of 16 bits and two states of 8 bits 6.
+    """
+    half = half_of(gpu)
+    found = [
+        Task("inference, 4-bit weights", Plan(Goal.INFER, "nf4", half), 0.5, 0.7),
+        Task(f"inference, {half}", Plan(Goal.INFER, "half", half), 2.0, 2.1),
+        Task("QLoRA", Plan(Goal.QLORA, "nf4", half, "adamw").leanest(), 0.5, 1.1),
+        Task(f"LoRA, {half}", Plan(Goal.LORA, "half", half, "adamw").leanest(), 2.0, 2.3),
+    ]
+    eight = eight_bit_optimizer()
+    if eight is not None and half == "bfloat16":
+        lean = Plan(Goal.FULL, "half", half, eight).leanest()
+        found.append(Task(f"full, {half}, 8-bit AdamW", lean, 6.0, 6.4))
+    mixed = Plan(Goal.FULL, "amp", half, "adamw").leanest()
+    found.append(Task("full, mixed precision", mixed, 16.0, 16.5))
+    return found
+
+
+def recommend_models(
+    spec: TargetSpec, progress: Callable[[str], None], context_length: int | None = None
+) -> Recommendation:
+    """The table for `spec`'s card; everything in it was run.
+
+    Args:
+        spec: names the card; its model is not looked at.
+        progress: told what is being done.
+        context_length: at which models are tried; None: 2,048.
+    """
+    gpu = pipeline.virtual_card(spec)
+    runs = Simulator(gpu, progress)
+    rows = tuple(_largest(runs, spec, task, context_length or CONTEXT) for task in tasks(gpu))
+    return Recommendation(
+        device=pipeline.device_facts(gpu),
+        goal=None,
+        model=None,
+        num_parameters=None,
+        context_length=context_length or CONTEXT,
+        effective_batch=None,
+        chosen=None,
+        reason="",
+        largest=rows,
+        runs=len(runs),
+        not_applied=dict(runs.failures),
+        assumptions=(
+            "Causal language models of the catalog by their number of parameters, one sequence at a time.",
+            "Those that PEFT does not know by itself are left out of LoRA and QLoRA.",
+            f"Training with activation checkpointing and a chunked loss. Context lengths in steps of {GRAIN:,} tokens.",
+            *((f"Card: {gpu.note}.",) if gpu.note else ()),
+        ),
+        memprof_version=__version__,
+    )
+
+
+def candidates() -> list[ModelEntry]:
+    """The catalog's causal language models with attention (and so a KV cache), by size; of equally large ones the
+    first."""
+    found: dict[int, ModelEntry] = {}
+    for entry in list_models():
+        if entry.task == "causal-lm" and entry.max_positions is not None:
+            found.setdefault(entry.num_parameters, entry)
+    return [found[size] for size in sorted(found)]
+
+
+def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
+    """The largest model that fits while the next larger does not, both run (unless its weights alone are too much)."""
+    entries = candidates()
+    available = runs.gpu.total_bytes
+    usable = runs.usable_bytes
+    outcomes: dict[str, Outcome | None] = {}
+
+    def fits(place: int) -> bool | None:
+        """None: it cannot be run in this way, whatever the card."""
+        entry = entries[place]
+        if entry.num_parameters * task.least_bytes > usable:
+            return False
+        if entry.key not in outcomes:
+            one = _spec(spec, task, entry, context_length)
+            outcomes[entry.key] = runs.try_run(one, f"{task.name}: {entry.key}")
+        outcome = outcomes[entry.key]
+        return None if outcome is None else outcome.fits
+
+    begin = max(sum(entry.num_parameters * task.likely_bytes <= usable for entry in entries) - 1, 0)
+    place = next((place for place in range(begin, -1, -1) if fits(place)), None)
+    for higher in range(begin + 1 if place == begin else len(entries), len(entries)):
+        answer = fits(higher)
+        if answer:
+            place = higher
+        elif answer is False:
+            break
+    first = 0 if place is None else place + 1
+    after = next((entry for entry in entries[first:] if outcomes.get(entry.key, ...) is not None), None)
+    failed = None if after is None else outcomes.get(after.key)
+    if place is None:
+        needed = None if failed is None else failed.needed_bytes
+        return Largest(task.name, None, 0, 0, context_length, None, None, after.key if after else None, needed, "")
+    entry, outcome = entries[place], outcomes[entries[place].key]
+    assert outcome is not None
+    longest, too_long = _longest(runs, spec, task, entry, available, outcome)
+    shown = _spec(spec, task, entry, longest or context_length)
+    return Largest(
+        task=task.name,
+        model=entry.key,
+        num_parameters=entry.num_parameters,
+        needed_bytes=outcome.needed_bytes,
+        at_context=int(str(outcome.target["context_length"])),
+        context_length=longest,
+        first_too_long=too_long,
+        next_model=None if after is None else after.key,
+        next_needed_bytes=None if failed is None else failed.needed_bytes,
+        command=snippet.command(task.plan, shown, 1),
+    )
+
+
+def _spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) -> TargetSpec:
+    length = min(context_length, (entry.max_positions or context_length) - 2 * (task.plan.goal is Goal.INFER))
+    base = base_spec(task.plan.goal, spec.edit(model=entry.key, context_length=length))
+    return task.plan.spec(base, 1)
+
+
+def _longest(
+    runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, available: int, outcome: Outcome
+) -> tuple[int, int | None]:
+    """The longest context of this model, and the next that was tried; multiples of GRAIN."""
+    at = int(str(outcome.target["context_length"]))
+    high = (entry.max_positions or 0) // GRAIN * GRAIN
+
+    def needed(length: int) -> int:
+        one = _spec(spec, task, entry, length)
+        return runs.run(one, f"{task.name}: {entry.key} at {length:,} tokens").against(available)
+
+    if high <= max(at, GRAIN):
+        return at, None
+    try:
+        limit = find_limit(needed, available, low=GRAIN, high=high, grain=GRAIN, begin=max(at // GRAIN * GRAIN, GRAIN))
+    except MemprofError:
+        return at, None
+    return (at, GRAIN) if limit.largest is None else (max(limit.largest, at), limit.first_too_large)

@@ -1,0 +1,175 @@
+"""The lengths of a data set's sequences, read from a file: one a line, or a column of JSON lines or Parquet."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memprof.errors import UsageError
+from memprof.report.documents.recommendation import Lengths
+
+_COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_ids", "tokens")
+"""Which column is meant where none is named: the first of these that there is."""
+_EXAMPLES = 3
+_MISSING = object()
+
+
+@dataclass
+class _Read:
+    values: list[int] = field(default_factory=list)
+    empty: int = 0
+    bad: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def take(self, value: Any, place: str) -> None:
+        """A value of the file: a number, or tokens to be counted."""
+        if value is None or value is _MISSING or (isinstance(value, str) and not value.strip()):
+            self.empty += 1
+            return
+        length = _length(value)
+        if length is None or length < 1:
+            self.bad += 1
+            if len(self.examples) < _EXAMPLES:
+                shown = repr(value)
+                self.examples.append(f"{place}: {shown if len(shown) < 40 else shown[:37] + '...'}")
+            return
+        self.values.append(length)
+
+
+def read_lengths(path: Path, column: str | None = None) -> tuple[list[int], Lengths]:
+    """The lengths in ascending order, and what was read; its figures are of the file, nothing is cut yet.
+
+    Raises:
+        UsageError: there is no such file or column, or no length in it.
+    """
+    if not path.is_file():
+        raise UsageError("no such file of lengths", value=path, hint="give a file with one length a line")
+    read = _Read()
+    name = str(path)
+    if path.suffix in (".parquet", ".pq"):
+        column = _parquet(path, column, read)
+    elif path.suffix in (".jsonl", ".ndjson"):
+        column = _json_lines(path, column, read)
+    else:
+        if column is not None:
+            raise UsageError("a column is for JSON lines and Parquet", value=column, hint="leave out --lengths-column")
+        for number, line in enumerate(_lines(path), 1):
+            read.take(line, f"line {number}")
+    if not read.values:
+        raise UsageError(
+            "no length in the file",
+            value=f"{path}: {read.empty} empty, {read.bad} no length" + "".join(f"; {one}" for one in read.examples),
+            hint="one whole number a line, the tokens of a sequence",
+        )
+    read.values.sort()
+    return read.values, Lengths(
+        file=name if column is None else f"{name}, column {column}",
+        count=len(read.values),
+        empty=read.empty,
+        bad=read.bad,
+        bad_examples=tuple(read.examples),
+        truncated=0,
+        shortest=read.values[0],
+        median=quantile(read.values, 0.5),
+        p99=quantile(read.values, 0.99),
+        longest=read.values[-1],
+        packed_rows=0,
+        context_length=read.values[-1],
+    )
+
+
+def quantile(ordered: list[int], share: float) -> int:
+    """The least value that this share of them does not exceed."""
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    if isinstance(value, str):
+        text = value.strip().replace(",", "").replace("_", "")
+        return int(text) if text.isascii() and text.isdigit() else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return value if isinstance(value, int) else None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    # What is no text is no number either: it is counted and named, not an error of its own.
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        for line in file:
+            yield line.rstrip("\r\n")
+
+
+def _json_lines(path: Path, column: str | None, read: _Read) -> str | None:
+    rows = found = 0
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            read.empty += 1
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            read.take(_Unread(line), f"line {number}")
+            continue
+        if not isinstance(row, dict):
+            read.take(row, f"line {number}")
+            continue
+        if column is None:
+            column = _choose(list(row), str(path))
+        rows, found = rows + 1, found + (column in row)
+        read.take(row.get(column, _MISSING), f"line {number}")
+    if rows and not found:
+        raise UsageError("no row has this column", value=column, hint="name one that there is: --lengths-column NAME")
+    return column
+
+
+class _Unread(str):
+    """A line that is no JSON: shown as it is."""
+
+    __slots__ = ()
+
+
+def _parquet(path: Path, column: str | None, read: _Read) -> str:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError("Parquet needs pyarrow", value=path, hint="pip install pyarrow") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "cannot read the file",
+            value=f"{path} ({str(error).splitlines()[0]})",
+            hint="give lines, JSON lines or Parquet",
+        ) from None
+    names = list(file.schema_arrow.names)
+    if column is None:
+        column = _choose(names, str(path))
+    if column not in names:
+        raise UsageError("no such column", value=column, hint=f"there are {', '.join(names[:12])}")
+    row = 0
+    for batch in file.iter_batches(columns=[column]):
+        for value in batch.column(0).to_pylist():
+            row += 1
+            read.take(value, f"row {row}")
+    return column
+
+
+def _choose(names: list[str], path: str) -> str:
+    for name in _COLUMNS:
+        if name in names:
+            return name
+    if len(names) == 1:
+        return names[0]
+    raise UsageError(
+        "which column has the lengths?",
+        value=f"{path}: {', '.join(names[:12])}",
+        hint="name it: --lengths-column NAME",
+    )

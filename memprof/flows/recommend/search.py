@@ -1,0 +1,387 @@
+"""The configuration for a model, a goal and a card, found by simulated runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memprof.errors import MemprofError
+from memprof.flows import profile as pipeline
+from memprof.flows.recommend import cards, snippet
+from memprof.flows.recommend.bisection import find_limit
+from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
+from memprof.flows.recommend.simulator import Outcome, Simulator
+from memprof.report.documents.recommendation import Alternative, Bound, Choice, Recommendation
+from memprof.spec import TargetSpec
+from memprof.version import __version__
+
+GRAIN = 256
+"""Context lengths are searched in steps of so many tokens."""
+MAX_CONTEXT = 1 << 20
+"""Of a model without a limit of its own."""
+MAX_BATCH = 1 << 14
+TIE = 0.005
+"""Steps whose times differ by less are equally fast: the one that needs less memory is taken."""
+SCREENED = 14
+"""Runs that a search may take before it settles; the limits, the check and the alternatives come on top."""
+DEFAULT_EFFECTIVE_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A plan at a micro-batch, and what came of it."""
+
+    plan: Plan
+    micro_batch: int
+    accumulation: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search came to; `chosen` is None if nothing fits, and `least` then needs least."""
+
+    chosen: Tried | None
+    least: Tried | None
+    tried: tuple[Tried, ...]
+
+
+class Search:
+    """Searches the configurations of a goal.
+
+    Args:
+        runs: makes the runs.
+        base: model, context length and card.
+        goal: what is to be done.
+        effective_batch: sequences in an optimizer step; of inference, sequences at a time.
+        precision: this precision alone.
+        micro_batch: this micro-batch alone.
+    """
+
+    def __init__(
+        self,
+        runs: Simulator,
+        base: TargetSpec,
+        goal: Goal,
+        effective_batch: int,
+        precision: str | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        self.runs = runs
+        self.base = base_spec(goal, base)
+        self.goal = goal
+        self.effective_batch = effective_batch
+        self.micro_batch = micro_batch
+        self.tiers = tiers(goal, runs.gpu, precision)
+        self.tried: dict[tuple[Plan, int], Tried] = {}
+
+    def search(self) -> Found:
+        """The quickest configuration among those that fit and give up least.
+
+        Kinds of runs are asked in turn, those that give up nothing first, each with everything on that saves memory. Of
+        those kinds that give up no more than the first that fits, all ways to run are then tried, each at the largest
+        micro-batch that fits.
+        """
+        smallest = self.sizes()[0]
+        given_up: str | None = None
+        best: Tried | None = None
+        for tier in self.tiers:
+            if given_up is not None and tier.given_up != given_up:
+                break
+            lean = self.at(tier.leanest(), smallest)
+            if lean is not None and not lean.outcome.fits and self.goal is not Goal.INFER:
+                lean = self.at(dataclasses.replace(tier.leanest(), activations=Activations.BOTH), smallest) or lean
+            if lean is None or not lean.outcome.fits:
+                continue
+            given_up = tier.given_up
+            fitting = [one for one in (self.at(plan, smallest) for plan in tier.variants()) if one and one.outcome.fits]
+            for one in sorted(fitting, key=lambda one: one.outcome.seconds):
+                best = self._better(best, self._largest_micro_batch(one, self._better(best, one)))
+        tried = tuple(self.tried.values())
+        least = min(tried, key=lambda one: one.outcome.needed_bytes, default=None)
+        return Found(best, least, tried)
+
+    def sizes(self) -> list[int]:
+        """Micro-batches in question: those that divide the effective batch."""
+        if self.micro_batch is not None:
+            return [self.micro_batch]
+        if self.goal is Goal.INFER:
+            return [self.effective_batch]
+        return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
+
+    def at(self, plan: Plan, micro_batch: int) -> Tried | None:
+        """The plan at a micro-batch; None if it does not apply.
+
+        With accumulation, the gradients of earlier micro-batches are there in every later one. One micro-batch on
+        gradients that zero_grad left as zeros is the same to the allocator, and takes half the time to run.
+        """
+        key = plan, micro_batch
+        if key not in self.tried:
+            accumulation = self._accumulation(micro_batch)
+            spec = plan.spec(self.base, micro_batch)
+            if accumulation > 1:
+                spec = spec.edit(zero_grad="zero")
+            outcome = self.runs.try_run(spec, plan.label(micro_batch), accumulation)
+            if outcome is None:
+                return None
+            self.tried[key] = Tried(plan, micro_batch, accumulation, outcome)
+        return self.tried[key]
+
+    def confirmed(self, tried: Tried) -> Tried:
+        """The same as it will be run: with its accumulation."""
+        spec = tried.plan.spec(self.base, tried.micro_batch, tried.accumulation)
+        label = f"check of {tried.plan.label(tried.micro_batch)}"
+        return dataclasses.replace(tried, outcome=self.runs.run(spec, label, tried.accumulation))
+
+    def batch_limit(self, tried: Tried) -> Bound:
+        """The largest micro-batch of this configuration."""
+        accumulation = min(tried.accumulation, 2)
+
+        def needed(size: int) -> int:
+            spec = tried.plan.spec(self.base, size, accumulation)
+            outcome = self.runs.run(spec, tried.plan.label(size), tried.accumulation)
+            return outcome.against(self.runs.gpu.total_bytes)
+
+        limit = find_limit(needed, self.runs.gpu.total_bytes, low=1, high=MAX_BATCH, begin=tried.micro_batch)
+        return Bound(limit.largest, limit.first_too_large)
+
+    def context_limit(self, tried: Tried, longest: int | None) -> Bound:
+        """The longest context of this configuration, in steps of GRAIN tokens."""
+        now = int(str(tried.outcome.target["context_length"]))
+        high = (longest or MAX_CONTEXT) // GRAIN * GRAIN
+        if high < GRAIN:
+            return Bound(now, None)
+
+        def needed(length: int, accumulation: int) -> int:
+            spec = tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, accumulation)
+            outcome = self.runs.run(spec, f"context {length:,}", tried.accumulation)
+            return outcome.against(self.runs.gpu.total_bytes)
+
+        available = self.runs.gpu.total_bytes
+        begin = max(now // GRAIN * GRAIN, GRAIN)
+        # The second micro-batch has all that a later one has; looked for with two, the limit is then run with all.
+        few = min(tried.accumulation, 2)
+        limit = find_limit(lambda n: needed(n, few), available, low=GRAIN, high=high, grain=GRAIN, begin=begin)
+        if limit.largest and few < tried.accumulation and needed(limit.largest, tried.accumulation) > available:
+            limit = find_limit(
+                lambda n: needed(n, tried.accumulation), available, low=GRAIN, high=high, grain=GRAIN, begin=begin
+            )
+        return Bound(limit.largest, limit.first_too_large)
+
+    def _accumulation(self, micro_batch: int) -> int:
+        return 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
+
+    def _largest_micro_batch(self, first: Tried, best: Tried | None) -> Tried:
+        """The best of a plan: up to the largest micro-batch that fits, unless it cannot be quicker than what there is.
+
+        Args:
+            first: the plan at the smallest micro-batch; it fits.
+            best: the quickest so far.
+        """
+        sizes, plan, found = self.sizes(), first.plan, first
+        low, high = 0, len(sizes)
+        while high - low > 1 and len(self.runs) < SCREENED and not self._hopeless(found, best):
+            middle = self._guess(plan, sizes, low, high)
+            tried = self.at(plan, sizes[middle])
+            if tried is None:
+                break
+            if tried.outcome.fits:
+                low, found = middle, self._better(found, tried) or found
+            else:
+                high = middle
+        return found
+
+    def _guess(self, plan: Plan, sizes: list[int], low: int, high: int) -> int:
+        """Which size to try: the largest by what a sequence takes, if two sizes are known; else the next."""
+        known = sorted((size, one.outcome) for (of, size), one in self.tried.items() if of == plan)[-2:]
+        if len(known) < 2:
+            return low + 1
+        (one, before), (two, after) = known
+        slope = (after.needed_bytes - before.needed_bytes) / (two - one)
+        if slope <= 0:
+            return high - 1
+        most = one + (self.runs.gpu.total_bytes - before.needed_bytes) / slope
+        fitting = [place for place in range(low + 1, high) if sizes[place] <= most]
+        return max(fitting, default=low + 1)
+
+    def _hopeless(self, first: Tried, best: Tried | None) -> bool:
+        """No micro-batch of this plan can be quicker than `best`: operations and transfers alone take as long."""
+        step = first.outcome.step
+        if best is None or step is None:
+            return False
+        rate = max(self.runs.gpu.peak_flops.values(), default=0)
+        half = self.runs.gpu.peak_flops.get(first.plan.half, rate)
+        least = (step.operations / half if half else 0.0) + step.bus_seconds
+        return least > best.outcome.seconds * (1 - TIE)
+
+    @staticmethod
+    def _better(one: Tried | None, other: Tried | None) -> Tried | None:
+        """The quicker of two that fit; of equally quick ones, that which needs less."""
+        if one is None or other is None:
+            return one or other
+        quickest = min(one.outcome.seconds, other.outcome.seconds)
+        near = [tried for tried in (one, other) if tried.outcome.seconds <= quickest * (1 + TIE)]
+        return min(near, key=lambda tried: tried.outcome.needed_bytes)
+
+
+def recommend(
+    spec: TargetSpec,
+    goal: Goal,
+    progress: Callable[[str], None],
+    *,
+    effective_batch: int | None = None,
+    precision: str | None = None,
+    micro_batch: int | None = None,
+    runs: Simulator | None = None,
+) -> tuple[Recommendation, Search, Found]:
+    """The configuration for `spec`'s model on its card, with its limits and the code to paste.
+
+    Args:
+        spec: model, context length and card; everything else is searched.
+        goal: what is to be done.
+        progress: told what is being done.
+        effective_batch: sequences in an optimizer step; None: 8, or `micro_batch` if that is given (inference: 1).
+        precision: half, amp, float32, int8 or nf4 alone.
+        micro_batch: this micro-batch alone.
+        runs: makes the runs.
+
+    Raises:
+        MemprofError: the model cannot be found, or no way to run the goal applies to it.
+    """
+    gpu = pipeline.virtual_card(spec)
+    runs = runs or Simulator(gpu, progress)
+    default = 1 if goal is Goal.INFER else DEFAULT_EFFECTIVE_BATCH
+    batch = effective_batch or micro_batch or default
+    search = Search(runs, spec, goal, batch, precision, micro_batch)
+    if goal is Goal.INFER and search.at(search.tiers[0], batch) is None:
+        # It does not decode: its forward alone.
+        runs.failures.clear()
+        search.base = search.base.edit(new_tokens=None)
+    found = search.search()
+    if not found.tried:
+        label, why = next(iter(runs.failures.items()))
+        raise MemprofError(f"the goal {goal.value} cannot be run with this model", value=f"{label}: {why}")
+    chosen = None if found.chosen is None else search.confirmed(found.chosen)
+    if chosen is not None and not chosen.outcome.fits:
+        # Only where zeros instead of no gradients made the difference: what is leaner is checked in turn.
+        rest = sorted((one for one in found.tried if one.outcome.fits), key=lambda one: one.outcome.needed_bytes)
+        chosen = next((one for one in map(search.confirmed, rest) if one.outcome.fits), None)
+    example = chosen or found.least
+    assert example is not None
+    target = example.outcome.target
+    context_length = int(str(target["context_length"]))
+    longest = target.get("max_positions")
+    batch_limit = context = None
+    alternatives: tuple[Alternative, ...] = ()
+    if chosen is not None:
+        batch_limit = search.batch_limit(chosen)
+        if target.get("vocab_size") is not None:
+            context = search.context_limit(chosen, None if longest is None else int(str(longest)))
+    else:
+        alternatives = cards.alternatives(search, example)
+    rows = _choices(runs, found.tried, chosen)
+    answer = Recommendation(
+        device=pipeline.device_facts(gpu),
+        goal=goal.value,
+        model=str(target["model"]),
+        num_parameters=int(str(target["num_parameters"])),
+        context_length=context_length,
+        effective_batch=batch,
+        chosen=rows[0] if chosen is not None else None,
+        reason=_reason(chosen, found, search),
+        choices=rows,
+        batch=batch_limit,
+        context=context,
+        alternatives=alternatives,
+        snippets={} if chosen is None else snippet.snippets(chosen.plan, chosen.outcome.spec, chosen.accumulation),
+        runs=len(runs),
+        not_applied=dict(runs.failures),
+        assumptions=_assumptions(goal, gpu.note, effective_batch, batch),
+        memprof_version=__version__,
+    )
+    return answer, search, dataclasses.replace(found, chosen=chosen)
+
+
+def _choices(runs: Simulator, tried: tuple[Tried, ...], chosen: Tried | None) -> tuple[Choice, ...]:
+    """All that were run, the chosen one first, then by time of a step."""
+    rest = [one for one in tried if chosen is None or (one.plan, one.micro_batch) != (chosen.plan, chosen.micro_batch)]
+    rest.sort(key=lambda one: (not one.outcome.fits, one.outcome.seconds, one.outcome.needed_bytes))
+    ordered = [*([chosen] if chosen is not None else []), *rest]
+    points = [(one.outcome.needed_bytes, one.outcome.seconds) for one in ordered]
+    return tuple(_choice(runs, one, _on_front(point, points)) for one, point in zip(ordered, points, strict=True))
+
+
+def _on_front(point: tuple[int, float], points: list[tuple[int, float]]) -> bool:
+    return not any(
+        other != point and other[0] <= point[0] and other[1] <= point[1] * (1 - TIE if other[0] == point[0] else 1)
+        for other in points
+    )
+
+
+def _choice(runs: Simulator, tried: Tried, pareto: bool) -> Choice:
+    plan, outcome, step = tried.plan, tried.outcome, tried.outcome.step
+    settings = {
+        "precision": plan.precision if plan.precision not in ("half", "amp") else f"{plan.precision} ({plan.half})",
+        "optimizer": plan.optimizer,
+        "activations": plan.activations.value,
+        "chunked_loss": plan.chunked_loss,
+        "attention": plan.attention,
+        "alloc_conf": outcome.spec.alloc_conf,
+    }
+    return Choice(
+        name=plan.label(),
+        settings=settings,
+        command=snippet.command(plan, outcome.spec, tried.accumulation),
+        micro_batch=tried.micro_batch,
+        accumulation=tried.accumulation,
+        needed_bytes=outcome.needed_bytes,
+        host_bytes=outcome.host_bytes,
+        margin_bytes=runs.gpu.total_bytes - outcome.needed_bytes,
+        fits=outcome.fits,
+        step_seconds=None if step is None else step.seconds,
+        compute_seconds=None if step is None else step.compute_seconds,
+        bus_seconds=None if step is None else step.bus_seconds,
+        given_up=plan.given_up,
+        pareto=pareto,
+        dies_in=outcome.dies_in,
+    )
+
+
+def _reason(chosen: Tried | None, found: Found, search: Search) -> str:
+    if chosen is None:
+        assert found.least is not None
+        return f"nothing fits: the least that any way needs is with {found.least.plan.label(found.least.micro_batch)}"
+    fitting = [one for one in found.tried if one.outcome.fits and one.plan.given_up == chosen.plan.given_up]
+    what = "gives up no precision" if not chosen.plan.given_up else f"gives up: {chosen.plan.given_up}"
+    dearer = [tier for tier in search.tiers if tier.given_up != chosen.plan.given_up]
+    earlier = [tier for tier in dearer if search.tiers.index(tier) < search.tiers.index(_tier(chosen, search))]
+    no_less = "; what gives up less does not fit" if earlier else ""
+    if len(fitting) == 1:
+        return f"the only one of {len(found.tried)} that were run that fits; it {what}{no_less}"
+    return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
+
+
+def _tier(tried: Tried, search: Search) -> Plan:
+    return next(
+        tier
+        for tier in search.tiers
+        if (tier.precision, tier.optimizer) == (tried.plan.precision, tried.plan.optimizer)
+    )
+
+
+def _assumptions(goal: Goal, note: str, asked: int | None, batch: int) -> tuple[str, ...]:
+    found = [
+        "Times are lower bounds at the card's published rates: compute and transfers one after the other. They rank "
+        "configurations; real kernels reach a part of these rates.",
+        f"Context lengths are searched in steps of {GRAIN} tokens, batches one by one.",
+    ]
+    if goal is not Goal.INFER:
+        found.append(
+            "Of more than two micro-batches in a step two are run: each after the second finds what the second found."
+        )
+        if asked is None:
+            found.append(f"{batch} sequences in an optimizer step (no --effective-batch was given).")
+    if note:
+        found.append(f"Card: {note}.")
+    return tuple(found)

@@ -1,0 +1,127 @@
+"""Runs of many specs on one card, each made once; of each only what a recommendation needs is kept."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memprof.catalog import Gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.errors import MemprofError
+from memprof.flows import profile as pipeline
+from memprof.ledger.state import ModelState
+from memprof.remedies.fixes import Fix, edit_spec, in_force
+from memprof.remedy_catalog import REMEDIES
+from memprof.report.documents.ladder import StepWork, accumulated_work
+from memprof.spec import Mode, TargetSpec
+
+HOST_BYTES = 256 << 30
+"""Host memory that is taken for granted, as in memprof/flows/ladder/climb.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run needs and takes. `spec` is the run as it was made: where that makes it fit, with expandable segments.
+
+    Attributes:
+        spec: what was run.
+        needed_bytes: of the card, the context included, so that nothing is ever refused.
+        fits: it came to its end on the card.
+        host_bytes: the most in host memory.
+        step: the work of one whole optimizer step, or of one forward; None if it was not counted.
+        state: parameters, gradients and optimizer state, in bytes.
+        target: what the run turned out to be (dtype, number of parameters, ...).
+        dies_in: where it dies, if it does.
+    """
+
+    spec: TargetSpec
+    needed_bytes: int
+    fits: bool
+    host_bytes: int
+    step: StepWork | None
+    state: ModelState
+    target: dict[str, object]
+    dies_in: str
+
+    def against(self, available: int) -> int:
+        """What it needs, and on the right side of `available`: a run may fit by giving the cache back on the way."""
+        return min(self.needed_bytes, available) if self.fits else max(self.needed_bytes, available + 1)
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a step."""
+        return 0.0 if self.step is None else self.step.seconds
+
+
+class Simulator:
+    """Makes runs and remembers them.
+
+    Args:
+        gpu: the card.
+        progress: told what is being done.
+    """
+
+    def __init__(self, gpu: Gpu, progress: Callable[[str], None]) -> None:
+        self.gpu = gpu
+        self.failures: dict[str, str] = {}
+        """What was tried and does not apply -> why."""
+        self._progress = progress
+        self._known: dict[tuple[TargetSpec, int], Outcome] = {}
+
+    def __len__(self) -> int:
+        """How many runs were made."""
+        return len(self._known)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the card has for tensors."""
+        return self.gpu.total_bytes - CONTEXT_BYTES
+
+    def run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> Outcome:
+        """The outcome of `spec`; `step` is of a step with so many micro-batches.
+
+        Raises:
+            MemprofError: it cannot be run.
+        """
+        key = spec, micro_batches
+        if key not in self._known:
+            self._progress(f"run {len(self) + 1}: {label}")
+            self._known[key] = self._run(spec, micro_batches)
+            # The command line switches the collector off, and what a run leaves in circles must go before the next. The
+            # libraries' own objects, millions that live for good, are looked through once.
+            gc.collect()
+            if len(self._known) == 1:
+                gc.freeze()
+        return self._known[key]
+
+    def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> Outcome | None:
+        """The same; None where the run cannot be made, and `failures` says why."""
+        try:
+            return self.run(spec, label, micro_batches)
+        except MemprofError as error:
+            self.failures[label] = error.problem if error.value is None else f"{error.problem} ({error.value})"
+            return None
+
+    def _run(self, spec: TargetSpec, micro_batches: int) -> Outcome:
+        trace, document = pipeline.profile(spec, explained=False)
+        step = accumulated_work(trace, self.gpu, micro_batches)
+        together = document.peak.allocated_bytes <= self.usable_bytes
+        if not document.verdict.fits and together and "expandable-segments" not in in_force(spec):
+            # All tensors together would fit: perhaps they do without the pieces in between.
+            edited = edit_spec(spec, Fix(REMEDIES["expandable-segments"]), document.target)
+            again = pipeline.analyze(trace, edited.alloc_conf, explained=False)
+            if again.verdict.fits:
+                spec, document = edited, again
+        verdict = document.verdict
+        where = verdict.oom_stage or ""
+        return Outcome(
+            spec=spec,
+            needed_bytes=verdict.required_bytes,
+            fits=bool(verdict.fits) and document.host_peak_bytes <= HOST_BYTES,
+            host_bytes=document.host_peak_bytes,
+            step=step,
+            state=document.model_state,
+            target=dict(document.target),
+            dies_in=f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where,
+        )

@@ -1,0 +1,307 @@
+"""The code to paste: a configuration as a script of plain PyTorch, as one for Trainer, and as a command."""
+
+from __future__ import annotations
+
+import json
+import pprint
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
+from memprof.flows.recommend.plans import Activations, Goal, Plan
+from memprof.spec import DEFAULT_LORA_RANK, Mode, TargetSpec
+
+_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+}
+"""Those that are fed with tokens; for others no script is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """How a script gets the model."""
+
+    auto_class: str
+    from_pretrained: str
+    """The argument of from_pretrained; empty if there are no weights to load."""
+    from_config: str = ""
+    """An expression of the configuration, where there are none."""
+
+
+def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
+    """Scripts by kind, "pytorch" and "transformers"; none for a model of the user's own, or one that takes no tokens.
+
+    Args:
+        plan: the configuration.
+        spec: the run that was made with it.
+        accumulation: micro-batches in a step.
+    """
+    model = _model(spec)
+    if model is None:
+        return {}
+    if plan.goal is Goal.INFER:
+        return {"pytorch": _inference(plan, spec, model)}
+    return {
+        "pytorch": _pytorch(plan, spec, model, accumulation),
+        "transformers": _trainer(plan, spec, model, accumulation),
+    }
+
+
+def command(plan: Plan, spec: TargetSpec, accumulation: int) -> str:
+    """`memprof profile` for this configuration, every option of it."""
+    words = ["memprof", "profile", "--model-size" if spec.model_is_size else "--model", spec.model]
+
+    def option(name: str, value: object) -> None:
+        if value is not None:
+            words.extend((f"--{name}", str(value)))
+
+    option("context-length", spec.context_length)
+    option("batch-size", spec.batch_size if spec.batch_size > 1 else None)
+    option("dtype", spec.dtype)
+    option("amp", spec.amp)
+    option("quantize", spec.quantize)
+    option("adapter", spec.adapter)
+    option("lora-rank", spec.lora_rank)
+    option("lora-targets", spec.lora_targets)
+    option("attention", spec.attention)
+    if spec.mode is Mode.INFERENCE:
+        option("mode", spec.mode.value)
+        option("new-tokens", spec.new_tokens)
+        option("steps", spec.steps)
+    else:
+        option("optimizer", spec.optimizer if spec.optimizer != "adamw" else None)
+        option("optimizer-impl", spec.optimizer_impl)
+        option("gradient-accumulation", accumulation if accumulation > 1 else None)
+    option("fix", ",".join(spec.fixes) or None)
+    option("alloc-conf", spec.alloc_conf)
+    if spec.gpu_vram_bytes is None:
+        option("gpu", spec.gpu)
+    else:
+        option("gpu-vram", f"{spec.gpu_vram_bytes}b")
+    return shlex.join(words)
+
+
+# -- parts of a script ------------------------------------------------------------------------------------------------
+
+
+def _model(spec: TargetSpec) -> _Model | None:
+    if spec.model_is_size:
+        return _of_entry(resolve_size(spec.model))
+    if has_model(spec.model):
+        return _of_entry(find_model(spec.model))
+    if spec.model.rpartition(":")[2].isidentifier() and ":" in spec.model:
+        return None
+    path = Path(spec.model).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        return _Model("AutoModelForCausalLM", spec.model)
+    names = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["AutoModelForCausalLM"]
+    if path.is_dir() and any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
+        return _Model(str(names[0]), str(path))
+    return _Model(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r})")
+
+
+def _of_entry(entry: ModelEntry) -> _Model | None:
+    name = _CLASSES.get(entry.task)
+    if name is None:
+        return None
+    if not entry.synthesized:
+        return _Model(name, entry.hf_id)
+    config = pprint.pformat(entry.load_config(), width=100, sort_dicts=False)
+    return _Model(name, "", f"transformers.AutoConfig.for_model(**{config})")
+
+
+def _head(plan: Plan, spec: TargetSpec, imports: list[str]) -> list[str]:
+    lines = []
+    if spec.alloc_conf:
+        lines += ["import os", "", f'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {spec.alloc_conf!r}  # before torch', ""]
+    lines += [*sorted(imports), ""]
+    if any(name != "cpu-offload-optimizer" for name in spec.fixes) or plan.optimizer == "adamw-cpu":
+        lines += ["import memprof", ""]
+    return [*lines, 'device = "cuda" if torch.cuda.is_available() else "cpu"']
+
+
+def _load(plan: Plan, spec: TargetSpec, model: _Model) -> list[str]:
+    dtype = f"torch.{spec.dtype or 'float32'}"
+    arguments = [f"dtype={dtype}"]
+    lines: list[str] = []
+    if spec.attention is not None:
+        arguments.append(f'attn_implementation="{spec.attention}"')
+    if plan.precision in ("int8", "nf4"):
+        options = (
+            "load_in_8bit=True"
+            if plan.precision == "int8"
+            else 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, '
+            f"bnb_4bit_compute_dtype=torch.{spec.amp or spec.dtype}"
+        )
+        lines.append(f"quantization = transformers.BitsAndBytesConfig({options})")
+        arguments += ["quantization_config=quantization", 'device_map={"": 0}']
+    if model.from_pretrained:
+        lines.append(f'model = transformers.{model.auto_class}.from_pretrained("{model.from_pretrained}",')
+        lines.append(f"    {', '.join(arguments)})")
+    else:
+        make = "_from_config" if not model.auto_class.startswith("Auto") else "from_config"
+        lines.append(f"config = {model.from_config}")
+        lines.append(f"model = transformers.{model.auto_class}.{make}(config, {', '.join(arguments)})")
+    if plan.goal in (Goal.LORA, Goal.QLORA):
+        if plan.goal is Goal.QLORA:
+            lines.append("model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
+        rank = spec.lora_rank or DEFAULT_LORA_RANK
+        targets = ""
+        if spec.lora_targets is not None:
+            names = [name.strip() for name in spec.lora_targets.split(",")]
+            targets = f", target_modules={names if names != ['all-linear'] else 'all-linear'!r}"
+        lines.append(
+            f'lora = peft.LoraConfig(task_type="CAUSAL_LM", r={rank}, lora_alpha={2 * rank}, '
+            f"lora_dropout={spec.lora_dropout}{targets})"
+        )
+        lines.append("model = peft.get_peft_model(model, lora)")
+    return lines
+
+
+def _on_device(plan: Plan) -> list[str]:
+    return [] if plan.precision in ("int8", "nf4") else ["model.to(device)"]
+
+
+def _imports(plan: Plan) -> list[str]:
+    names = ["torch", "transformers"]
+    if plan.goal in (Goal.LORA, Goal.QLORA):
+        names.append("peft")
+    if plan.optimizer == "adamw-8bit":
+        names.append("bitsandbytes")
+    if plan.optimizer == "torchao-adamw-8bit":
+        names.append("torchao.optim")
+    return [f"import {name}" for name in names]
+
+
+def _optimizer(plan: Plan) -> list[str]:
+    if plan.optimizer == "adamw-cpu":
+        return ['optimizer = applied.results["cpu-offload-optimizer"]']
+    made = {
+        "adamw": "torch.optim.AdamW(trained, lr=1e-4, fused=True)",
+        "adamw-8bit": "bitsandbytes.optim.AdamW8bit(trained, lr=1e-4)",
+        "torchao-adamw-8bit": "torchao.optim.AdamW8bit(trained, lr=1e-4)",
+    }[plan.optimizer]
+    return [
+        "trained = [parameter for parameter in model.parameters() if parameter.requires_grad]",
+        f"optimizer = {made}",
+    ]
+
+
+def _apply(names: list[str]) -> list[str]:
+    if not names:
+        return []
+    listed = ", ".join(f'"{name}"' for name in names)
+    kept = "applied = " if "cpu-offload-optimizer" in names else ""
+    return [f"{kept}memprof.apply(model, [{listed}], undoable=False)"]
+
+
+def _pytorch(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> str:
+    lines = [
+        *_head(plan, spec, _imports(plan)),
+        f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {_length(spec)}",
+        "",
+        *_load(plan, spec, model),
+        *_on_device(plan),
+        *_apply(list(spec.fixes)),
+        *_optimizer(plan),
+        *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if _scaled(spec) else []),
+        "",
+        "",
+        "def batches():  # yours",
+        "    while True:",
+        "        ids = torch.randint(model.config.vocab_size, (micro_batch, length))",
+        '        yield {"input_ids": ids, "labels": ids.clone()}',
+        "",
+        "",
+        "model.config.use_cache = False",
+        "model.train()",
+        "data = batches()",
+        "for step in range(2):",
+        "    for _ in range(accumulation):",
+        "        batch = {name: tensor.to(device) for name, tensor in next(data).items()}",
+    ]
+    if spec.amp:
+        lines.append(f"        with torch.autocast(device, dtype=torch.{spec.amp}):")
+        lines.append("            loss = model(**batch).loss / accumulation")
+    else:
+        lines.append("        loss = model(**batch).loss / accumulation")
+    if _scaled(spec):
+        lines += ["        scaler.scale(loss).backward()", "    scaler.step(optimizer)", "    scaler.update()"]
+    else:
+        lines += ["        loss.backward()", "    optimizer.step()"]
+    lines += ["    optimizer.zero_grad()", "    print(step, loss.item() * accumulation)"]
+    return "\n".join(lines) + "\n"
+
+
+def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> str:
+    # What Trainer has an argument for is said there.
+    own = "activation-checkpointing" if plan.activations is Activations.CHECKPOINTED else ""
+    fixes = [name for name in spec.fixes if name != own]
+    optim = {"adamw": "adamw_torch_fused", "adamw-8bit": "adamw_bnb_8bit"}.get(plan.optimizer)
+    arguments = [
+        'output_dir="out"',
+        f"per_device_train_batch_size={spec.batch_size}",
+        f"gradient_accumulation_steps={accumulation}",
+        "learning_rate=1e-4",
+        "max_steps=2",
+        'report_to="none"',
+        'use_cpu=device == "cpu"',
+    ]
+    if spec.amp:
+        arguments.append("bf16=True" if spec.amp == "bfloat16" else "fp16=torch.cuda.is_available()")
+    if own:
+        arguments.append("gradient_checkpointing=True")
+    if optim is not None:
+        arguments.append(f'optim="{optim}"')
+    imports = [line for line in _imports(plan) if line != "import bitsandbytes"]
+    head_spec = spec.edit(fixes=tuple(fixes))
+    lines = [
+        *_head(plan, head_spec, imports),
+        "",
+        *_load(plan, spec, model),
+        *_on_device(plan),
+        *_apply(fixes),
+        *([] if optim is not None else _optimizer(plan)),
+        f"count, length = {2 * spec.batch_size * accumulation}, {_length(spec)}",
+        "rows = torch.randint(model.config.vocab_size, (count, length))  # yours",
+        'dataset = [{"input_ids": row, "labels": row} for row in rows]',
+        "arguments = transformers.TrainingArguments(",
+        *(f"    {argument}," for argument in arguments),
+        ")",
+        "trainer = transformers.Trainer("
+        + ("" if optim is not None else "optimizers=(optimizer, None), ")
+        + "model=model, args=arguments, train_dataset=dataset)",
+        "trainer.train()",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _inference(plan: Plan, spec: TargetSpec, model: _Model) -> str:
+    lines = [
+        *_head(plan, spec, _imports(plan)),
+        f"batch, length = {spec.batch_size}, {_length(spec)}",
+        "",
+        *_load(plan, spec, model),
+        *_on_device(plan),
+        "model.eval()",
+        "prompt = torch.randint(model.config.vocab_size, (batch, length), device=device)  # yours",
+        "with torch.no_grad():",
+    ]
+    if spec.new_tokens:
+        lines.append(f"    output = model.generate(prompt, max_new_tokens={spec.new_tokens}, do_sample=False)")
+    else:
+        lines.append("    output = model(prompt).logits")
+    return "\n".join([*lines, "print(output.shape)"]) + "\n"
+
+
+def _scaled(spec: TargetSpec) -> bool:
+    return spec.amp == "float16"
+
+
+def _length(spec: TargetSpec) -> int:
+    assert spec.context_length is not None
+    return spec.context_length

@@ -1,0 +1,234 @@
+"""Files of recorded runs, opened and examined: the flow behind `memprof analyze` and `memprof export`.
+
+    FILE -capture/snapshot, trace/io-> Snapshot -recording-> [Recording] -report-> Analysis, .pickle, .json
+
+A capture of memprof is turned into a snapshot first (its requests through the allocator), so that both kinds go through
+the same lines from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from memprof.allocator import AllocatorConfig, config_from_environment, parse_config
+from memprof.errors import UsageError
+from memprof.recording.from_trace import Converted, Slice, snapshot_of
+from memprof.recording.recording import Recording, Steps, recordings
+from memprof.recording.slices import annotated, event_times, name_stages, slices_of
+from memprof.recording.steps import LEAST_STEPS, find_steps
+from memprof.report.documents.analysis import Analysis
+from memprof.report.documents.analysis_build import Facts, Question, build_analysis
+from memprof.trace.events import Trace
+from memprof.trace.snapshot import Action, Snapshot
+from memprof.units import format_bytes
+
+MEMORY_PER_BYTE = 12
+"""Bytes of memory that reading and analysing takes per byte of a snapshot, at most; tests/benchmarks/analyze.py
+measures it."""
+
+_GZIP = b"\x1f\x8b"
+_PICKLE = b"\x80"
+_KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
+
+
+@dataclass(slots=True)
+class Opened:
+    """A file, read and taken apart."""
+
+    snapshot: Snapshot
+    recordings: list[Recording]
+    facts: Facts
+    converted: Converted | None
+    """For a capture."""
+
+    def slices(self, recording: Recording) -> list[Slice]:
+        """Stages and modules of one device, in microseconds."""
+        if self.converted is not None:
+            return self.converted.slices
+        return slices_of(recording, self.snapshot.annotations)
+
+
+def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> Opened:
+    """Read `path` and rebuild what happened.
+
+    Raises:
+        UsageError: it is neither a snapshot nor a capture, or damaged.
+        UsageError: it does not fit into this machine's memory.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise UsageError(
+            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {_KINDS}"
+        ) from None
+    if not head:
+        raise UsageError("the file is empty", value=path, hint=f"give {_KINDS}")
+    if head == _GZIP:
+        return _open_capture(path)
+    _check_memory(path, size)
+    from memprof.trace.snapshot_file import read_snapshot
+
+    progress(f"reading {format_bytes(size)}")
+    snapshot = read_snapshot(path)
+    progress("replaying")
+    found = recordings(snapshot)
+    if not found:
+        raise UsageError(
+            "the snapshot is empty: it has neither segments nor events",
+            value=path,
+            hint="take it while memory is allocated, after torch.cuda.memory._record_memory_history()",
+        )
+    for one in found:
+        one.steps = find_steps(one, snapshot.annotations)
+        name_stages(one, annotated(one, snapshot.annotations))
+    settings = snapshot.settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    notes = ["Modules and categories are guessed from the stacks."] if any(one.lives for one in found) else []
+    if not snapshot.settings:
+        notes.append("The file does not say the allocator's settings; the defaults are taken.")
+    facts = Facts(path.name, "torch snapshot", "measured", str(settings), tuple(notes))
+    return Opened(snapshot, found, facts, None)
+
+
+def _open_capture(path: Path) -> Opened:
+    from memprof.trace.io import load_trace
+
+    with contextlib.suppress(OSError, EOFError, zlib.error), gzip.open(path, "rb") as file:
+        if file.read(1) == _PICKLE:
+            raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
+    trace = load_trace(path)
+    config, note = _settings(trace)
+    device = trace.facts.get("device")
+    card = device if isinstance(device, dict) else {}
+    converted = snapshot_of(trace, config, usable_bytes=card.get("usable_bytes"), total_bytes=card.get("total_bytes"))
+    if not converted.snapshot.traces[0]:
+        raise UsageError("the capture holds no allocation on the GPU", value=path, hint="record it again")
+    found = recordings(converted.snapshot, converted.origins)
+    for one in found:
+        if len(converted.steps) >= LEAST_STEPS:
+            one.steps = Steps(tuple(converted.steps), "the phases of the run")
+        name_stages(one, (stage for stage in converted.slices if stage.track == "stages"))
+    notes = [note, "Events are those that torch would record on the card."]
+    if any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
+        notes.append(
+            "From the out-of-memory error on, the run is followed on a card without limit, to show its whole need."
+        )
+    facts = Facts(
+        path.name,
+        f"memprof capture, {trace.source} on {card.get('name', 'a card')}",
+        trace.source,
+        config.text,
+        tuple(notes),
+    )
+    return Opened(converted.snapshot, found, facts, converted)
+
+
+def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
+    """The allocator's settings that a capture was made under; else those of the environment."""
+    known = trace.facts.get("allocator")
+    if isinstance(known, dict):
+        text = known.get("alloc_conf") or ""
+        return parse_config(str(text)), f"Allocator settings of the run: {text or 'the defaults'}."
+    config, variable = config_from_environment()
+    where = f"{variable} of the environment" if variable else "the defaults"
+    return config, f"The capture does not name the allocator's settings; {where} are taken."
+
+
+def _check_memory(path: Path, size: int) -> None:
+    """Refuse what would not fit, before it takes the machine down."""
+    try:
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return
+    available = max(pages, _available())
+    if size * MEMORY_PER_BYTE > available:
+        raise UsageError(
+            f"the file needs up to {format_bytes(size * MEMORY_PER_BYTE)} of memory to be read, and "
+            f"{format_bytes(available)} are available",
+            value=f"{path} ({format_bytes(size)})",
+            hint="record fewer events (max_entries=100000), or read it on a larger machine",
+        )
+
+
+def _available() -> int:
+    """What Linux says could be had without swapping; 0 elsewhere."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def analyze_file(
+    path: Path,
+    question: Question,
+    device: int | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Analysis:
+    """The document of `memprof analyze`.
+
+    Args:
+        path: the file.
+        question: what to show.
+        device: one device only.
+        progress: is told what is being done.
+
+    Raises:
+        UsageError: the file, the device or the moment is not what it should be.
+    """
+    opened = open_file(path, progress)
+    progress("accounting")
+    chosen = opened.recordings
+    if device is not None:
+        known = ", ".join(str(one.device) for one in opened.recordings)
+        chosen = [one for one in chosen if one.device == device]
+        if not chosen:
+            raise UsageError("the file has nothing of this device", value=f"--device {device}", hint=f"known: {known}")
+    if question.at == "oom" and device is None:
+        # Of several devices seldom all run out.
+        chosen = [one for one in chosen if any(event.action is Action.OOM for event in one.events)] or chosen
+    return build_analysis(chosen, opened.facts, question)
+
+
+def export_file(path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None) -> str:
+    """Write the run in `path` to `to`, by the name's end: .pickle for memory_viz, .json for Perfetto.
+
+    Returns:
+        What opens it.
+
+    Raises:
+        UsageError: the file is not what it should be, or the kind of `to` is not known.
+        MemprofError: it cannot be written.
+    """
+    kind = to.suffix.lower()
+    if kind not in (".pickle", ".pkl", ".json"):
+        raise UsageError(
+            "not a kind of file to export to", value=to, hint="name.pickle (memory_viz) or name.json (Perfetto)"
+        )
+    if not to.parent.is_dir():
+        raise UsageError("no such folder to export to", value=to.parent, hint="make it first")
+    if to.is_dir():
+        raise UsageError("this is a folder, not a file to export to", value=to, hint="name a file in it")
+    if to.exists() and path.exists() and to.samefile(path):
+        raise UsageError("this would replace the file that is read", value=to, hint="choose another name with --to")
+    opened = open_file(path, progress)
+    progress("writing")
+    if kind == ".json":
+        from memprof.report.export.perfetto import write_perfetto
+
+        write_perfetto([(one, event_times(one), opened.slices(one)) for one in opened.recordings], to)
+        return "https://ui.perfetto.dev"
+    from memprof.report.export.memory_viz import write_snapshot
+
+    write_snapshot(opened.snapshot, to)
+    return "https://pytorch.org/memory_viz"

@@ -1,0 +1,157 @@
+"""The dry run: a user's script, unmodified, on a virtual card or measured on a real device.
+
+    Program -capture/script-> Trace, Outcome -pipeline.analyze-> Document
+
+Everything after the capture is `pipeline.analyze`, as for `memprof profile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+from memprof.allocator import Settings, SettingsInForce
+from memprof.catalog import Gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.flows.profile import allocator_settings, analyze, device_facts, live_allocator, measured_device_facts
+from memprof.ledger.ledger import EmptyTraceError
+from memprof.report.documents.report import Document
+from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.trace.events import PhaseKind, Trace
+from memprof.version import __version__
+
+BEYOND = (
+    "The script ended where the card was full: what it would need after that was not seen (--beyond goes on past it)."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a script did.
+
+    Args:
+        trace: what happened.
+        outcome: how it ended.
+        document: the report; None if nothing was ever on the card.
+    """
+
+    trace: Trace
+    outcome: Outcome
+    document: Document | None
+
+
+def run_script(
+    program: Program,
+    rule: StopRule,
+    *,
+    gpu: Gpu,
+    device: str = "virtual",
+    alloc_conf: str | None = None,
+    beyond: bool = False,
+    fixes: tuple[str, ...] = (),
+    worst_batch: bool = False,
+    detail: bool = False,
+) -> DryRun:
+    """Run `program` until `rule` stops it.
+
+    Args:
+        program: the script.
+        rule: when it has shown enough.
+        gpu: the virtual card.
+        device: "virtual", or "cuda" or "cpu" to measure there.
+        alloc_conf: settings of the caching allocator; None: those that the environment, or the script, sets.
+        beyond: go on past the card's capacity, instead of raising torch.OutOfMemoryError in the script.
+        fixes: remedies to switch on in the script's models, as NAME or NAME=VALUE.
+        worst_batch: feed the largest batch of each data loader first.
+        detail: with a measured run, the line of every allocation.
+
+    Raises:
+        UsageError: there is no such script, or a remedy cannot be switched on from outside.
+    """
+    # Here and not above: --help needs no torch.
+    from memprof.measured import MeasuredDevice
+    from memprof.measured.outside import Outside
+    from memprof.remedies.from_outside import Switch
+    from memprof.script.capture import capture_script
+    from memprof.virtual import VirtualGpu
+
+    program.check()
+    settings = _LateSettings(alloc_conf)
+    switch = Switch(fixes)
+    settings.add(switch.alloc_conf)
+    if device == "virtual":
+        virtual = VirtualGpu(
+            gpu,
+            context_bytes=CONTEXT_BYTES,
+            memory=lambda trace: live_allocator(trace, gpu, settings.read()),
+            # Kernels write tensors that they are given: memory is their callers' to ask for.
+            passes_kernels=True,
+            allocator_settings=settings,
+            refuses=not beyond,
+        )
+        trace, outcome = capture_script(program, virtual, rule, switch.before_forward, worst_batch=worst_batch)
+        facts = device_facts(gpu)
+    else:
+        facts = measured_device_facts(device)
+        measured = MeasuredDevice(device, Outside() if device == "cuda" else None, detail=detail)
+        trace, outcome = capture_script(program, measured, rule, switch.before_forward, worst_batch=worst_batch)
+    if outcome.ended is Ended.REFUSED and device == "virtual":
+        trace.assumptions.append(BEYOND)
+    trace.facts |= {
+        "command": "run",
+        "memprof_version": __version__,
+        "target": {},
+        "program": {
+            "command": program.command,
+            "ended": outcome.ended.value,
+            "exit_code": outcome.exit_code,
+            "steps": _training_steps(trace),
+            "fixes": list(fixes),
+        },
+        "device": facts,
+        "allocator": settings.read().facts(),
+    }
+    document = None
+    with contextlib.suppress(EmptyTraceError):
+        document = analyze(trace)
+    return DryRun(trace, outcome, document)
+
+
+def _training_steps(trace: Trace) -> int:
+    """How many; calls of a model from which nothing is learned are no training, whatever step they are shown in."""
+    learns = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
+    if not trace.trains and not any(phase.kind in learns for phase in trace.phases):
+        return 0
+    return max((phase.step for phase in trace.phases), default=0)
+
+
+class _LateSettings(SettingsInForce):
+    """The allocator's settings as torch finds them: the environment's when memory is first asked for, which a script
+    may set in its first lines."""
+
+    def __init__(self, alloc_conf: str | None) -> None:
+        super().__init__(allocator_settings(alloc_conf))
+        self._late = alloc_conf is None
+        self._added = ""
+        self._environment = dict(os.environ)
+
+    def add(self, alloc_conf: str) -> None:
+        """Settings of a remedy, beside the others."""
+        self._added = alloc_conf
+        if alloc_conf:
+            self.set(self.get())
+
+    def set(self, alloc_conf: str) -> None:
+        """As torch takes them."""
+        self._late = False
+        super().set(",".join(filter(None, (alloc_conf, self._added))))
+
+    def read(self) -> Settings:
+        """What holds from here on."""
+        if self._late and dict(os.environ) != self._environment:
+            self.now = allocator_settings(None)
+            if self._added:
+                super().set(",".join(filter(None, (self.get(), self._added))))
+        self._late = False
+        return self.now

@@ -1,0 +1,265 @@
+"""A corpus, its coverage, and what a smaller vocabulary saves: the flow behind `memprof vocab`.
+
+CORPUS -corpus-> CorpusCount -caps-> pipeline, once for each vocabulary -report-> Vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from memprof.catalog import synthesize
+from memprof.corpus import CorpusCount, count_corpus
+from memprof.corpus.count import WORDS
+from memprof.corpus.sources import find_sources
+from memprof.errors import UsageError
+from memprof.findings.lives import Lives
+from memprof.flows import profile as pipeline
+from memprof.ledger.categories import Category
+from memprof.ledger.ledger import build_ledger
+from memprof.report.documents.report import Document
+from memprof.report.documents.vocabulary import (
+    ARITHMETIC,
+    SIMULATED,
+    Cap,
+    Memory,
+    Savings,
+    Vocabulary,
+    build_vocabulary,
+)
+from memprof.spec import TargetSpec
+from memprof.trace.events import HOST, Trace
+from memprof.units import format_count, parse_count
+from memprof.version import __version__
+
+BEFORE = "before"
+MAX_CAPS = 6
+STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
+"""Optimizer -> numbers that torch keeps for each parameter, of the parameter's dtype (torch.optim, by their names)."""
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+DEFAULT_CONTEXT = 2048
+
+Progress = Callable[[str], None]
+
+
+def read_corpus(
+    corpus: Sequence[str | Path], tokenizer: str, *, encoding: str, column: str | None, show: int, progress: Progress
+) -> CorpusCount:
+    """Count a corpus; `progress` is told how much of it is read.
+
+    Raises:
+        UsageError: as `count_corpus`; or nothing in it is a token.
+    """
+    total = sum(source.num_bytes for source in find_sources(corpus, column))
+
+    def tell(done: int) -> None:
+        progress(
+            f"counting: {done / total:.0%} of {total / 1e6:,.0f} MB" if total else f"counting: {done / 1e6:,.0f} MB"
+        )
+
+    counted = count_corpus(corpus, tokenizer, encoding=encoding, column=column, show=show, progress=tell)
+    if not counted.frequencies.total:
+        raise UsageError(
+            "there is no token in the corpus",
+            value=", ".join(map(str, corpus)),
+            hint="is there only white space in it?",
+        )
+    return counted
+
+
+def parse_shares(text: str) -> list[tuple[str, Fraction]]:
+    """Names and shares in "99,99.9".
+
+    Raises:
+        UsageError: not percentages from 0 to 100, or too many.
+    """
+    found = {}
+    for part in (part.strip().removesuffix("%") for part in text.split(",") if part.strip()):
+        try:
+            share = Fraction(part) / 100
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(-1)
+        if not 0 < share <= 1:
+            raise UsageError("--coverage has no percentage in it", value=repr(part), hint="write 99,99.9")
+        found[f"{part}%"] = share
+    if not 0 < len(found) <= MAX_CAPS:
+        raise UsageError("--coverage takes one to six percentages", value=repr(text), hint="write 99,99.9")
+    return list(found.items())
+
+
+def caps_of(counted: CorpusCount, shares: Sequence[tuple[str, Fraction]], asked: int | None = None) -> tuple[Cap, ...]:
+    """The caps for these shares, and the one of `asked` tokens; most tokens first.
+
+    Raises:
+        UsageError: `asked` is not above zero.
+    """
+    if asked is not None and asked < 1:
+        raise UsageError("--cap must be at least 1", value=asked, hint="give a positive whole number")
+    frequencies = counted.frequencies
+    # The largest first, also of those that come to the same cap.
+    sizes = [(name, frequencies.cap_for(share)) for name, share in sorted(shares, key=lambda one: -one[1])]
+    if asked is not None:
+        sizes.append(("asked", min(asked, frequencies.distinct)))
+    sizes.sort(key=lambda size: -size[1])
+    return tuple(
+        Cap(name, tokens, frequencies.covered(tokens), frequencies.coverage(tokens), tokens + counted.reserved)
+        for name, tokens in sizes
+    )
+
+
+def before_size(counted: CorpusCount) -> int | None:
+    """The vocabulary that the capped ones are held against: all words of the corpus, or the tokenizer's ids."""
+    return counted.frequencies.distinct + counted.reserved if counted.tokenizer == WORDS else counted.vocab_size
+
+
+def check_model(spec: TargetSpec) -> None:
+    """Find the model and the card before a corpus is read, which may take minutes.
+
+    Raises:
+        MemprofError: one of them is not known.
+    """
+    from memprof.workload.models import find_source  # imports torch
+
+    pipeline.virtual_card(spec)
+    find_source(spec)
+
+
+def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progress: Progress) -> Savings:
+    """What each cap saves in this run, by running it with each vocabulary.
+
+    Before is `spec.vocab_size`; if that is None, all words of the corpus, or with a tokenizer the model's own.
+
+    Raises:
+        MemprofError: as `pipeline.profile`.
+    """
+    if spec.vocab_size is None and counted.tokenizer == WORDS:
+        spec = spec.edit(vocab_size=before_size(counted))
+
+    def run(name: str, spec: TargetSpec) -> tuple[Trace, Document]:
+        return pipeline.profile(spec, lambda doing: progress(f"{name}: {doing}"))
+
+    trace, document = run(BEFORE, spec)
+    target = document.target
+    rows = target.get("vocab_size") or target.get("asked_vocab_size")
+    if rows is None:
+        rows = before_size(counted)  # a factory says nothing of its vocabulary
+    notes = []
+    if counted.highest_id is not None and rows is not None and counted.highest_id >= rows:
+        notes.append(
+            f"The corpus has the id {counted.highest_id:,} and the model {rows:,} rows: they do not go together."
+        )
+    before = _measured(BEFORE, rows or 0, trace, document)
+    capped: list[Memory] = []
+    for cap in caps:
+        if rows is not None and cap.vocab_size >= rows:
+            notes.append(f"{cap.name} takes {cap.vocab_size:,} rows, and there are {rows:,}: nothing to save.")
+            continue
+        if capped and capped[-1].vocab_size == cap.vocab_size:
+            capped.append(dataclasses.replace(capped[-1], name=cap.name))
+            continue
+        trace, document = run(cap.name, spec.edit(vocab_size=cap.vocab_size))
+        capped.append(_measured(cap.name, cap.vocab_size, trace, document))
+    return Savings(SIMULATED, _describe(target), str(document.device["name"]), before, tuple(capped), tuple(notes))
+
+
+def _measured(name: str, rows: int, trace: Trace, document: Document) -> Memory:
+    ledger = build_ledger(trace)
+    logits = [
+        index
+        for index, category in enumerate(ledger.categories)
+        if category is Category.LOGITS_AND_LOSS and trace.storages[index].device != HOST
+    ]
+    state = document.model_state
+    return Memory(
+        name=name,
+        vocab_size=rows,
+        num_parameters=document.target["num_parameters"],
+        parameters_bytes=state.parameters_bytes,
+        gradients_bytes=state.gradients_bytes,
+        optimizer_state_bytes=state.optimizer_state_bytes,
+        logits_bytes=Lives(ledger).most(logits).num_bytes,
+        peak_bytes=document.peak.allocated_bytes,
+        required_bytes=document.verdict.required_bytes,
+        fits=document.verdict.fits,
+    )
+
+
+def _describe(target: dict[str, object]) -> str:
+    amp = f" with {target['amp']} autocast" if target.get("amp") else ""
+    doing = target["optimizer"] if target["mode"] == "train" else "inference"
+    return (
+        f"{target['model']}, batch {target['batch_size']} x {target['context_length']:,} tokens, "
+        f"{target['dtype']}{amp}, {doing}"
+    )
+
+
+def reckon(
+    params: str | None,
+    counted: CorpusCount,
+    caps: Sequence[Cap],
+    *,
+    vocab_size: int | None,
+    context_length: int | None,
+    batch_size: int,
+    dtype: str | None,
+    optimizer: str,
+) -> Savings:
+    """The same without a run: rows of embedding and head times their width, and one copy of the logits.
+
+    Parameters are rows x hidden size, once if embedding and head share their weights and else twice; gradients as many;
+    optimizer state so many as `STATES` has; logits batch x context x rows. All of them in `dtype`.
+
+    Args:
+        params: a size such as 1.2B, which stands for a model of the shape of Llama (`catalog.synthesize`); None: the
+            width is not known, and the logits are all that is.
+
+    Raises:
+        UsageError: not a size, or an optimizer whose state is not so many numbers for each parameter.
+    """
+    if optimizer not in STATES:
+        raise UsageError(
+            f"the state of {optimizer} is no fixed number for each parameter", value=f"--optimizer {optimizer}",
+            hint="name a model: --model has it simulated",
+        )  # fmt: skip
+    dtype = dtype or "bfloat16"
+    context = context_length or DEFAULT_CONTEXT
+    columns = size = others = 0
+    notes = ["By arithmetic: rows of embedding and head, and one copy of the logits. A run has more of both."]
+    what = f"batch {batch_size} x {context:,} tokens, {dtype}, {optimizer}"
+    if params is not None:
+        entry = synthesize(parse_count(params))
+        config = entry.load_config()
+        columns = config["hidden_size"] * (1 if config["tie_word_embeddings"] else 2)
+        size = entry.num_parameters
+        others = size - columns * config["vocab_size"]
+        tables = "once: the head is tied" if config["tie_word_embeddings"] else "in embedding and in head"
+        what = f"{format_count(size)} parameters of the shape of Llama, {what}"
+        notes.append(f"Hidden size {config['hidden_size']:,}, {tables}; {format_count(others)} parameters beside them.")
+    else:
+        notes.append("Without --model or --params the width is not known, and the logits are all that can be told.")
+    rows = vocab_size or before_size(counted) or 0
+
+    def of(name: str, vocabulary: int) -> Memory:
+        count = others + columns * vocabulary
+        held = count * DTYPE_BYTES[dtype] if params is not None else None
+        state = None if held is None else STATES[optimizer] * held
+        logits = batch_size * context * vocabulary * DTYPE_BYTES[dtype]
+        known = count if params is not None else None
+        return Memory(name, vocabulary, known, held, held, state, logits, None, None, None)
+
+    capped = []
+    for cap in caps:
+        if cap.vocab_size >= rows:
+            notes.append(f"{cap.name} takes {cap.vocab_size:,} rows, and there are {rows:,}: nothing to save.")
+        else:
+            capped.append(of(cap.name, cap.vocab_size))
+    return Savings(ARITHMETIC, what, None, of(BEFORE, rows), tuple(capped), tuple(notes))
+
+
+def report(
+    corpus: Sequence[str | Path], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None
+) -> Vocabulary:
+    """The document on all of it."""
+    return build_vocabulary(tuple(map(str, corpus)), counted, caps, savings, __version__)

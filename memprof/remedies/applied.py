@@ -1,0 +1,271 @@
+"""`apply`: switch remedies on in a model, all or none, and take them back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import MemprofError, UsageError
+from memprof.remedy_catalog import check_conflicts, find_remedies, options_by_remedy
+
+_PACKAGE = "memprof.remedies.applied"
+_INSTALLERS = {
+    "expandable-segments": "expandable_segments.install",
+    "device-placement": "device_placement.install",
+    "bfloat16": "precision.install",
+    "float16": "precision.install",
+    "amp-bfloat16": "autocast.install",
+    "amp-float16": "autocast.install",
+    "vocabulary-cap": "vocabulary.install",
+    "8-bit-weights": "quantized_weights.install_8_bit",
+    "4-bit-weights": "quantized_weights.install_4_bit",
+    "qlora": "quantized_weights.install_qlora",
+    "freeze": "trained.install_freeze",
+    "lora": "trained.install_lora",
+    "low-rank-npt": "npt.install_low_rank",
+    "sdpa-attention": "attention.install",
+    "chunked-loss": "chunked_loss.install",
+    "activation-checkpointing": "checkpointing.install",
+    "cpu-offload-activations": "offload_activations.install",
+    "cpu-offload-npt-delta": "npt.install_offload",
+    "cpu-offload-weights": "offload_weights.install",
+    "micro-batch": "micro_batch.install",
+    "streamed-batches": "streamed_batches.install",
+    "fused-optimizer": "fused_optimizer.install",
+    "cpu-offload-optimizer": "offload_optimizer.install",
+    "optimizer-in-backward": "backward_optimizer.install",
+    "8-bit-optimizer": "eight_bit.install",
+}
+"""Module and function of each remedy. Imported when it is wanted: each brings what it alone needs."""
+
+_applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
+"""What is switched on in each model, oldest first."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that was changed, in words, and the remedy that did."""
+
+    remedy: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.remedy}: {self.what}"
+
+
+class Applied:
+    """What `apply` did.
+
+    Its `changes` say it in words; `undo` takes it back; `results` holds what a remedy made, by the remedy's name (an
+    optimizer, the GradScaler of "amp-float16", the step of "micro-batch", the batches of "streamed-batches").
+    """
+
+    def __init__(self, model: nn.Module, remedies: Sequence[str], keeps_originals: bool) -> None:
+        self._model = weakref.ref(model)
+        self._undo: list[Callable[[], None]] = []
+        self._keeps_originals = keeps_originals
+        self._lost = ""
+        self._on = False
+        self.remedies = tuple(remedies)
+        self.changes: list[Change] = []
+        self.results: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        return "\n".join(str(change) for change in self.changes)
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Restore the model. A second call does nothing.
+
+        Where a remedy changed parameters themselves (a dtype, the vocabulary) they are as they were when it was
+        applied; everywhere else what the model has learned since stays.
+
+        Raises:
+            MemprofError: another `apply` came later and is to be undone first, or originals were not kept.
+        """
+        model = self._model()
+        if not self._on:
+            return
+        # What was changed outside the model outlives it.
+        stack = [] if model is None else _applied.get(model, [])
+        if stack and stack[-1] is not self:
+            raise MemprofError(
+                "remedies are undone last first",
+                value=", ".join(stack[-1].remedies),
+                hint="undo what was applied later before this",
+            )
+        if self._lost:
+            raise MemprofError(
+                "this cannot be undone: the originals were not kept", value=self._lost, hint="apply(..., undoable=True)"
+            )
+        self._on = False
+        if stack:
+            stack.pop()
+        if not stack and model is not None:
+            _applied.pop(model, None)
+        self._roll_back()
+
+    def _roll_back(self) -> None:
+        """All of it, though one action fails."""
+        with contextlib.ExitStack() as actions:
+            for action in self._undo:
+                actions.callback(action)  # the last runs first
+            self._undo = []
+
+
+class Changes:
+    """What an installer records: how to take back each thing that it does, before or as it does it.
+
+    Args:
+        applied: where it is recorded.
+        remedy: the remedy's name.
+    """
+
+    def __init__(self, applied: Applied, remedy: str) -> None:
+        self._applied = applied
+        self.remedy = remedy
+
+    def note(self, what: str) -> None:
+        """Say what was changed."""
+        self._applied.changes.append(Change(self.remedy, what))
+
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Have `action` run when this is undone; the last recorded runs first."""
+        self._applied._undo.append(action)
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Give one object an attribute of its own, or another value for it."""
+        attributes = vars(owner)
+        if name in attributes:
+            before = attributes[name]
+            self.on_undo(lambda: attributes.__setitem__(name, before))
+        else:
+            self.on_undo(lambda: attributes.pop(name, None))
+        attributes[name] = value
+
+    def set_item(self, owner: dict[str, Any], key: str, value: Any) -> None:
+        """Give a dictionary another value for a key that it has."""
+        before = owner[key]
+        self.on_undo(lambda: owner.__setitem__(key, before))
+        owner[key] = value
+
+    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """Give a parameter other data. The original waits in host memory if this is to be undone."""
+        applied = self._applied
+        if applied._keeps_originals:
+            device = parameter.device
+            original = parameter.detach().to("cpu", copy=True)
+
+            def restore() -> None:
+                parameter.grad = None
+                parameter.data = original.to(device)
+
+            self.on_undo(restore)
+        else:
+            applied._lost = self.remedy
+            self.on_undo(lambda: None)
+        parameter.data = value
+
+    def set_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        """Put `module` in the place of a child, which waits, its parameters in host memory, if it is to be undone."""
+        applied, before = self._applied, parent._modules[name]
+        assert before is not None
+        if applied._keeps_originals:
+            homes = [(parameter, parameter.device) for parameter in before.parameters(recurse=False)]
+
+            def restore() -> None:
+                for parameter, device in homes:
+                    parameter.data = parameter.data.to(device)
+                parent._modules[name] = before
+
+            self.on_undo(restore)
+            parent._modules[name] = module
+            for parameter, _ in homes:
+                parameter.data = parameter.data.to("cpu")
+        else:
+            applied._lost = self.remedy
+            self.on_undo(lambda: None)
+            parent._modules[name] = module
+
+    def result(self, value: Any) -> None:
+        """What the user gets from this remedy."""
+        self._applied.results[self.remedy] = value
+
+
+def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = True, **options: Any) -> Applied:
+    """Switch `remedies` on in `model`; all of them, or, on an error, none.
+
+        applied = memprof.apply(model, ["chunked-loss", "activation-checkpointing"], chunk_size=2048)
+        ...
+        applied.undo()
+
+    It is a context manager too: leaving the block undoes it.
+
+    Args:
+        model: the model, built; on the card or on its way there.
+        remedies: names, as a list or with commas. `memprof.remedy_catalog.REMEDIES` has them all.
+        undoable: keep in host memory what `undo` needs to restore parameters that are changed themselves.
+        options: the remedies' options.
+
+    Raises:
+        UsageError: an unknown remedy or option, a remedy that does not apply to this model, one that is on already, or
+            two that do not go together. The model is as before.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError("remedies are applied to a torch.nn.Module", value=type(model).__name__)
+    _refuse_wrappers(model)
+    chosen = find_remedies(remedies)
+    sorted_options = options_by_remedy(chosen, options)
+    active = {name for applied in _applied.get(model, []) for name in applied.remedies}
+    for remedy in chosen:
+        if remedy.name in active:
+            raise UsageError("the remedy is already on", value=remedy.name, hint="undo it before applying it again")
+        check_conflicts(remedy, active)
+    applied = Applied(model, [remedy.name for remedy in chosen], undoable)
+    try:
+        for remedy in chosen:
+            module, _, function = _INSTALLERS[remedy.name].partition(".")
+            install = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), function)
+            install(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
+    except BaseException:
+        applied._roll_back()
+        raise
+    applied._on = True
+    _applied.setdefault(model, []).append(applied)
+    return applied
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise UsageError(
+            "remedies are applied before torch.compile", value=type(model).__name__,
+            hint="apply them to the model, then compile it",
+        )  # fmt: skip
+    if isinstance(model, nn.DataParallel):
+        raise UsageError(
+            "remedies do not go with torch.nn.DataParallel, whose replicas would run the first card's layers",
+            value=type(model).__name__,
+            hint="use DistributedDataParallel, and apply them to the model before it is wrapped",
+        )
+
+
+def runs_in(module: nn.Module, kind: type) -> bool:
+    """Whether a forward of class `kind` was put in place of the module's own, here or in what it was copied from."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        if isinstance(forward, kind):
+            return True
+        forward = getattr(forward, "_forward", None)
+    return False

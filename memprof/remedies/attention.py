@@ -1,0 +1,38 @@
+"""sdpa-attention: torch's scaled_dot_product_attention in a Hugging Face model that computes its scores eagerly."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+
+_FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def install(model: nn.Module, changes: Changes) -> None:
+    """Switch it on.
+
+    Raises:
+        UsageError: it is on already, or the model does not know it.
+    """
+    config = getattr(model, "config", None)
+    switch = getattr(model, "set_attn_implementation", None)
+    if config is None or switch is None:
+        raise UsageError(
+            "sdpa-attention does not apply: the model cannot switch its attention",
+            value=type(model).__name__,
+            hint="call torch.nn.functional.scaled_dot_product_attention in its attention",
+        )
+    before = config._attn_implementation
+    if before in _FUSED:
+        raise UsageError("sdpa-attention is already on", value=f"attn_implementation={before!r}")
+    changes.on_undo(lambda: switch(before))
+    try:
+        switch("sdpa")
+    except (ValueError, ImportError) as error:
+        reason = str(error).partition(" yet")[0].splitlines()[0]
+        raise UsageError("the model has no sdpa attention", value=reason) from None
+    if config._attn_implementation != "sdpa":
+        raise UsageError("the model has no sdpa attention", value=type(model).__name__)
+    changes.note(f"attention: {before} became sdpa")

@@ -1,0 +1,98 @@
+"""optimizer-in-backward: every parameter has its own optimizer, which steps as soon as the gradient is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+
+
+def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    """Switch it on; the result is a `BackwardOptimizer`.
+
+    Raises:
+        UsageError: nothing is trained, gradients exist already, or the factory makes no optimizer.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UsageError("optimizer-in-backward does not apply: nothing is trained", value=type(model).__name__)
+    if any(parameter.grad is not None for parameter in parameters):
+        raise UsageError(
+            "optimizer-in-backward does not apply: there are gradients already",
+            value=type(model).__name__,
+            hint="call model.zero_grad() first",
+        )
+    optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    changes.on_undo(remove)
+    for parameter, own in zip(parameters, optimizers, strict=True):
+        handles.append(parameter.register_post_accumulate_grad_hook(_Step(own)))
+    changes.result(BackwardOptimizer(optimizers))
+    changes.note(f"{len(parameters)} parameters are updated in the backward by {type(optimizers[0]).__name__}")
+
+
+class _Step:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._optimizer.step()
+        parameter.grad = None
+
+
+class BackwardOptimizer:
+    """Stands for the optimizer in a training loop: `step` and `zero_grad` have nothing left to do.
+
+    `param_groups` are those of all parameters' optimizers, so that a scheduler that writes them works.
+    """
+
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One or more per parameter."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Done in the backward."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Done in the backward."""
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Those of the parameters' optimizers, in the order of the model's trained parameters."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Load what `state_dict` gave."""
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
+    """The optimizer that a user's function makes of `parameters`.
+
+    Raises:
+        UsageError: it makes none.
+    """
+    made = factory(parameters) if callable(factory) else None
+    if not isinstance(made, Optimizer):
+        raise UsageError(
+            "optimizer must make a torch optimizer from a list of parameters",
+            value=type(factory).__name__ if made is None else type(made).__name__,
+            hint="such as optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
+        )
+    return made

@@ -1,0 +1,106 @@
+"""activation-checkpointing: layers, every n-th of them, or modules by name keep their inputs and run again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from memprof.errors import UsageError, unknown_name
+from memprof.remedies.applied import Changes, runs_in
+from memprof.remedies.layers import find_layers, find_modules, without_caches
+
+_aten = torch.ops.aten
+_KEPT_OPERATORS = {
+    getattr(_aten, name).default
+    for name in (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if hasattr(_aten, name)  # releases differ
+}
+"""What costs most to compute again."""
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_keep_products)
+
+
+_POLICIES: dict[str, Callable[[], Any]] = {"full": noop_context_fn, "selective": _selective}
+
+
+def install(
+    model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"
+) -> None:
+    """Switch it on.
+
+    Raises:
+        UsageError: it is on already; there are no layers, or no such modules; `every` is out of range; an unknown
+            policy.
+    """
+    if policy not in _POLICIES:
+        raise unknown_name("policy", policy, _POLICIES)
+    # Its name in transformers today, and before.
+    names = [
+        name for name in ("is_activation_checkpointing", "is_gradient_checkpointing") if hasattr(type(model), name)
+    ]
+    if names and getattr(model, names[0]):
+        raise UsageError(
+            "activation-checkpointing is already on",
+            value=type(model).__name__,
+            hint="gradient_checkpointing_disable()",
+        )
+    if modules is not None:
+        chosen = find_modules(model, modules, "activation-checkpointing")
+    else:
+        layers = find_layers(model, "activation-checkpointing")
+        if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= len(layers):
+            raise UsageError("every is out of range", value=repr(every), hint=f"1 to {len(layers)}, the model's layers")
+        chosen = layers[every - 1 :: every]
+    for name, module in chosen:
+        if runs_in(module, _Checkpointed):
+            raise UsageError("activation-checkpointing is already on", value=name)
+        changes.set_attribute(module, "forward", _Checkpointed(module, module.forward, _POLICIES[policy]))
+    but = "" if policy == "full" else ", but for matrix products and attention, whose results are kept"
+    changes.note(f"{len(chosen)} modules run again in the backward: {chosen[0][0]} to {chosen[-1][0]}{but}")
+
+
+class _Checkpointed:
+    """The forward of a layer, checkpointed while the model trains; a key-value cache would be filled twice."""
+
+    def __init__(self, module: nn.Module, forward: Any, contexts: Callable[[], Any]) -> None:
+        functools.update_wrapper(self, forward, updated=())
+        self._contexts = contexts
+        self._module = module
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._module.training and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        args, kwargs = without_caches(args, kwargs)
+        if self._contexts is not noop_context_fn:
+            # Only then: torch.compile cannot trace what it does not know.
+            kwargs["context_fn"] = self._contexts
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,45 @@
+"""8-bit-optimizer: AdamW of bitsandbytes or torchao, over what is trained."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+
+_MAKERS: dict[str, tuple[str, str]] = {
+    "bitsandbytes": ("bitsandbytes.optim", "AdamW8bit"),
+    "torchao": ("torchao.optim", "AdamW8bit"),
+}
+"""Package to the module and name of its optimizer."""
+
+
+def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
+    """Make the optimizer; it is the result of this remedy.
+
+    Raises:
+        UsageError: neither package is installed, or nothing is trained.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UsageError("8-bit-optimizer does not apply: nothing is trained", value=type(model).__name__)
+    package, make = _find()
+    changes.result(make(parameters, lr=learning_rate))
+    changes.note(f"AdamW8bit of {package} for {len(parameters)} parameters; step it in place of the optimizer")
+
+
+def _find() -> tuple[str, Callable[..., Any]]:
+    for package, (module, name) in _MAKERS.items():
+        try:
+            return package, getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise UsageError(
+        "8-bit-optimizer needs bitsandbytes or torchao",
+        value="neither is installed",
+        hint="pip install bitsandbytes, or pip install torchao",
+    )

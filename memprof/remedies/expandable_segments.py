@@ -1,0 +1,92 @@
+"""expandable-segments: the setting of torch's caching allocator, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+
+SETTING = "expandable_segments:True"
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_KEY = "expandable_segments:"
+
+
+def install(model: nn.Module, changes: Changes) -> None:
+    """Set it; what is on the card already stays in the segments that it has.
+
+    torch takes a string with all settings, and one that it does not name falls back to its default, so that those that
+    are in force are named again.
+
+    Raises:
+        UsageError: it is on already, torch has no CUDA here, or refuses the setting.
+    """
+    # Older releases know one variable; the other is the general name of newer ones.
+    line = f"export {_VARIABLES[0]}={SETTING}"
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "expandable-segments does not apply: torch has no CUDA device here",
+            value=f"torch {torch.__version__}",
+            hint=f"where it has one, before the program starts: {line}",
+        )
+    before = current_settings()
+    parts = split_settings(before)
+    if any(part.replace(" ", "").lower() == SETTING.lower() for part in parts):
+        raise UsageError("expandable-segments is already on", value=before)
+    if any(part.startswith("backend:") and part != "backend:native" for part in parts):
+        raise UsageError(
+            "expandable-segments does not apply: the allocator is not torch's own", value=before, hint="backend:native"
+        )
+    wanted = ",".join([*(part for part in parts if not part.startswith(_KEY)), SETTING])
+    back = before if any(part.startswith(_KEY) for part in parts) else ",".join([*parts, _KEY + "False"])
+    set_settings = _setter()
+    changes.on_undo(lambda: set_settings(back))
+    try:
+        set_settings(wanted)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            "torch refuses the allocator's settings",
+            value=f"{wanted}: {str(error).splitlines()[0]}",
+            hint=f"before the program starts: {line}",
+        ) from None
+    changes.note(f"allocator settings: {wanted}")
+
+
+def current_settings() -> str:
+    """The settings in force, as text: those last set in the process, else the environment's; empty for none."""
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        with contextlib.suppress(RuntimeError):
+            return str(get())
+    return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
+
+
+def split_settings(text: str) -> list[str]:
+    """The settings of a string, such as "a:1,b:[c:2,d:3]", one by one: commas in brackets belong to a value."""
+    parts, depth = [""], 0
+    for character in text.replace(" ", ""):
+        depth += (character == "[") - (character == "]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in parts if part]
+
+
+def _setter() -> Callable[[str], None]:
+    """torch's own function, as it is now: on a virtual GPU, that one's."""
+    # Its name before torch 2.10, and with a warning since, is the second.
+    own = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+
+    def set_settings(text: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            own(text)
+
+    return set_settings

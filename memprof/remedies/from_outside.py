@@ -1,0 +1,102 @@
+"""Remedies switched on in a program that knows nothing of them: `memprof run --fix`.
+
+They are applied to each model when it is first called to be trained. By then its optimizer has its parameters, so that
+only those remedies can be switched on that leave the parameters alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import apply
+from memprof.remedies.fixes import Fix, options_of, parse_fixes
+
+EXPANDABLE = "expandable-segments"
+FUSED = "fused-optimizer"
+FROM_OUTSIDE = (
+    "chunked-loss",
+    "activation-checkpointing",
+    EXPANDABLE,
+    FUSED,
+    "sdpa-attention",
+    "amp-bfloat16",
+    "cpu-offload-activations",
+)
+"""Remedies that can be, the cheaper ones first."""
+
+
+class Switch:
+    """Switches `fixes` on in the models of a program.
+
+    Args:
+        fixes: as NAME or NAME=VALUE.
+
+    Raises:
+        UsageError: an unknown remedy, or one that cannot be switched on from outside.
+    """
+
+    def __init__(self, fixes: Sequence[str]) -> None:
+        self._fixes: list[Fix] = parse_fixes(",".join(fixes)) if fixes else []
+        for fix in self._fixes:
+            if fix.remedy.name not in FROM_OUTSIDE:
+                raise UsageError(
+                    "this remedy cannot be switched on from outside a script",
+                    value=fix.remedy.name,
+                    hint="it changes parameters or the optimizer: write memprof.apply(model, ...) in the script; from "
+                    f"outside there are {', '.join(FROM_OUTSIDE)}",
+                )
+        self.alloc_conf = (
+            "expandable_segments:True" if any(fix.remedy.name == EXPANDABLE for fix in self._fixes) else ""
+        )
+        """What is to be added to the allocator's settings."""
+        self._in_models = [fix for fix in self._fixes if fix.remedy.name != EXPANDABLE]
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.changes: list[str] = []
+        """What was changed, in words."""
+
+    def before_forward(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """`model` is about to be called from outside all others; `optimizers` are the program's.
+
+        Raises:
+            UsageError: a remedy does not apply to it.
+        """
+        if not self._in_models or model in self._seen or not torch.is_grad_enabled():
+            return
+        self._seen.add(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        names = [fix.remedy.name for fix in self._in_models]
+        options = options_of(self._in_models)
+        if FUSED in names:
+            options["optimizer"] = _optimizer_of(model, optimizers)
+        applied = apply(_within(model), names, undoable=False, **options)
+        self.changes += map(str, applied.changes)
+
+
+def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer:
+    """The one that trains `model`.
+
+    Raises:
+        UsageError: there is none yet.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return optimizer
+    raise UsageError(
+        "fused-optimizer does not apply: the model is called before it has an optimizer", value=type(model).__name__
+    )
+
+
+def _within(model: nn.Module) -> nn.Module:
+    """The model that was wrapped for more than one process; remedies are applied below that."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model

@@ -1,0 +1,84 @@
+"""fused-optimizer: the fused implementation of torch's optimizers, for one that is there or a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+from memprof.remedies.backward_optimizer import make_optimizer
+
+DEFAULT_LEARNING_RATE = 1e-4
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    """What is made where the user says nothing."""
+    return torch.optim.AdamW(parameters, lr=DEFAULT_LEARNING_RATE)
+
+
+def trained_parameters(model: nn.Module, remedy: str) -> list[nn.Parameter]:
+    """What an optimizer over `model` is for.
+
+    Raises:
+        UsageError: nothing is trained.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UsageError(f"{remedy} does not apply: nothing is trained", value=type(model).__name__)
+    return parameters
+
+
+def install(
+    model: nn.Module,
+    changes: Changes,
+    *,
+    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw,
+) -> None:
+    """Switch the optimizer to its fused implementation; it is the result.
+
+    Args:
+        model: whose parameters it is for.
+        changes: see `Changes`.
+        optimizer: one that is there, which keeps its state, or a function that makes one.
+
+    Raises:
+        UsageError: its class has no fused implementation; it is fused already; or options of it rule that out.
+    """
+    parameters = trained_parameters(model, changes.remedy)
+    made = optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, parameters)
+    name = type(made).__name__
+    if not all("fused" in group for group in made.param_groups):
+        raise UsageError("fused-optimizer does not apply: there is no fused implementation", value=name)
+    groups = [group for group in made.param_groups if not group["fused"]]
+    if not groups and made is optimizer:
+        raise UsageError("fused-optimizer is already on", value=name)
+    for group in groups:
+        if group.get("differentiable"):
+            raise UsageError("fused-optimizer does not apply: it is not differentiable", value=name)
+        if not all(parameter.is_floating_point() for parameter in group["params"]):
+            raise UsageError("fused-optimizer does not apply: parameters are not real numbers", value=name)
+    if name == "Adagrad" and any(p.is_cuda for group in groups for p in group["params"]):
+        raise UsageError("fused-optimizer does not apply: there is no fused implementation for CUDA", value=name)
+    for group in groups:
+        for key, value in (("fused", True), ("foreach", False)):
+            if key in group:
+                changes.set_item(group, key, value)
+        for parameter in group["params"]:
+            _place_step(made.state.get(parameter), parameter, changes)
+    # What GradScaler asks for: fused steps unscale the gradients themselves.
+    if groups:
+        changes.set_attribute(made, "_step_supports_amp_scaling", True)
+    changes.result(made)
+    changes.note(f"{name} of {sum(len(group['params']) for group in made.param_groups)} parameters is fused")
+
+
+def _place_step(state: dict[str, Any] | None, parameter: torch.Tensor, changes: Changes) -> None:
+    """The count of steps is on the card for fused kernels, and in host memory otherwise (torch/optim/adam.py)."""
+    step = None if state is None else state.get("step")
+    if state is not None and isinstance(step, torch.Tensor) and step.device != parameter.device:
+        changes.set_item(state, "step", step.to(parameter.device))

@@ -1,0 +1,427 @@
+"""Logits that are not computed until someone needs them: a tensor that remembers the head's input and weight.
+
+A causal language model multiplies its hidden states with the head, does a little arithmetic (a cast, a soft cap, a
+shift by one token, a change of shape) and hands the result to `cross_entropy`. `LazyLogits` stands for that product: it
+applies shape operations to the hidden states, remembers the arithmetic, and answers `cross_entropy` chunk by chunk
+(`head_loss`). Anything else that is asked of it makes the full logits, once, exactly as the head would have, so that
+every program gets its right answer. So one mechanism serves every architecture and every handwritten loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from memprof.remedies.head_loss import Rows, Step, row_losses
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+
+
+@dataclass
+class Policy:
+    """What the lazy logits of one model share.
+
+    Args:
+        rows: how many rows of logits exist at a time.
+        on_materialize: called when full logits are made after all, with the name of what asked for them.
+    """
+
+    rows: Rows
+    on_materialize: Callable[[str], None]
+
+
+class LazyLogits(torch.Tensor):
+    """The product of `hidden` and a head's weight, not computed. See the module's docstring.
+
+    Args:
+        hidden: ... x hidden size.
+        weight: vocabulary x hidden size.
+        bias: vocabulary, or None.
+        policy: shared by the model's logits.
+        steps: elementwise operations, in order.
+        class_dim: where the vocabulary stands, -1 or 1 (as `transpose(1, 2)` leaves it).
+    """
+
+    _hidden: torch.Tensor
+    _weight: torch.Tensor
+    _bias: torch.Tensor | None
+    _policy: Policy
+    _steps: tuple[Step, ...]
+    _class_dim: int
+    _whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        policy: Policy,
+        steps: tuple[Step, ...] = (),
+        class_dim: int = -1,
+    ) -> LazyLogits:
+        dtype = next((step.value for step in reversed(steps) if step.kind == "cast"), hidden.dtype)
+        shape = [*hidden.shape[:-1], weight.shape[0]]
+        if class_dim == 1:
+            shape = [shape[0], shape[2], shape[1]]
+        # "meta": it has no memory. What Python asks of its device is answered by `_device`.
+        self: LazyLogits = _Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)  # type: ignore[attr-defined]
+        self._hidden, self._weight, self._bias, self._policy = hidden, weight, bias, policy
+        self._steps, self._class_dim, self._whole = steps, class_dim, None
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None and args and isinstance(args[0], LazyLogits):
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        name = getattr(func, "__name__", str(func))
+        args, kwargs = tree_map(lambda part: _whole(part, name), (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Reached from C++ alone, which no torch function announces."""
+        args, kwargs = tree_map(lambda part: _whole(part, str(func)), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _whole(self, "pickle").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _whole(self, "deepcopy").__deepcopy__(memo)
+
+    def materialize(self, reason: str) -> torch.Tensor:
+        """The full logits, made once."""
+        if self._whole is None or (_requires_grad(self) and torch.is_grad_enabled() and not self._whole.requires_grad):
+            self._policy.on_materialize(reason)
+            x = functional.linear(self._hidden, self._weight, self._bias)
+            for step in self._steps:
+                x = step.forward(x)
+            self._whole = x if self._class_dim == -1 else x.transpose(1, 2)
+        return self._whole
+
+    def _like(self, *, hidden: torch.Tensor | None = None, step: Step | None = None) -> LazyLogits:
+        steps = self._steps if step is None else (*self._steps, step)
+        hidden = self._hidden if hidden is None else hidden
+        return LazyLogits(hidden, self._weight, self._bias, self._policy, steps, self._class_dim)
+
+    def _become(self, other: LazyLogits) -> LazyLogits:
+        """An operation in place."""
+        self._steps = other._steps
+        return self
+
+
+def _whole(part: Any, reason: str) -> Any:
+    return part.materialize(reason) if isinstance(part, LazyLogits) else part
+
+
+# -- what is answered without the logits ---------------------------------------------------------------------
+# A handler returns NotImplemented for what it does not know; the full logits answer then.
+
+
+def _started(self: LazyLogits) -> bool:
+    """Whether the logits exist already, or their vocabulary is not last: then everything goes to them."""
+    return self._whole is not None or self._class_dim != -1
+
+
+def _device(self: LazyLogits) -> torch.device:
+    return self._hidden.device
+
+
+def _is_cuda(self: LazyLogits) -> bool:
+    return self._hidden.is_cuda
+
+
+def _is_cpu(self: LazyLogits) -> bool:
+    return self._hidden.is_cpu
+
+
+def _requires_grad(self: LazyLogits) -> bool:
+    parts = (self._hidden, self._weight, self._bias)
+    return any(part is not None and part.requires_grad for part in parts)
+
+
+def _plain(func: Any) -> Callable[..., Any]:
+    """What the tensor without memory knows: its shape and dtype."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return answer
+
+
+def _same(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return self if not args and not kwargs else NotImplemented
+
+
+def _detach(self: LazyLogits) -> Any:
+    if _started(self):
+        return NotImplemented
+    bias = None if self._bias is None else self._bias.detach()
+    return LazyLogits(self._hidden.detach(), self._weight.detach(), bias, self._policy, self._steps)
+
+
+def _reshape(self: LazyLogits, *sizes: Any, **kwargs: Any) -> Any:
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        sizes = tuple(sizes[0]) if isinstance(sizes[0], (tuple, list)) else ()
+    if _started(self) or kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    wanted = list(sizes)
+    if wanted.count(-1) == 1:
+        known = math.prod(size for size in wanted if size != -1)
+        if not known or self.numel() % known:
+            return NotImplemented
+        wanted[wanted.index(-1)] = self.numel() // known
+    if wanted[-1] != self.shape[-1] or math.prod(wanted) != self.numel():
+        return NotImplemented
+    return self._like(hidden=self._hidden.reshape(*wanted[:-1], self._hidden.shape[-1]))
+
+
+def _flatten(self: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    dims = self.dim()
+    if _started(self) or end_dim % dims == dims - 1:
+        return NotImplemented
+    return self._like(hidden=self._hidden.flatten(start_dim % dims, end_dim % dims))
+
+
+def _unsqueeze(self: LazyLogits, dim: int) -> Any:
+    position = dim % (self.dim() + 1)
+    if _started(self) or position == self.dim():
+        return NotImplemented
+    return self._like(hidden=self._hidden.unsqueeze(position))
+
+
+def _squeeze(self: LazyLogits, *dims: Any) -> Any:
+    if _started(self) or len(dims) != 1 or not isinstance(dims[0], int) or dims[0] % self.dim() == self.dim() - 1:
+        return NotImplemented
+    return self._like(hidden=self._hidden.squeeze(dims[0] % self.dim()))
+
+
+def _swap(self: LazyLogits, first: Any, second: Any) -> Any:
+    """To the shape that `cross_entropy` calls K-dimensional: batch x vocabulary x tokens."""
+    if _started(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
+        return NotImplemented
+    return LazyLogits(self._hidden, self._weight, self._bias, self._policy, self._steps, class_dim=1)
+
+
+def _permute(self: LazyLogits, *dims: Any) -> Any:
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(dims[0])
+    return _swap(self, 1, 2) if [dim % 3 for dim in dims] == [0, 2, 1] else NotImplemented
+
+
+def _getitem(self: LazyLogits, index: Any) -> Any:
+    if _started(self):
+        return NotImplemented
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = [0 if p is None or p is Ellipsis else p.dim() if _is_mask(p) else 1 for p in parts]
+    if any(isinstance(part, list) for part in parts) or sum(part is Ellipsis for part in parts) > 1:
+        return NotImplemented
+    missing = self.dim() - sum(taken)
+    if any(part is Ellipsis for part in parts):
+        place = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        parts[place : place + 1] = [slice(None)] * missing
+    elif missing:
+        parts += [slice(None)] * missing
+    *leading, last = parts
+    if not isinstance(last, slice) or last.step not in (None, 1):
+        return NotImplemented
+    begin, end, _ = last.indices(self.shape[-1])
+    hidden = self._hidden[(*leading, slice(None))] if leading else self._hidden
+    if (begin, end) == (0, self.shape[-1]):
+        return self._like(hidden=hidden)
+    bias = None if self._bias is None else self._bias[begin:end]
+    return LazyLogits(hidden, self._weight[begin:end], bias, self._policy, self._steps)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, _Tensor) and part.dtype in (torch.bool, torch.uint8)
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: NotImplemented if args or kwargs else _to_dtype(self, dtype)
+
+
+def _to_dtype(self: LazyLogits, dtype: torch.dtype) -> Any:
+    if _started(self) or not dtype.is_floating_point:
+        return NotImplemented
+    return self if dtype == self.dtype else self._like(step=Step("cast", dtype))
+
+
+def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    wanted = [*args, *(value for name, value in kwargs.items() if name in ("dtype", "device"))]
+    dtype = self.dtype
+    for value in wanted:
+        if isinstance(value, _Tensor):
+            dtype, value = value.dtype, value.device
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, (str, torch.device)):
+            device = torch.device(value)
+            here = self._hidden.device
+            if device.type != here.type or device.index not in (None, here.index):
+                return NotImplemented
+        elif value is not None and not isinstance(value, bool):
+            return NotImplemented
+    if kwargs.get("copy"):
+        return NotImplemented
+    return _to_dtype(self, dtype)
+
+
+def _type_as(self: LazyLogits, other: torch.Tensor) -> Any:
+    return _to(self, other)
+
+
+def _arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> Callable[..., Any]:
+    def operate(self: LazyLogits, value: Any, **kwargs: Any) -> Any:
+        if _started(self) or kwargs or not _is_scalar(value):
+            return NotImplemented
+        if isinstance(value, _Tensor):
+            value = value.detach()
+        other = self._like(step=Step(kind, -value if negate else value))
+        return self._become(other) if in_place else other
+
+    return operate
+
+
+def _is_scalar(value: Any) -> bool:
+    """A number, or a tensor that is one and asks for no gradient: it changes neither shape nor dtype."""
+    if isinstance(value, _Tensor):
+        return not isinstance(value, LazyLogits) and value.dim() == 0 and not value.requires_grad
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _tanh(in_place: bool) -> Callable[..., Any]:
+    def operate(self: LazyLogits) -> Any:
+        if _started(self):
+            return NotImplemented
+        other = self._like(step=Step("tanh"))
+        return self._become(other) if in_place else other
+
+    return operate
+
+
+def _cross_entropy(
+    self: LazyLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    rows_shape = self._hidden.shape[:-1]
+    unknown = weight is not None or size_average is not None or reduce is not None
+    if unknown or self._whole is not None or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    if not isinstance(target, _Tensor) or target.dtype != torch.int64 or target.shape != rows_shape:
+        return NotImplemented
+    if not 0 <= label_smoothing <= 1 or target.device != self._hidden.device:
+        return NotImplemented
+    losses = row_losses(
+        self._hidden.reshape(-1, self._hidden.shape[-1]),
+        self._weight,
+        self._bias,
+        target.reshape(-1),
+        steps=self._steps,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        rows=self._policy.rows,
+    )
+    if reduction == "none":
+        return losses.to(self.dtype).view(target.shape)
+    total = losses.sum()
+    # All rows ignored: 0 / 0 is nan, as torch has it, and no gradient comes of it.
+    return (total if reduction == "sum" else total / (target != ignore_index).sum()).to(self.dtype)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    _Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
+    _Tensor.is_cpu.__get__: _is_cpu,  # type: ignore[attr-defined]
+    _Tensor.is_meta.__get__: lambda self: self._hidden.is_meta,  # type: ignore[attr-defined]
+    _Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    **{
+        func: _plain(func)
+        for func in (
+            _Tensor.shape.__get__,  # type: ignore[attr-defined]
+            _Tensor.dtype.__get__,  # type: ignore[attr-defined]
+            _Tensor.ndim.__get__,  # type: ignore[attr-defined]
+            _Tensor.layout.__get__,  # type: ignore[attr-defined]
+            _Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
+            _Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+            _Tensor.size,
+            _Tensor.dim,
+            _Tensor.numel,
+            _Tensor.nelement,
+            _Tensor.__len__,
+            _Tensor.element_size,
+            _Tensor.is_floating_point,
+            _Tensor.is_complex,
+            torch.is_floating_point,
+            torch.is_complex,
+            torch.numel,
+        )
+    },
+    _Tensor.contiguous: _same,
+    _Tensor.detach: _detach,
+    torch.detach: _detach,
+    _Tensor.view: _reshape,
+    _Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    _Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    _Tensor.unsqueeze: _unsqueeze,
+    torch.unsqueeze: _unsqueeze,
+    _Tensor.squeeze: _squeeze,
+    torch.squeeze: _squeeze,
+    _Tensor.transpose: _swap,
+    torch.transpose: _swap,
+    _Tensor.permute: _permute,
+    torch.permute: _permute,
+    _Tensor.mT.__get__: lambda self: _swap(self, 1, 2),  # type: ignore[attr-defined]
+    _Tensor.__getitem__: _getitem,
+    _Tensor.float: _cast(torch.float32),
+    _Tensor.double: _cast(torch.float64),
+    _Tensor.half: _cast(torch.float16),
+    _Tensor.bfloat16: _cast(torch.bfloat16),
+    _Tensor.to: _to,
+    _Tensor.type_as: _type_as,
+    **{
+        function: _arithmetic(kind, negate=name.startswith("sub"), in_place=in_place)
+        for name, kind in (
+            ("mul", "mul"),
+            ("multiply", "mul"),
+            ("div", "div"),
+            ("divide", "div"),
+            ("true_divide", "div"),
+            ("add", "add"),
+            ("sub", "add"),
+            ("subtract", "add"),
+        )
+        for function, in_place in (
+            (getattr(_Tensor, name), False),
+            (getattr(torch, name), False),
+            (getattr(_Tensor, name + "_"), True),
+        )
+    },
+    _Tensor.tanh: _tanh(False),
+    torch.tanh: _tanh(False),
+    functional.tanh: _tanh(False),
+    _Tensor.tanh_: _tanh(True),
+    torch.tanh_: _tanh(True),
+    functional.cross_entropy: _cross_entropy,
+}

@@ -1,0 +1,71 @@
+"""cpu-offload-activations: what layers keep for the backward is copied to pinned host memory, and back when needed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes, runs_in
+from memprof.remedies.layers import find_layers
+
+MIN_BYTES = 1 << 20
+"""Smaller tensors stay: a copy costs more time than they save memory."""
+
+
+def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
+    """Switch it on.
+
+    Raises:
+        UsageError: the model has no layers, or `min_bytes` is negative.
+    """
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
+        raise UsageError("min_bytes must be at least 0", value=repr(min_bytes))
+    layers = find_layers(model, changes.remedy)
+    for name, module in layers:
+        if runs_in(module, Offloaded):
+            raise UsageError("cpu-offload-activations is already on", value=name)
+        changes.set_attribute(module, "forward", Offloaded(module.forward, min_bytes))
+    changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
+
+
+class Offloaded:
+    """The forward of a layer, under hooks that move what autograd saves.
+
+    Parameters, and views of them, stay: they are on the card anyway. (`torch.autograd.graph.save_on_cpu` copies those
+    too.) A tensor that several operators save is copied for each of them.
+    """
+
+    def __init__(self, forward: Any, min_bytes: int) -> None:
+        functools.update_wrapper(self, forward, updated=())
+        self._forward = forward
+        self._min_bytes = min_bytes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward."""
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            return self._forward(*args, **kwargs)
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() * tensor.element_size() < self._min_bytes
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        base = tensor._base if tensor._base is not None else tensor
+        if isinstance(base, nn.Parameter) or self._stays(tensor):
+            return tensor
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+        host.copy_(tensor)
+        return tensor.device, host
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    device, host = packed
+    result: torch.Tensor = host.to(device, non_blocking=True)
+    return result

@@ -1,0 +1,157 @@
+"""cpu-offload-weights: layers live in host memory, and come to the card for their forward and their backward.
+
+Each layer's forward becomes one node of autograd's graph. It keeps its inputs, runs without recording, and runs again
+in the backward with its weights fetched anew; gradients go to host memory when the layer is done. So weights and
+gradients of one layer are on the card at a time, and an optimizer over the model steps in host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes, runs_in
+from memprof.remedies.layers import find_layers, without_caches
+
+
+def install(model: nn.Module, changes: Changes) -> None:
+    """Move the layers to host memory.
+
+    Raises:
+        UsageError: there are no layers; layers share parameters; there are gradients.
+    """
+    layers = find_layers(model, changes.remedy)
+    counts: dict[int, int] = {}
+    for name, layer in layers:
+        if runs_in(layer, _Streamed):
+            raise UsageError("cpu-offload-weights is already on", value=name)
+        for parameter in layer.parameters():
+            counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+            if parameter.grad is not None:
+                raise UsageError(
+                    "cpu-offload-weights does not apply: there are gradients already",
+                    hint="call model.zero_grad() first",
+                )
+    if any(count > 1 for count in counts.values()):
+        raise UsageError("cpu-offload-weights does not apply: layers share parameters", value=type(model).__name__)
+    moved = 0
+    for _, layer in layers:
+        for parameter in layer.parameters():
+            changes.on_undo(functools.partial(_set, parameter, parameter.device))
+            parameter.data = parameter.data.to("cpu")
+            moved += parameter.numel() * parameter.element_size()
+        changes.set_attribute(layer, "forward", _Streamed(layer, layer.forward))
+    changes.note(f"{len(layers)} layers, {moved:,} bytes of weights, wait in host memory")
+
+
+def _set(parameter: nn.Parameter, device: torch.device) -> None:
+    parameter.data = parameter.data.to(device)
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.to(device)
+
+
+class _Fetched:
+    """A layer's parameters on `device`, for a while; gradients that arise are added to those in host memory."""
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self._parameters = list(layer.parameters())
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._host = [(parameter.data, parameter.grad) for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+            parameter.data = parameter.data.to(self._device, non_blocking=True)
+
+    def __exit__(self, *exc: object) -> None:
+        for parameter, (data, grad) in zip(self._parameters, self._host, strict=True):
+            fresh = None if parameter.grad is None else parameter.grad.to(data.device)
+            parameter.grad = None
+            parameter.data = data
+            if grad is not None:
+                parameter.grad = grad if fresh is None else grad.add_(fresh)
+            elif fresh is not None:
+                parameter.grad = fresh
+
+
+class _Streamed:
+    """The forward of a layer whose weights come and go."""
+
+    def __init__(self, layer: nn.Module, forward: Any) -> None:
+        functools.update_wrapper(self, forward, updated=())
+        self._layer = layer
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, torch.Tensor)]
+        device = next((t.device for t in tensors if t.is_floating_point()), torch.device("cpu"))
+        if not torch.is_grad_enabled():
+            with _Fetched(self._layer, device):
+                return self._forward(*args, **kwargs)
+        if self._layer.training:
+            args, kwargs = without_caches(args, kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        shape: list[Any] = []
+        # Some input must ask for a gradient, or autograd would not come back here for the weights'.
+        wanted = torch.zeros((), device=device, requires_grad=True)
+        outputs = _Layer.apply(wanted, self._layer, self._forward, device, tree, shape, *leaves)
+        return tree_unflatten(list(outputs), shape[0])
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, wanted: Any, layer: nn.Module, forward: Any, device: Any, tree: Any, shape: list[Any], *leaves: Any
+    ) -> Any:
+        ctx.layer, ctx.run, ctx.device, ctx.tree = layer, forward, device, tree
+        ctx.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        ctx.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.save_for_backward(*(leaves[place] for place in ctx.places))
+        ctx.random = _random_state(device)
+        args, kwargs = tree_unflatten(list(leaves), tree)
+        with _Fetched(layer, device):
+            outputs, spec = tree_flatten(forward(*args, **kwargs))
+        shape.append(spec)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        leaves = list(ctx.others)
+        inputs = [saved.detach().requires_grad_(saved.requires_grad) for saved in ctx.saved_tensors]
+        for place, tensor in zip(ctx.places, inputs, strict=True):
+            leaves[place] = tensor
+        # The forward has filled the cache, in evaluation with gradients: once more would be twice.
+        args, kwargs = without_caches(*tree_unflatten(leaves, ctx.tree))
+        with _Fetched(ctx.layer, ctx.device), torch.enable_grad():
+            now = _random_state(ctx.device)
+            _set_random_state(ctx.device, ctx.random)
+            outputs = tree_flatten(ctx.run(*args, **kwargs))[0]
+            _set_random_state(ctx.device, now)
+            pairs = [
+                (out, grad)
+                for out, grad in zip(outputs, grads, strict=True)
+                if isinstance(out, torch.Tensor) and out.requires_grad and grad is not None
+            ]
+            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+            del outputs, pairs
+        result: list[Any] = [None] * len(leaves)
+        for place, tensor in zip(ctx.places, inputs, strict=True):
+            result[place] = tensor.grad
+        return (None,) * 6 + tuple(result)
+
+
+def _random_state(device: torch.device) -> Any:
+    """Dropout must drop the same in both forwards."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Any) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,45 @@
+"""bfloat16 and float16: the parameters themselves, in the lower precision."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+
+
+def install(model: nn.Module, changes: Changes) -> None:
+    """Cast the parameters to the dtype that the remedy is named after.
+
+    Buffers stay as they are (rotary frequencies in half precision would spoil positions), and so do parameters that
+    the model wants in float32 (`_keep_in_fp32_modules` of Hugging Face).
+
+    Raises:
+        UsageError: all have the dtype already, or there are gradients of another.
+    """
+    dtype: torch.dtype = getattr(torch, changes.remedy)
+    kept = [
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    ]
+    keep = re.compile("|".join(rf"(?:^|\.){name}(?:$|\.)" for name in kept)) if kept else None
+    chosen = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and parameter.dtype != dtype and not (keep and keep.search(name))
+    ]
+    if not chosen:
+        raise UsageError(f"{changes.remedy} is already on", value=f"every parameter is {changes.remedy}")
+    if any(parameter.grad is not None for parameter in chosen):
+        raise UsageError(
+            f"{changes.remedy} does not apply: there are gradients of another dtype",
+            value=type(model).__name__,
+            hint="call model.zero_grad() first",
+        )
+    before = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in chosen}))
+    for parameter in chosen:
+        changes.set_data(parameter, parameter.detach().to(dtype))
+    changes.note(f"{len(chosen)} parameters: {before} became {changes.remedy}")

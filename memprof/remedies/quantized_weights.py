@@ -1,0 +1,153 @@
+"""8-bit-weights, 4-bit-weights and qlora: linear layers with the weights of bitsandbytes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+from memprof.remedies.chunked_loss import find_head
+from memprof.remedies.trained import DEFAULT_RANK, install_lora
+
+OUTLIER_THRESHOLD = 6.0
+"""Activations from this size on stay in half precision: LLM.int8's own, and transformers' default."""
+_QUANT_TYPES = ("nf4", "fp4")
+
+
+def install_8_bit(model: nn.Module, changes: Changes) -> None:
+    """Quantize the linear layers to LLM.int8.
+
+    Raises:
+        UsageError: bitsandbytes is not installed, or there is nothing to quantize.
+    """
+    bnb = _bitsandbytes(changes.remedy)
+
+    def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
+        outputs, inputs = weight.shape
+        layer = bnb.nn.Linear8bitLt(
+            inputs, outputs, bias is not None, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD, device="meta"
+        )
+        # It quantizes what comes from host memory alone, as transformers does (integrations/bitsandbytes.py).
+        quantized = bnb.nn.Int8Params(weight.to("cpu"), requires_grad=False, has_fp16_weights=False)
+        layer.weight = quantized.to(weight.device)
+        return layer  # type: ignore[no-any-return]
+
+    _replace(model, changes, make)
+
+
+def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4", double_quant: bool = True) -> None:
+    """Quantize the linear layers to 4 bits; products are computed in the dtype that the weights had.
+
+    Raises:
+        UsageError: bitsandbytes is not installed, an option is out of range, or there is nothing to quantize.
+    """
+    if quant_type not in _QUANT_TYPES:
+        raise UsageError("unknown quant_type", value=repr(quant_type), hint=f"one of {', '.join(_QUANT_TYPES)}")
+    bnb = _bitsandbytes(changes.remedy)
+
+    def make(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Module:
+        outputs, inputs = weight.shape
+        layer = bnb.nn.Linear4bit(
+            inputs, outputs, bias is not None, weight.dtype, compress_statistics=double_quant, quant_type=quant_type,
+            device="meta",
+        )  # fmt: skip
+        layer.weight = bnb.nn.Params4bit(
+            weight, requires_grad=False, compress_statistics=double_quant, quant_type=quant_type, module=layer
+        ).to(weight.device)
+        return layer  # type: ignore[no-any-return]
+
+    _replace(model, changes, make)
+
+
+def install_qlora(
+    model: nn.Module,
+    changes: Changes,
+    *,
+    quant_type: str = "nf4",
+    double_quant: bool = True,
+    lora_rank: int = DEFAULT_RANK,
+    lora_targets: str | None = None,
+) -> None:
+    """`install_4_bit`, then LoRA by PEFT; norms, embedding and head keep their dtype.
+
+    Raises:
+        UsageError: as either of the two.
+    """
+    install_4_bit(model, changes, quant_type=quant_type, double_quant=double_quant)
+    install_lora(model, changes, lora_rank=lora_rank, lora_targets=lora_targets)
+
+
+def _replace(
+    model: nn.Module, changes: Changes, make: Callable[[torch.Tensor, nn.Parameter | None], nn.Module]
+) -> None:
+    """Put what `make` gives in the place of each linear layer but the head and what shares its weight with others."""
+    kept = _head(model)
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    chosen: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            if _is_linear(module) and module is not kept and owners[id(module.weight)] == 1:
+                chosen.append((parent, name, module))
+    if not chosen:
+        raise UsageError(
+            f"{changes.remedy} does not apply: no linear layer beside the head", value=type(model).__name__,
+            hint="quantized layers are not quantized again",
+        )  # fmt: skip
+    if any(parameter.grad is not None for *_, module in chosen for parameter in module.parameters()):
+        raise UsageError(
+            f"{changes.remedy} does not apply: there are gradients of layers that would be frozen",
+            value=type(model).__name__, hint="call model.zero_grad() first",
+        )  # fmt: skip
+    before = after = 0
+    for parent, name, module in chosen:
+        weight: Any = module.weight
+        bias: Any = module.bias
+        matrix = weight.detach()
+        # transformers' Conv1D, a linear layer too, keeps its weight transposed.
+        layer = make(matrix if type(module) is nn.Linear else matrix.t(), bias)
+        if bias is not None:
+            layer.register_parameter("bias", nn.Parameter(bias.detach(), requires_grad=False))
+        layer.train(module.training)
+        before += weight.nbytes
+        quantized: Any = layer.weight
+        after += quantized.nbytes
+        changes.set_module(parent, name, layer)
+    changes.note(f"{len(chosen)} linear layers: weights of {before:,} bytes became {after:,} and their scales; frozen")
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    try:
+        return find_head(model)[1]
+    except UsageError:  # it has none
+        return None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if type(module) is nn.Linear:
+        return True
+    conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return conv is not None and type(module) is conv
+
+
+def _bitsandbytes(remedy: str) -> Any:
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it speaks of faster kernels for the CPU
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise UsageError(
+            f"{remedy} needs bitsandbytes", value=str(error).splitlines()[0], hint="pip install bitsandbytes"
+        ) from None
+    finally:
+        logger.setLevel(level)

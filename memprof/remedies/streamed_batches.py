@@ -1,0 +1,87 @@
+"""streamed-batches: batches put together one at a time, when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+
+
+def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int = 1) -> None:
+    """Make the batches' iterable, a `StreamedBatches`; it is the result.
+
+    Raises:
+        UsageError: `dataset` is no collection of samples, or `batch_size` is out of range.
+    """
+    batches = StreamedBatches(dataset, batch_size, model)
+    changes.result(batches)
+    changes.note(f"{len(batches):,} batches of {batch_size} are made one at a time, from {batches.samples:,} samples")
+
+
+class StreamedBatches:
+    """The batches of a set of samples, in order: one exists at a time, on the device of the model.
+
+    May be gone through again. For shuffling and workers, give the samples to a `torch.utils.data.DataLoader` of your
+    own: this is one without.
+
+    Args:
+        dataset: samples; a tensor or a dictionary of tensors has one in each row.
+        batch_size: samples of a batch; the last may have fewer.
+        model: batches go where its parameters are.
+
+    Raises:
+        UsageError: `dataset` is no collection of samples, or has none; `batch_size` is out of range.
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, model: nn.Module) -> None:
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise UsageError("batch_size must be at least 1", value=repr(batch_size))
+        samples: Any = _Rows(dataset) if isinstance(dataset, Mapping) else dataset
+        if isinstance(samples, str) or not (
+            hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, nn.Module)
+        ):
+            raise UsageError(
+                "dataset must be samples: a Dataset, a list, a tensor, or a dictionary of tensors",
+                value=type(dataset).__name__,
+                hint="an iterable without length streams already",
+            )
+        if not len(samples):
+            raise UsageError("dataset has no samples", value=type(dataset).__name__)
+        self.samples = len(samples)
+        self._model = model
+        self._loader: DataLoader[Any] = DataLoader(samples, batch_size=batch_size)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield tree_map(self._place, batch)
+
+    def _place(self, part: Any) -> Any:
+        parameter = next(self._model.parameters(), None)
+        return part.to(parameter.device) if isinstance(part, torch.Tensor) and parameter is not None else part
+
+
+class _Rows(Dataset[Any]):
+    """A dictionary of tensors, or of lists, as samples."""
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        lengths = {len(column) for column in columns.values()}
+        if len(lengths) > 1:
+            raise UsageError("dataset has columns of different lengths", value=", ".join(map(str, sorted(lengths))))
+        self._columns = columns
+        self._length = lengths.pop() if lengths else 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self._columns.items()}

@@ -1,0 +1,110 @@
+"""freeze and lora: what is trained at all."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+
+DEFAULT_RANK = 8
+
+
+def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
+    """Stop the training of the parameters that the patterns name.
+
+    Raises:
+        UsageError: a pattern names no parameter.
+    """
+    parameters = dict(model.named_parameters())
+    chosen: dict[str, nn.Parameter] = {}
+    for pattern in (part.strip() for part in frozen.split(",")):
+        matches = {name: p for name, p in parameters.items() if fnmatch.fnmatch(name, pattern)}
+        if not matches:
+            raise UsageError(
+                "freeze: a pattern names no parameter",
+                value=repr(pattern),
+                hint=f"the model's are named like {next(iter(parameters), None)!r}; * stands for anything",
+            )
+        chosen.update(matches)
+    _keep_flags(model, changes)
+    for parameter in chosen.values():
+        parameter.requires_grad_(False)
+    changes.note(f"{len(chosen)} of {len(parameters)} parameters are frozen")
+
+
+def install_lora(
+    model: nn.Module, changes: Changes, *, lora_rank: int = DEFAULT_RANK, lora_targets: str | None = None
+) -> None:
+    """Freeze the model, and put trained matrices beside its linear layers, with PEFT.
+
+    Raises:
+        UsageError: PEFT is not installed, or does not know what to adapt; the rank is out of range.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import peft
+    except ImportError as error:
+        raise UsageError("lora needs PEFT", value=str(error).splitlines()[0], hint="pip install peft") from None
+    if not isinstance(lora_rank, int) or isinstance(lora_rank, bool) or lora_rank < 1:
+        raise UsageError("lora_rank must be at least 1", value=repr(lora_rank))
+    targets: str | list[str] | None = None
+    if lora_targets is not None:
+        names = [name.strip() for name in lora_targets.split(",")]
+        targets = "all-linear" if names == ["all-linear"] else names
+    if any(hasattr(module, "lora_A") for module in model.modules()):
+        raise UsageError("lora is already on", value=type(model).__name__)
+    _keep_flags(model, changes)
+    _keep_modules(model, changes)
+    config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=targets)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Beside the model's own layers and not around the model, so that the caller's object is the one adapted.
+            peft.LoraModel(model, config, "default")
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            "PEFT cannot adapt this model",
+            value=str(error).strip().splitlines()[0],
+            hint="name the modules to adapt: lora_targets='q_proj,v_proj', or 'all-linear'",
+        ) from None
+    trained = [p for p in model.parameters() if p.requires_grad]
+    changes.note(f"LoRA of rank {lora_rank}: {sum(p.numel() for p in trained):,} numbers are trained")
+
+
+def _keep_flags(model: nn.Module, changes: Changes) -> None:
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore() -> None:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+    changes.on_undo(restore)
+
+
+def _keep_modules(model: nn.Module, changes: Changes) -> None:
+    """Record which module stands where, and what attributes and hooks each has."""
+    kept = [
+        (module, dict(module._modules), dict(vars(module)), {k: dict(v) for k, v in vars(module).items() if _hooks(k)})
+        for module in model.modules()
+    ]
+
+    def restore() -> None:
+        for module, children, attributes, hooks in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._modules.clear()
+            module._modules.update(children)
+            for name, known in hooks.items():
+                vars(module)[name].clear()
+                vars(module)[name].update(known)
+
+    changes.on_undo(restore)
+
+
+def _hooks(name: str) -> bool:
+    return name.endswith("_hooks")

@@ -1,0 +1,55 @@
+"""vocabulary-cap: embedding and head keep the rows of their first tokens; tied weights stay tied."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes
+from memprof.remedies.chunked_loss import find_head
+
+
+def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
+    """Cut the vocabulary to `vocab_size` tokens.
+
+    Raises:
+        UsageError: there is no embedding or linear head, or the cap is not below the vocabulary.
+    """
+    tell = getattr(model, "get_input_embeddings", None)
+    embedding = tell() if tell is not None else next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if not isinstance(embedding, nn.Embedding):
+        raise UsageError("vocabulary-cap does not apply: the model has no token embedding", value=type(model).__name__)
+    _, head = find_head(model)
+    if not isinstance(head, nn.Linear):
+        raise UsageError("vocabulary-cap does not apply: the head is no torch.nn.Linear", value=type(head).__name__)
+    for name, owner in (("embedding", embedding), ("head", head)):
+        if owner._parameters.get("weight") is None:
+            raise UsageError(
+                f"vocabulary-cap does not apply: the {name}'s weight is computed", value=type(owner).__name__,
+                hint="apply it before the weight is parametrized",
+            )  # fmt: skip
+    before = embedding.num_embeddings
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 1 <= vocab_size < before:
+        raise UsageError("vocab_size is out of range", value=repr(vocab_size), hint=f"1 to {before - 1:,}")
+    if embedding.padding_idx is not None and embedding.padding_idx >= vocab_size:
+        raise UsageError(
+            "vocab_size leaves no room for the padding token", value=repr(vocab_size),
+            hint=f"at least {embedding.padding_idx + 1:,}",
+        )  # fmt: skip
+    # A dictionary by identity: tied weights are one parameter, cut once.
+    weights = {id(p): p for p in (embedding.weight, head.weight, head.bias) if p is not None}
+    for parameter in weights.values():
+        parameter.grad = None
+        changes.set_data(parameter, parameter.detach()[:vocab_size].clone())
+    changes.set_attribute(embedding, "num_embeddings", vocab_size)
+    changes.set_attribute(head, "out_features", vocab_size)
+    config = getattr(model, "config", None)
+    if config is not None:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        for owner in {id(text): text, id(config): config}.values():
+            if getattr(owner, "vocab_size", None) == before:
+                changes.set_attribute(owner, "vocab_size", vocab_size)
+    for module in model.modules():
+        if vars(module).get("vocab_size") == before:
+            changes.set_attribute(module, "vocab_size", vocab_size)
+    changes.note(f"vocabulary: {before:,} tokens became {vocab_size:,}")

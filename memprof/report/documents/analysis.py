@@ -1,0 +1,271 @@
+"""The typed document of `memprof analyze`: what a recording says, with the names that its JSON has.
+
+All sizes are integer bytes; events are indices of the device's trace, -1 before its first. What is not known is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """What the allocator held after an event."""
+
+    event: int
+    requested_bytes: int
+    """Asked for, of blocks in use or waiting for other streams (torch's requested_bytes)."""
+    allocated_bytes: int
+    reserved_bytes: int
+    stage: str | None = None
+    """What was being done: a stage of a simulated run, an annotation of a recorded one; else None."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """Blocks that have the same line, module, category or size."""
+
+    key: str
+    allocated_bytes: int
+    requested_bytes: int
+    count: int
+    category: str
+    op: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRow:
+    """One block."""
+
+    address: int
+    allocated_bytes: int
+    requested_bytes: int
+    born_event: int
+    freed_event: int | None
+    source: str
+    op: str
+    module: str
+    category: str
+    frames: tuple[str, ...]
+    """The Python lines of its stack, innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is alive at the moment that was asked for."""
+
+    what: str
+    """peak, end, oom or event."""
+    amounts: Amounts
+    pending_bytes: int
+    """Freed by the program, and waiting for other streams."""
+    by: str
+    groups: tuple[GroupRow, ...]
+    blocks: tuple[BlockRow, ...]
+    """The largest."""
+    num_groups: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedSegment:
+    """A nearly empty segment, and the live blocks that keep it."""
+
+    address: int
+    size_bytes: int
+    used_bytes: int
+    largest_free_bytes: int
+    pool: str
+    stream: int
+    expandable: bool
+    blocks: tuple[BlockRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentationRow:
+    """Reserved memory that is not in use at a moment."""
+
+    event: int
+    reserved_bytes: int
+    used_bytes: int
+    free_bytes: int
+    rounding_bytes: int
+    releasable_bytes: int
+    """What torch.cuda.empty_cache() would give back."""
+    pinned_bytes: int
+    """Free, but kept by live blocks in the same segments."""
+    largest_free_bytes: int
+    segments: int
+    nearly_empty_segments: int
+    nearly_empty: tuple[PinnedSegment, ...]
+    """Of them, those with the most pinned bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OomRow:
+    """An out-of-memory error, explained."""
+
+    event: int
+    requested_bytes: int
+    tried_bytes: int
+    device_free_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    cached_bytes: int
+    usable_bytes: int
+    largest_free_bytes: int
+    fragmented: bool
+    source: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeakRow:
+    """Blocks of one line that pile up from step to step."""
+
+    source: str
+    module: str
+    op: str
+    allocated_bytes: int
+    count: int
+    per_step_bytes: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRow:
+    """The steps that were recognised."""
+
+    count: int
+    found_by: str
+    begins: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingFrames:
+    """Blocks of which nothing says who made them."""
+
+    count: int
+    allocated_bytes: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceRow:
+    """The first point where the replay differs from the recording."""
+
+    device: int
+    event: int
+    problem: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRow:
+    """How far our allocator gives every address that the recording has."""
+
+    allocations: int
+    identical_addresses: int
+    final_layout_identical: bool
+    first_difference: DifferenceRow | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeRow:
+    """What settings make of the requests."""
+
+    settings: str
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    final_reserved_bytes: int
+    driver_allocations: int
+    final_segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIfRow:
+    """The same requests under two configurations."""
+
+    before: OutcomeRow
+    after: OutcomeRow
+    saved_bytes: int
+    """Of peak reserved memory; below 0 if the other settings need more."""
+    recorded_peak_reserved_bytes: int
+    refused_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRow:
+    """The highest values of equal stretches of the recording, for a picture."""
+
+    events: tuple[int, ...]
+    """Where each stretch begins."""
+    allocated_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """One device."""
+
+    device: int
+    events: int
+    allocations: int
+    state_only: bool
+    """No events were recorded: only the state at the end is known."""
+    start: Amounts
+    peak: Amounts
+    """The last event at which most is allocated."""
+    peak_requested_bytes: int
+    peak_reserved_bytes: int
+    peak_reserved_event: int
+    end: Amounts
+    timeline: TimelineRow
+    moment: Moment
+    fragmentation_at_peak: FragmentationRow
+    fragmentation_at_end: FragmentationRow
+    ooms: tuple[OomRow, ...]
+    steps: StepsRow | None
+    leaks: tuple[LeakRow, ...]
+    missing_frames: MissingFrames
+    replay: ReplayRow
+    what_if: WhatIfRow | None
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """The whole document."""
+
+    schema: int
+    memprof_version: str
+    command: str
+    source: str
+    """measured or simulated."""
+    file: str
+    format: str
+    settings: str
+    """The allocator's, as the file gives them."""
+    devices: tuple[DeviceReport, ...]
+    replay: ReplayRow
+    """Of all devices together."""
+    assumptions: tuple[str, ...]
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the recording holds an out-of-memory error."""
+        return any(device.ooms for device in self.devices)
+
+    def to_json(self) -> dict[str, Any]:
+        """The document as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        from memprof.report.terminal.analysis import render_text
+
+        return render_text(self)

@@ -1,0 +1,326 @@
+"""Recordings made into the document of `memprof analyze`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memprof.allocator import AllocatorConfig
+from memprof.allocator.blocks import DEFAULT_POOL
+from memprof.errors import UsageError
+from memprof.recording.occupancy import BY, Fragmentation, SegmentUse, fragmentation, group
+from memprof.recording.origins import NO_FRAMES
+from memprof.recording.recording import BEFORE, NEVER, Life, Recording
+from memprof.recording.refusals import refusals
+from memprof.recording.steps import find_leaks
+from memprof.recording.what_if import Outcome, what_if
+from memprof.report.documents.analysis import (
+    SCHEMA,
+    Amounts,
+    Analysis,
+    BlockRow,
+    DeviceReport,
+    DifferenceRow,
+    FragmentationRow,
+    GroupRow,
+    LeakRow,
+    MissingFrames,
+    Moment,
+    OomRow,
+    OutcomeRow,
+    PinnedSegment,
+    ReplayRow,
+    StepsRow,
+    TimelineRow,
+    WhatIfRow,
+)
+from memprof.trace.snapshot import Action
+from memprof.units import format_bytes
+from memprof.version import __version__
+
+TIMELINE_COLUMNS = 100
+MAX_FRAMES = 8
+MAX_PINS = 5
+"""Blocks named per nearly empty segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the user wants to see."""
+
+    at: str = "peak"
+    """peak, end, oom or the number of an event."""
+    by: str = "frame"
+    top: int = 10
+    what_if: AllocatorConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the file beside its recordings."""
+
+    file: str
+    format: str
+    source: str
+    settings: str
+    assumptions: tuple[str, ...] = ()
+
+
+def build_analysis(recordings: Sequence[Recording], facts: Facts, question: Question) -> Analysis:
+    """The document on `recordings`.
+
+    Raises:
+        UsageError: the moment that was asked for is not in them.
+    """
+    devices = tuple(_device(one, question) for one in recordings)
+    return Analysis(
+        schema=SCHEMA,
+        memprof_version=__version__,
+        command="analyze",
+        source=facts.source,
+        file=facts.file,
+        format=facts.format,
+        settings=facts.settings,
+        devices=devices,
+        replay=ReplayRow(
+            allocations=sum(device.replay.allocations for device in devices),
+            identical_addresses=sum(device.replay.identical_addresses for device in devices),
+            final_layout_identical=all(device.replay.final_layout_identical for device in devices),
+            first_difference=next((d.replay.first_difference for d in devices if d.replay.first_difference), None),
+        ),
+        assumptions=facts.assumptions,
+    )
+
+
+def _device(recording: Recording, question: Question) -> DeviceReport:
+    steps = recording.steps
+    peak = recording.peak()[1]
+    peak_reserved, reserved_event = recording.peak("reserved")
+    at_peak = fragmentation(recording, peak)
+    at_end = fragmentation(recording, recording.end)
+    replay = recording.replay
+    first = replay.first_difference
+    leaks = find_leaks(recording, steps) if steps is not None else []
+    return DeviceReport(
+        device=recording.device,
+        events=len(recording.events),
+        allocations=replay.allocations,
+        state_only=not any(event.action is not Action.SNAPSHOT for event in recording.events),
+        start=_amounts(recording, BEFORE),
+        peak=_amounts(recording, peak),
+        peak_requested_bytes=recording.peak("requested")[0],
+        peak_reserved_bytes=peak_reserved,
+        peak_reserved_event=reserved_event,
+        end=_amounts(recording, recording.end),
+        timeline=_timeline(recording),
+        moment=_moment(recording, question),
+        fragmentation_at_peak=_fragmentation(at_peak, peak, question.top),
+        fragmentation_at_end=_fragmentation(at_end, recording.end, question.top),
+        ooms=tuple(
+            OomRow(
+                event=one.event,
+                requested_bytes=one.requested,
+                tried_bytes=one.tried,
+                device_free_bytes=one.device_free,
+                allocated_bytes=one.allocated,
+                reserved_bytes=one.reserved,
+                cached_bytes=one.cached,
+                usable_bytes=one.usable,
+                largest_free_bytes=one.largest_free,
+                fragmented=one.fragmented,
+                source=one.origin.source,
+                reasons=one.reasons,
+            )
+            for one in refusals(recording)
+        ),
+        steps=None if steps is None else StepsRow(len(steps.begins), steps.found_by, steps.begins),
+        leaks=tuple(
+            LeakRow(one.source, one.module, one.op, one.num_bytes, one.count, one.per_step, one.steps) for one in leaks
+        ),
+        missing_frames=_missing(recording, peak),
+        replay=ReplayRow(
+            allocations=replay.allocations,
+            identical_addresses=replay.identical_addresses,
+            final_layout_identical=replay.final_layout_identical,
+            first_difference=None
+            if first is None
+            else DifferenceRow(recording.device, first.event, first.problem, first.reason),
+        ),
+        what_if=None if question.what_if is None else _what_if(recording, question.what_if),
+    )
+
+
+def _amounts(recording: Recording, event: int) -> Amounts:
+    stage = next((name for name, begin, end in reversed(recording.stages) if begin <= event < end), None)
+    return Amounts(event, *recording.at(event), stage)
+
+
+def moment_of(recording: Recording, at: str) -> tuple[str, int]:
+    """The event that `at` means, and what to call it.
+
+    Raises:
+        UsageError: it means none.
+    """
+    if at == "peak":
+        return at, recording.peak()[1]
+    if at == "end":
+        return at, recording.end
+    if at == "oom":
+        found = next((i for i, event in enumerate(recording.events) if event.action is Action.OOM), None)
+        if found is None:
+            raise UsageError(
+                f"the recording of device {recording.device} holds no out-of-memory error",
+                value="--at oom",
+                hint="--at peak or --at end; --device chooses another device",
+            )
+        return at, found
+    try:
+        event = int(at)
+    except ValueError:
+        raise UsageError(
+            "no such moment", value=f"--at {at}", hint="peak, end, oom or the number of an event"
+        ) from None
+    if not BEFORE <= event <= recording.end:
+        raise UsageError(
+            f"device {recording.device} has no such event",
+            value=f"--at {event}",
+            hint=f"-1 (before the first) to {recording.end}",
+        )
+    return "event", event
+
+
+def _moment(recording: Recording, question: Question) -> Moment:
+    assert question.by in BY
+    what, event = moment_of(recording, question.at)
+    alive = recording.alive(event)
+    groups = group(alive, question.by)
+    largest = sorted(alive, key=lambda life: (-life.size, life.born, life.address))
+    return Moment(
+        what=what,
+        amounts=_amounts(recording, event),
+        pending_bytes=sum(life.size for life in alive if life.freed <= event),
+        by=question.by,
+        groups=tuple(
+            GroupRow(one.key, one.num_bytes, one.requested, one.count, one.category.value, one.op, one.module)
+            for one in groups[: question.top]
+        ),
+        blocks=tuple(_block(life) for life in largest[: question.top]),
+        num_groups=len(groups),
+        num_blocks=len(alive),
+    )
+
+
+def _block(life: Life) -> BlockRow:
+    lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in life.stack if frame.filename.endswith(".py")]
+    return BlockRow(
+        address=life.address,
+        allocated_bytes=life.size,
+        requested_bytes=life.requested,
+        born_event=life.born,
+        freed_event=None if life.freed == NEVER else life.freed,
+        source=life.origin.source,
+        op=life.origin.op,
+        module=life.origin.module,
+        category=life.category.value,
+        frames=tuple(lines[:MAX_FRAMES]),
+    )
+
+
+def _fragmentation(found: Fragmentation, event: int, top: int) -> FragmentationRow:
+    nearly_empty = found.nearly_empty()
+    return FragmentationRow(
+        event=event,
+        reserved_bytes=found.reserved,
+        used_bytes=found.used,
+        free_bytes=found.free,
+        rounding_bytes=found.rounding,
+        releasable_bytes=found.releasable,
+        pinned_bytes=found.pinned,
+        largest_free_bytes=found.largest_free,
+        segments=len(found.segments),
+        nearly_empty_segments=len(nearly_empty),
+        nearly_empty=tuple(_pinned(segment) for segment in nearly_empty[:top]),
+    )
+
+
+def _pinned(segment: SegmentUse) -> PinnedSegment:
+    largest = sorted(segment.live, key=lambda life: (-life.size, life.address))
+    pool = "small" if segment.is_small else "large"
+    return PinnedSegment(
+        address=segment.address,
+        size_bytes=segment.size,
+        used_bytes=segment.used,
+        largest_free_bytes=segment.largest_free,
+        pool=pool if segment.pool_id == DEFAULT_POOL else f"{pool}, private {segment.pool_id}",
+        stream=segment.stream,
+        expandable=segment.expandable,
+        blocks=tuple(_block(life) for life in largest[:MAX_PINS]),
+    )
+
+
+def _timeline(recording: Recording) -> TimelineRow:
+    count = len(recording.events)
+    columns = min(TIMELINE_COLUMNS, count)
+    begins = [count * column // columns for column in range(columns)]
+    ends = [*begins[1:], count][:columns]
+    times = [event.time_us for event in recording.events if event.time_us]
+    return TimelineRow(
+        events=tuple(begins),
+        allocated_bytes=tuple(max(recording.allocated[a:b]) for a, b in zip(begins, ends, strict=True)),
+        reserved_bytes=tuple(max(recording.reserved[a:b]) for a, b in zip(begins, ends, strict=True)),
+        seconds=(times[-1] - times[0]) / 1e6 if times and not recording.exact_origins else None,
+    )
+
+
+def _missing(recording: Recording, peak: int) -> MissingFrames:
+    """Blocks alive at the peak without a stack, and what in the file explains them."""
+    if recording.exact_origins:
+        return MissingFrames(0, 0, ())
+    without = [life for life in recording.alive(peak) if life.origin.source == NO_FRAMES]
+    old = [life for life in without if life.born == BEFORE]
+    reasons = []
+    if old:
+        reasons.append(
+            f"{format_bytes(sum(life.size for life in old))} in {len(old):,} blocks are older than the recording: call "
+            "torch.cuda.memory._record_memory_history() before the model is made"
+        )
+    if len(without) > len(old):
+        allocated = [event for event in recording.events if event.action is Action.ALLOC]
+        named = any(event.frames for event in allocated)
+        reasons.append(
+            "the stacks of some events are empty: they were allocated in a thread without Python and C++ stacks were "
+            "not recorded (stacks='all' records them)"
+            if named
+            else "no event has a stack: record with context='all' (the default), not with None or 'state'"
+        )
+    earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
+    if earlier and any(event.action is not Action.SNAPSHOT for event in recording.events):
+        reasons.append(
+            f"{len(earlier):,} blocks were recorded earlier than the first event ({len(recording.events):,} are kept): "
+            "the ring buffer was full (raise max_entries), or the history was started again"
+        )
+    if recording.orphans:
+        reasons.append(f"{recording.orphans:,} events do not fit to what went before: parts of the trace are lost")
+    return MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))
+
+
+def _what_if(recording: Recording, other: AllocatorConfig) -> WhatIfRow:
+    found = what_if(recording, other)
+    return WhatIfRow(
+        before=_outcome(found.before),
+        after=_outcome(found.after),
+        saved_bytes=found.saved,
+        recorded_peak_reserved_bytes=found.recorded_peak_reserved,
+        refused_requests=found.refused,
+    )
+
+
+def _outcome(one: Outcome) -> OutcomeRow:
+    return OutcomeRow(
+        settings=one.settings,
+        peak_reserved_bytes=one.peak_reserved,
+        peak_allocated_bytes=one.peak_allocated,
+        final_reserved_bytes=one.final_reserved,
+        driver_allocations=one.segments,
+        final_segments=one.final_segments,
+    )

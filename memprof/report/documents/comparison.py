@@ -1,0 +1,216 @@
+"""The typed document of `memprof compare`: two runs side by side, with the names that its JSON has.
+
+All sizes are integer bytes. A difference is B less A. What is not known is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA = 1
+
+SAME, DIFFERS, ONLY_IN_A, ONLY_IN_B = "same", "differs", "only in A", "only in B"
+"""How a stage is in both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two: what file it is from, and what kind of run that was."""
+
+    file: str
+    format: str
+    """`memprof capture`, `memprof report` or `torch snapshot`."""
+    source: str
+    """simulated or measured."""
+    device: str | None
+    on_card: bool
+    """False for a run on a CPU."""
+    fits: bool | None
+    failure: str | None
+    """Why the run ended before its time."""
+    notes: tuple[str, ...] = ()
+    """What this file does not say, or says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """A setting that is not the same; values as the reports have them."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TotalRow:
+    """A figure of the whole run."""
+
+    name: str
+    a_bytes: int | None
+    b_bytes: int | None
+    difference_bytes: int | None
+    compared: bool
+    """Whether it decides the exit code: both are known and mean the same."""
+    within: bool | None
+    """The tolerance; None where it is not compared."""
+    why_not: str = ""
+    """Why it is not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageAmounts:
+    """What one run did in a stage."""
+
+    allocated_bytes: int | None
+    delta_bytes: int | None
+    peak_allocated_bytes: int
+    requested_bytes: int | None
+    reserved_bytes: int | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage, matched by its name (a layer's has its number), step and micro-batch."""
+
+    order: int
+    """Its place in the run."""
+    name: str
+    step: int
+    micro_batch: int
+    stack: str
+    index: int
+    status: str
+    """same, differs, only in A, only in B."""
+    a: StageAmounts | None
+    b: StageAmounts | None
+    difference_bytes: int | None
+    """Of the peak allocated in the stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryRow:
+    """A category at each one's own peak."""
+
+    category: str
+    a_bytes: int
+    b_bytes: int
+    difference_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSide:
+    """Equal tensors alive at one run's peak."""
+
+    bytes: int
+    """Of one, as requested."""
+    count: int
+    shape: tuple[int, ...] | None
+    """None: the file does not say; `dtype` likewise."""
+    dtype: str | None
+    op: str
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """Tensors of one place in both runs, where something about them is not the same."""
+
+    status: str
+    """only in A, only in B, count, shape, dtype or operator: what is not the same."""
+    category: str
+    where: str | None
+    """Parameter, gradient or module, layer numbers replaced by `*`."""
+    a: TensorSide | None
+    b: TensorSide | None
+    difference_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """What kernels and libraries took for themselves at a run's peak: no tensors of the program."""
+
+    kind: str
+    """CPU kernels or CUDA kernels."""
+    bytes: int
+    tensors: tuple[TensorSide, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A step of the bridge where most is reserved."""
+
+    name: str
+    a_bytes: int | None
+    b_bytes: int | None
+    difference_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FindingRow:
+    """A finding that only one has, or with other bytes."""
+
+    id: str
+    in_a: bool
+    in_b: bool
+    a_bytes: int | None
+    """None if it is not in A, or is not about bytes."""
+    b_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The whole document. Every list has its largest differences first."""
+
+    schema: int
+    memprof_version: str
+    command: str
+    a: Side
+    b: Side
+    tolerance: str
+    within: bool
+    """Every total that is compared is within the tolerance."""
+    settings: tuple[SettingRow, ...]
+    same_settings: int
+    totals: tuple[TotalRow, ...]
+    stages: tuple[StageRow, ...]
+    categories: tuple[CategoryRow, ...]
+    tensors: tuple[TensorRow, ...]
+    same_tensors: int
+    """Rows of equal tensors that are the same in both, and `same_tensors_bytes` of them."""
+    same_tensors_bytes: int
+    tensors_matched_by: str
+    kernels_a: KernelUse
+    kernels_b: KernelUse
+    reserved: tuple[StepRow, ...]
+    """The bridge of both, in its order."""
+    seconds_a: float | None
+    seconds_b: float | None
+    findings: tuple[FindingRow, ...] | None
+    """None: one of the files has no findings."""
+    assumptions_only_in_a: tuple[str, ...]
+    assumptions_only_in_b: tuple[str, ...]
+
+    @property
+    def no_difference(self) -> bool:
+        """Nothing differs but perhaps settings."""
+        return not (
+            any(row.difference_bytes for row in self.totals)
+            or any(row.status != SAME for row in self.stages)
+            or any(row.difference_bytes for row in self.categories)
+            or self.tensors
+            or self.kernels_a.bytes != self.kernels_b.bytes
+            or any(row.difference_bytes for row in self.reserved)
+            or self.findings
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The document as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        from memprof.report.terminal.comparison import render_text
+
+        return render_text(self)

@@ -1,0 +1,430 @@
+"""One typed document, many renderers: what a report says, with the names that its JSON has.
+
+All sizes are integer bytes. A value that is not known is None, and `assumptions` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from memprof.allocator import Settings
+from memprof.findings import Finding
+from memprof.ledger.bridge import Bridge
+from memprof.ledger.caught import CaughtError, caught_errors
+from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Stage
+from memprof.ledger.state import ModelState, model_state
+from memprof.ledger.steps import training_steps
+from memprof.report.documents.ladder import Rung
+from memprof.trace.events import CPU, NONE, FailureKind, Trace
+from memprof.version import __version__
+
+SCHEMA = 2
+"""2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """One stage, in the order of the run."""
+
+    name: str
+    step: int
+    """Training step from 1; 0 outside steps."""
+    micro_batch: int
+    allocated_bytes: int
+    delta_bytes: int
+    peak_allocated_bytes: int
+    requested_bytes: int
+    requested_delta_bytes: int
+    peak_requested_bytes: int
+    reserved_bytes: int
+    """At the end of the stage; `peak_reserved_bytes` the highest within it."""
+    peak_reserved_bytes: int
+    device_used_bytes: int | None
+    """At the end: reserved and the CUDA context; of a measured run what NVML says, None on a CPU."""
+    seconds: float | None
+    host_allocated_bytes: int = 0
+    """Of tensors in host memory, at the end of the stage; `peak_host_bytes` the highest within it."""
+    peak_host_bytes: int = 0
+    stack: str = ""
+    """For a layer: its stack, and `index` its number in it."""
+    index: int = NONE
+    oom: bool = False
+    """The request that the card refuses is made here."""
+    resident_bytes: int | None = None
+    """Measured runs: resident memory of the process, as last read in the stage."""
+    measured_allocated_bytes: int | None = None
+    """Measured on CUDA: torch's own counters, as last read in the stage; the peak is since the reading before."""
+    measured_peak_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One training step that ran to its end; bytes allocated."""
+
+    step: int
+    """From 1."""
+    peak_bytes: int
+    """The highest since the step before, apart from evaluation where it was recognised."""
+    end_bytes: int
+    """When the optimizer's step ends."""
+    growth_bytes: int
+    """`end_bytes` beyond those of the step before; of the first, beyond what was held when it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """Equal tensors alive at the peak."""
+
+    bytes: int
+    count: int
+    total_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    category: str
+    module: str | None
+    op: str
+    source: str | None
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """Allocated bytes at the peak, by category, module and phase of birth; the rows sum to the peak."""
+
+    category: str
+    module: str
+    phase: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment at which most is allocated; and of reserved, which may have its peak elsewhere."""
+
+    stage: str
+    step: int
+    micro_batch: int
+    allocated_bytes: int
+    reserved_bytes: int
+    """The most that is reserved in the run, first reached in `reserved_stage` of `reserved_step`."""
+    reserved_stage: str
+    reserved_step: int
+    reserved_micro_batch: int
+    device_used_bytes: int
+    """The most of the card: reserved and the CUDA context."""
+    host_allocated_bytes: int
+    """In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run."""
+    categories: dict[str, int]
+    tensors: tuple[TensorRow, ...]
+    rows: tuple[LedgerRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtRow:
+    """The first request that the card refused a program that went on without it."""
+
+    stage: str
+    step: int
+    bytes: int
+    """Of the tensor."""
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    module: str | None
+    source: str | None
+    in_use_bytes: int
+    """Allocated then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the run fits the card, where it dies if not, and what it needs."""
+
+    fits: bool | None
+    """None if the run failed before it was known. Of a program that caught out-of-memory errors: whether what it did
+    instead fits."""
+    oom_stage: str | None
+    oom_step: int | None
+    oom_op: str | None
+    oom_module: str | None
+    oom_shape: tuple[int, ...] | None
+    oom_dtype: str | None
+    oom_source: str | None
+    """`file:line function`."""
+    oom_message: str | None
+    """What that release of torch prints there."""
+    tried_to_allocate_bytes: int | None
+    """The segment that the driver refuses: as a rule a little more than the tensor."""
+    in_use_bytes: int | None
+    """Allocated then."""
+    reserved_bytes: int | None
+    """Reserved then; what is more than in use is free, and of no use to this request."""
+    free_bytes: int | None
+    """Of the card then."""
+    retries: int
+    """Times that the card was full, and it was enough to give the allocator's cache back."""
+    required_bytes: int
+    """Of device memory, so that nothing is ever refused: the most that is reserved on a card without limit, and the
+    CUDA context. What a program was refused and went on without is not in it."""
+    out_of_memory_caught: int = 0
+    """Out-of-memory errors that were raised in the program, and that it caught."""
+    first_caught: CaughtRow | None = None
+    """The first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRow:
+    """What stopped the run: everything else in the document is the run up to there."""
+
+    kind: str
+    phase: str
+    error: str
+    message: str
+    op: str | None
+    module: str | None
+    source: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A whole report."""
+
+    schema: int
+    memprof_version: str
+    command: str
+    source: str
+    target: dict[str, Any]
+    program: dict[str, Any] | None
+    """Of a script: its `command`, how it `ended` (steps, exit, timeout, error, refused, interrupted), its `exit_code`,
+    the training `steps` that it began (none where nothing is learned) and the `fixes` in force."""
+    device: dict[str, Any]
+    allocator: dict[str, Any]
+    """`torch`, `alloc_conf` and `alloc_conf_from`: whose rules, and by which settings."""
+    stages: tuple[StageRow, ...]
+    peak: Peak
+    host_peak_bytes: int
+    bridge: Bridge | None
+    """From what tensors asked for to what the card has in use; None where there is no card."""
+    model_state: ModelState
+    findings: tuple[Finding, ...]
+    ladder: tuple[Rung, ...]
+    """Runs with remedies in force, where they were asked for."""
+    verdict: Verdict
+    assumptions: tuple[str, ...]
+    failure: FailureRow | None = None
+    """Why the run ended before its time; None if it came to its end."""
+    ladder_reason: str = ""
+    """Why the ladder's remedies were chosen, if they were (`--fix auto`)."""
+    ladder_left_out: dict[str, str] = field(default_factory=dict)
+    """Remedy -> why it is no row."""
+    steps: tuple[StepRow, ...] = ()
+    """Of a program that names no phases of its own, if two or more of its steps ended."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The document as plain JSON values (docs/concepts.md lists the names)."""
+        result = dataclasses.asdict(self)
+        for finding in result["findings"]:
+            finding["bytes"] = finding.pop("num_bytes")
+            for evidence in finding["evidence"]:
+                evidence["bytes"] = evidence.pop("num_bytes")
+        return result
+
+    def __str__(self) -> str:
+        from memprof.report.terminal.report import render_text
+
+        return render_text(self)
+
+
+def build_document(
+    ledger: Ledger, findings: list[Finding], settings: Settings, bridge: Bridge | None = None
+) -> Document:
+    """The report on a ledger; `settings` are those of its replay, and `bridge` its own, if there is one."""
+    trace = ledger.trace
+    facts: dict[str, Any] = trace.facts
+    device = facts["device"]
+    context = device["context_bytes"]
+    on_cpu = trace.device == CPU
+    first = StageRow("context", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, context, None)
+    peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
+    return Document(
+        schema=SCHEMA,
+        memprof_version=facts.get("memprof_version", __version__),
+        command=facts["command"],
+        source=trace.source,
+        target=facts["target"],
+        program=facts.get("program"),
+        device=device,
+        allocator=settings.facts(),
+        stages=(
+            *(() if on_cpu else (first,)),
+            *(_measured(_stage_row(stage, context, ledger.out_of_memory), stage, trace) for stage in ledger.stages),
+        ),
+        peak=Peak(
+            stage=peak.name,
+            step=peak.step,
+            micro_batch=peak.micro_batch,
+            allocated_bytes=ledger.peak_bytes,
+            reserved_bytes=ledger.peak_reserved_bytes,
+            reserved_stage=reserved.name,
+            reserved_step=reserved.step,
+            reserved_micro_batch=reserved.micro_batch,
+            device_used_bytes=ledger.peak_reserved_bytes + context,
+            host_allocated_bytes=ledger.host[ledger.peak_event],
+            categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
+            tensors=tuple(_tensor_row(tensor) for tensor in ledger.live),
+            rows=tuple(LedgerRow(r.category.value, r.module, r.phase, r.allocated_bytes) for r in ledger.rows),
+        ),
+        host_peak_bytes=ledger.host_peak_bytes,
+        bridge=bridge,
+        model_state=model_state(trace),
+        findings=tuple(findings),
+        ladder=(),
+        verdict=_verdict(ledger, context),
+        assumptions=(
+            *trace.assumptions,
+            *(() if on_cpu else _card_assumptions(ledger, settings, context)),
+            *_outside(bridge),
+        ),
+        failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
+        steps=() if facts["command"] == "profile" else _steps(ledger),
+    )
+
+
+def _steps(ledger: Ledger) -> tuple[StepRow, ...]:
+    steps = training_steps(ledger.trace, ledger.allocated)
+    if len(steps) < 2:
+        return ()
+    return tuple(StepRow(step.step, step.peak_bytes, step.end_bytes, step.growth_bytes) for step in steps)
+
+
+def _outside(bridge: Bridge | None) -> tuple[str, ...]:
+    """What the bridge cannot know."""
+    if bridge is None or not bridge.outside_is_unknown:
+        return ()
+    return (
+        "What libraries take outside the allocator and beyond the context (handles of cuBLAS and cuDNN, NCCL), and "
+        "other processes on the card, are not known and not in device used.",
+    )
+
+
+def _fits(trace: Trace, oom: OutOfMemory | None) -> bool | None:
+    """False also if memory ran out while it was measured."""
+    if oom or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY):
+        return False
+    return None if trace.failure else True
+
+
+def _card_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[str, ...]:
+    beyond = "; after the request that the card refuses, as on a card without limit." if ledger.out_of_memory else "."
+    return (
+        f"The CUDA context takes {context >> 20} MiB (measured on one card; it varies by card and driver).",
+        f"Reserved memory is that of the caching allocator of {settings}, replayed request by request{beyond}",
+    )
+
+
+def _measured(row: StageRow, stage: Stage, trace: Trace) -> StageRow:
+    """The row with what was read off the device and the clock; as it is if nothing was."""
+    if not trace.times:
+        return row
+    span = stage.span
+    last = span.end if span.end < len(trace.times) else len(trace.times) - 1
+    samples = [sample for sample in trace.samples if span.begin <= sample.event <= span.end]
+    # On a card the program runs ahead of the work: only what was synchronised with has a time.
+    seconds = (trace.times[last] - trace.times[span.begin]) / 1e9
+    if trace.device != CPU:
+        inside = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
+        seconds = inside[-1].seconds - inside[0].seconds if len(inside) > 1 and not span.stack else float("nan")
+    row = dataclasses.replace(row, seconds=None if seconds != seconds else seconds)
+    if not samples:
+        return dataclasses.replace(row, device_used_bytes=None)
+    sample = samples[-1]
+    return dataclasses.replace(
+        row,
+        device_used_bytes=sample.device_used_bytes,
+        resident_bytes=sample.resident_bytes,
+        measured_allocated_bytes=sample.allocated_bytes,
+        measured_peak_bytes=max((s.peak_allocated_bytes for s in samples if s.peak_allocated_bytes), default=None),
+        measured_reserved_bytes=sample.reserved_bytes,
+    )
+
+
+def _verdict(ledger: Ledger, context: int) -> Verdict:
+    trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
+    storage = trace.storages[oom.storage] if oom else None
+    caught = caught_errors(ledger)
+    return Verdict(
+        fits=_fits(trace, oom),
+        oom_stage=oom.stage.name if oom else None,
+        oom_step=oom.stage.step if oom else None,
+        oom_op=trace.op(storage) if storage else None,
+        oom_module=trace.module_path(storage) if storage else None,
+        oom_shape=storage.shape if storage else None,
+        oom_dtype=storage.dtype if storage else None,
+        oom_source=trace.source_line(storage) if storage else None,
+        oom_message=oom.message if oom else None,
+        tried_to_allocate_bytes=oom.tried_bytes if oom else None,
+        in_use_bytes=oom.in_use_bytes if oom else None,
+        reserved_bytes=oom.reserved_bytes if oom else None,
+        free_bytes=oom.free_bytes if oom else None,
+        retries=run.retries,
+        required_bytes=run.required_reserved_bytes + context,
+        out_of_memory_caught=len(caught),
+        first_caught=_caught_row(caught[0], trace) if caught else None,
+    )
+
+
+def _caught_row(error: CaughtError, trace: Trace) -> CaughtRow:
+    storage = trace.storages[error.storage]
+    return CaughtRow(
+        stage=error.stage.name,
+        step=error.stage.step,
+        bytes=storage.num_bytes,
+        shape=storage.shape,
+        dtype=storage.dtype,
+        op=trace.op(storage),
+        module=trace.module_path(storage),
+        source=trace.source_line(storage),
+        in_use_bytes=error.in_use_bytes,
+    )
+
+
+def _stage_row(stage: Stage, context: int, oom: OutOfMemory | None) -> StageRow:
+    span = stage.span
+    return StageRow(
+        name=span.name,
+        step=span.step,
+        micro_batch=span.micro_batch,
+        allocated_bytes=stage.allocated_bytes,
+        delta_bytes=stage.delta_bytes,
+        peak_allocated_bytes=stage.peak_allocated_bytes,
+        requested_bytes=stage.requested_bytes,
+        requested_delta_bytes=stage.requested_delta_bytes,
+        peak_requested_bytes=stage.peak_requested_bytes,
+        reserved_bytes=stage.reserved_bytes,
+        peak_reserved_bytes=stage.peak_reserved_bytes,
+        device_used_bytes=stage.reserved_bytes + context,
+        seconds=None,
+        host_allocated_bytes=stage.host_allocated_bytes,
+        peak_host_bytes=stage.peak_host_bytes,
+        stack=span.stack,
+        index=span.index,
+        oom=oom is not None and oom.stage == span,
+    )
+
+
+def _tensor_row(tensor: LiveTensor) -> TensorRow:
+    return TensorRow(
+        bytes=tensor.num_bytes,
+        count=tensor.count,
+        total_bytes=tensor.allocated_bytes,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        category=tensor.category.value,
+        module=tensor.module,
+        op=tensor.op,
+        source=tensor.source,
+        name=tensor.name,
+    )

@@ -1,0 +1,155 @@
+"""The typed document of `memprof vocab`: what a corpus holds, and what a smaller vocabulary saves.
+
+All sizes are integer bytes, coverage is a share from 0 to 1. What is not known is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from memprof.corpus import CorpusCount
+from memprof.corpus.frequencies import Frequencies
+
+SCHEMA = 1
+SIMULATED, ARITHMETIC = "simulated", "arithmetic"
+_SHOWN_POINTS = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The most frequent `tokens` make up this share of the corpus."""
+
+    tokens: int
+    coverage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """One cap."""
+
+    name: str
+    """The coverage that was asked for, such as 99.9%, or `asked` for a number of tokens."""
+    tokens: int
+    """The most frequent ones, which stay."""
+    covered: int
+    """Tokens of the corpus among them."""
+    coverage: float
+    vocab_size: int
+    """Rows of embedding and head: the tokens, and those reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one vocabulary takes, the most of each that is alive at once."""
+
+    name: str
+    """`before`, or the name of a cap."""
+    vocab_size: int
+    num_parameters: int | None
+    parameters_bytes: int | None
+    gradients_bytes: int | None
+    optimizer_state_bytes: int | None
+    logits_bytes: int
+    """Simulated: of all that the head and the loss make; by arithmetic: one copy of the logits."""
+    peak_bytes: int | None
+    """Most allocated at once."""
+    required_bytes: int | None
+    """Of the card, with the CUDA context."""
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """The run before and with each cap, the fewest rows last."""
+
+    source: str
+    """simulated: by runs; arithmetic: of embedding, head and one copy of the logits alone."""
+    what: str
+    """The model and the run, in words."""
+    card: str | None
+    before: Memory
+    capped: tuple[Memory, ...]
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The whole document."""
+
+    schema: int
+    memprof_version: str
+    command: str
+    corpus: tuple[str, ...]
+    """As the user named it."""
+    files: int
+    rows: int
+    num_bytes: int
+    tokenizer: str
+    tokens: int
+    distinct: int
+    once: int
+    """Tokens that occur once."""
+    most_common: tuple[tuple[str, int], ...]
+    vocab_size: int | None
+    """Ids that the tokenizer has."""
+    unseen: int | None
+    highest_id: int | None
+    unseen_ranges: tuple[tuple[int, int], ...]
+    special_unseen: tuple[str, ...]
+    reserved: int
+    curve: tuple[Point, ...]
+    caps: tuple[Cap, ...]
+    savings: Savings | None
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        from memprof.report.terminal.vocabulary import render_text
+
+        return render_text(self)
+
+
+def build_vocabulary(
+    corpus: tuple[str, ...], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None, version: str
+) -> Vocabulary:
+    """The document on what was counted."""
+    frequencies = counted.frequencies
+    return Vocabulary(
+        schema=SCHEMA,
+        memprof_version=version,
+        command="vocab",
+        corpus=corpus,
+        files=counted.files,
+        rows=counted.rows,
+        num_bytes=counted.num_bytes,
+        tokenizer=counted.tokenizer,
+        tokens=frequencies.total,
+        distinct=frequencies.distinct,
+        once=dict(frequencies.histogram).get(1, 0),
+        most_common=counted.most_common,
+        vocab_size=counted.vocab_size,
+        unseen=counted.unseen,
+        highest_id=counted.highest_id,
+        unseen_ranges=counted.unseen_ranges,
+        special_unseen=counted.special_unseen,
+        reserved=counted.reserved,
+        curve=curve(frequencies),
+        caps=caps,
+        savings=savings,
+        notes=counted.notes,
+    )
+
+
+def curve(frequencies: Frequencies, points: int = _SHOWN_POINTS) -> tuple[Point, ...]:
+    """Coverage at round numbers of tokens (1, 2, 5, 10, ...), the last `points` of them, and at all tokens."""
+    distinct = frequencies.distinct
+    if not distinct:
+        return ()
+    rounds = [lead * 10**power for power in range(len(str(distinct))) for lead in (1, 2, 5)]
+    shown = [tokens for tokens in rounds if tokens < distinct][-(points - 1) :]
+    return tuple(Point(tokens, frequencies.coverage(tokens)) for tokens in [*shown, distinct])

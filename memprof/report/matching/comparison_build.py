@@ -1,0 +1,208 @@
+"""Two runs made into the document of `memprof compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+from memprof.report.documents.comparison import (
+    DIFFERS,
+    ONLY_IN_A,
+    ONLY_IN_B,
+    SAME,
+    SCHEMA,
+    CategoryRow,
+    Comparison,
+    FindingRow,
+    KernelUse,
+    SettingRow,
+    StageAmounts,
+    StageRow,
+    StepRow,
+    TensorSide,
+    TotalRow,
+)
+from memprof.report.matching.runs import (
+    ALL_TENSORS,
+    ALLOCATED,
+    BRIDGE,
+    DEVICE_USED,
+    HOST,
+    KERNELS,
+    RESERVED,
+    TOTALS,
+    Run,
+    StageKey,
+)
+from memprof.report.matching.tensors import match_tensors
+from memprof.report.matching.tolerance import Tolerance
+from memprof.spec import TargetSpec
+from memprof.version import __version__
+
+_DEFAULTS = {
+    field.name: field.default for field in dataclasses.fields(TargetSpec) if field.default is not dataclasses.MISSING
+}
+
+
+def build_comparison(a: Run, b: Run, tolerance: Tolerance) -> Comparison:
+    """What differs between `a` and `b`, largest differences first."""
+    settings, same_settings = _settings(a, b)
+    totals = tuple(_total(name, a, b, tolerance) for name in TOTALS)
+    matched = match_tensors(
+        [row for row in a.tensors if row.category != KERNELS],
+        [row for row in b.tensors if row.category != KERNELS],
+        by_shape=a.knows_shapes and b.knows_shapes,
+    )
+    return Comparison(
+        schema=SCHEMA,
+        memprof_version=__version__,
+        command="compare",
+        a=a.side,
+        b=b.side,
+        tolerance=tolerance.text,
+        within=all(row.within for row in totals if row.compared),
+        settings=settings,
+        same_settings=same_settings,
+        totals=totals,
+        stages=_stages(a, b),
+        categories=_categories(a.categories, b.categories),
+        tensors=matched.rows,
+        same_tensors=matched.same,
+        same_tensors_bytes=matched.same_bytes,
+        tensors_matched_by=matched.by,
+        kernels_a=_kernels(a),
+        kernels_b=_kernels(b),
+        reserved=tuple(
+            StepRow(name, a.bridge[name], b.bridge[name], _difference(a.bridge[name], b.bridge[name]))
+            for name in BRIDGE
+            if a.bridge[name] is not None or b.bridge[name] is not None
+        ),
+        seconds_a=_seconds(a),
+        seconds_b=_seconds(b),
+        findings=_findings(a.findings, b.findings),
+        assumptions_only_in_a=tuple(one for one in a.assumptions if one not in b.assumptions),
+        assumptions_only_in_b=tuple(one for one in b.assumptions if one not in a.assumptions),
+    )
+
+
+def _difference(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else b - a
+
+
+def _settings(a: Run, b: Run) -> tuple[tuple[SettingRow, ...], int]:
+    names = list(dict.fromkeys([*a.settings, *b.settings]))
+    if not a.all_settings:
+        names = [name for name in names if name in a.settings]
+    if not b.all_settings:
+        names = [name for name in names if name in b.settings]
+    # An option that is newer than a report had its default there.
+    rows = [SettingRow(name, *(run.settings.get(name, _DEFAULTS.get(name)) for run in (a, b))) for name in names]
+    differing = tuple(row for row in rows if _plain(row.a) != _plain(row.b))
+    return differing, len(rows) - len(differing)
+
+
+def _plain(value: Any) -> Any:
+    """A setting's value as JSON has it; one that is not set is the same as one that an earlier release did not know."""
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value] or None
+    return None if value is False or value == "" else value
+
+
+def _total(name: str, a: Run, b: Run, tolerance: Tolerance) -> TotalRow:
+    mine, theirs = a.totals[name], b.totals[name]
+    why = ""
+    if mine is None or theirs is None:
+        why = "not known of both"
+    elif name in (ALL_TENSORS, ALLOCATED, RESERVED, DEVICE_USED, HOST) and a.side.on_card != b.side.on_card:
+        why = "a CPU and a card run other kernels"
+    elif name == DEVICE_USED and a.side.source != b.side.source:
+        why = "other processes are not simulated"
+    within = tolerance.allows(mine, theirs) if not why and mine is not None and theirs is not None else None
+    return TotalRow(name, mine, theirs, _difference(mine, theirs), not why, within, why)
+
+
+def _stages(a: Run, b: Run) -> tuple[StageRow, ...]:
+    rows = []
+    for order, key in enumerate(_merged(list(a.stages), list(b.stages))):
+        mine, theirs = a.stages.get(key), b.stages.get(key)
+        known = theirs if mine is None or (theirs is not None and theirs.stack) else mine
+        assert known is not None
+        difference = None
+        if mine is None or theirs is None:
+            status = ONLY_IN_B if mine is None else ONLY_IN_A
+        else:
+            difference = theirs.amounts.peak_allocated_bytes - mine.amounts.peak_allocated_bytes
+            status = SAME if _what_was_held(mine.amounts) == _what_was_held(theirs.amounts) else DIFFERS
+        rows.append(
+            StageRow(
+                order=order,
+                name=key[0],
+                step=key[1],
+                micro_batch=known.micro_batch,
+                stack=known.stack,
+                index=known.index,
+                status=status,
+                a=None if mine is None else mine.amounts,
+                b=None if theirs is None else theirs.amounts,
+                difference_bytes=difference,
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
+
+
+def _what_was_held(stage: StageAmounts) -> tuple[int | None, ...]:
+    return stage.allocated_bytes, stage.delta_bytes, stage.peak_allocated_bytes
+
+
+def _merged(a: list[StageKey], b: list[StageKey]) -> list[StageKey]:
+    """Both lists in one, each in its own order; what only `b` has follows what it follows there."""
+    known = set(a)
+    following: dict[StageKey | None, list[StageKey]] = defaultdict(list)
+    last: StageKey | None = None
+    for key in b:
+        if key in known:
+            last = key
+        else:
+            following[last].append(key)
+    merged = list(following[None])
+    for key in a:
+        merged += [key, *following[key]]
+    return merged
+
+
+def _categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]:
+    rows = [
+        CategoryRow(name, a.get(name, 0), b.get(name, 0), b.get(name, 0) - a.get(name, 0))
+        for name in dict.fromkeys([*a, *b])
+    ]
+    return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes), -max(row.a_bytes, row.b_bytes))))
+
+
+def _kernels(run: Run) -> KernelUse:
+    own = [
+        TensorSide(row.bytes, row.count, row.shape, row.dtype, row.op, row.source)
+        for row in run.tensors
+        if row.category == KERNELS
+    ]
+    return KernelUse(
+        kind="CUDA kernels" if run.side.on_card else "CPU kernels",
+        bytes=sum(one.bytes * one.count for one in own),
+        tensors=tuple(sorted(own, key=lambda one: -one.bytes * one.count)),
+    )
+
+
+def _seconds(run: Run) -> float | None:
+    measured = [stage.amounts.seconds for stage in run.stages.values() if stage.amounts.seconds is not None]
+    return sum(measured) if measured else None
+
+
+def _findings(a: dict[str, int | None] | None, b: dict[str, int | None] | None) -> tuple[FindingRow, ...] | None:
+    if a is None or b is None:
+        return None
+    rows = []
+    for name in dict.fromkeys([*a, *b]):
+        row = FindingRow(name, in_a=name in a, in_b=name in b, a_bytes=a.get(name), b_bytes=b.get(name))
+        if row.in_a != row.in_b or row.a_bytes != row.b_bytes:
+            rows.append(row)
+    return tuple(sorted(rows, key=lambda row: -abs((row.b_bytes or 0) - (row.a_bytes or 0))))

@@ -1,0 +1,162 @@
+"""Which tensors of one run's peak are those of another's, and what is not the same about the rest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from memprof.report.documents.comparison import ONLY_IN_A, ONLY_IN_B, TensorRow, TensorSide
+from memprof.report.matching.runs import Tensors
+
+BY_SHAPE = "category, place, shape and dtype"
+BY_BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What became of the tensors."""
+
+    rows: tuple[TensorRow, ...]
+    """Those that are not the same, largest differences first."""
+    same: int
+    same_bytes: int
+    by: str
+
+
+def match_tensors(a: list[Tensors], b: list[Tensors], *, by_shape: bool) -> Matched:
+    """Pair the tensors of two peaks.
+
+    In this order: all the same; another operator or another number of them; another shape or dtype at the same place,
+    by the same operator. What is left is only in one.
+
+    Args:
+        a: of one run.
+        b: of the other.
+        by_shape: False where a file does not know shapes: tensors are then matched by their bytes alone.
+    """
+    matching = _Matching(a, b)
+    if by_shape:
+        matching.equal(_exact)
+        matching.alike(_but_operator)
+        matching.changed(_place)
+    else:
+        matching.alike(lambda one: one.bytes)
+    return matching.result(BY_SHAPE if by_shape else BY_BYTES)
+
+
+def _exact(one: Tensors) -> Hashable:
+    return one.category, one.where, one.op, one.shape, one.dtype, one.bytes
+
+
+def _but_operator(one: Tensors) -> Hashable:
+    return one.category, one.where, one.shape, one.dtype, one.bytes
+
+
+def _place(one: Tensors) -> Hashable:
+    return one.category, one.where, one.op
+
+
+class _Matching:
+    def __init__(self, a: list[Tensors], b: list[Tensors]) -> None:
+        # Lines may differ from release to release of a library: rows that differ in nothing else are one.
+        self.a, self.b = _joined(a, lambda one: (_exact(one),)), _joined(b, lambda one: (_exact(one),))
+        self.rows: list[TensorRow] = []
+        self.same = self.same_bytes = 0
+
+    def equal(self, key: Callable[[Tensors], Hashable]) -> None:
+        """Take out what is the same, count included."""
+        theirs = {key(one): one for one in self.b}
+        for mine in list(self.a):
+            other = theirs.get(key(mine))
+            if other is not None and other.count == mine.count:
+                self._take(mine, other)
+
+    def alike(self, key: Callable[[Tensors], Hashable]) -> None:
+        """Pair what has the same key on both sides, whatever its operators and however many there are."""
+        groups = _groups(self.a, self.b, key)
+        for mine, theirs in groups:
+            if not mine or not theirs:
+                continue
+            first, other = _sum(mine), _sum(theirs)
+            for one in mine:
+                self.a.remove(one)
+            for one in theirs:
+                self.b.remove(one)
+            if first.count != other.count:
+                self._row("count", first, other)
+            elif first.shape is not None and other.shape is not None and first.op != other.op:
+                self._row("operator", first, other)
+            else:
+                self.same += 1
+                self.same_bytes += first.bytes * first.count
+
+    def changed(self, key: Callable[[Tensors], Hashable]) -> None:
+        """Pair by size what has the same key, where both sides have as many kinds of it."""
+        for mine, theirs in _groups(self.a, self.b, key):
+            if len(mine) != len(theirs):
+                continue
+            pairs = zip(sorted(mine, key=_size), sorted(theirs, key=_size), strict=True)
+            for first, other in pairs:
+                self.a.remove(first)
+                self.b.remove(other)
+                self._row("dtype" if first.shape == other.shape else "shape", first, other)
+
+    def result(self, by: str) -> Matched:
+        for one in self.a:
+            self._row(ONLY_IN_A, one, None)
+        for one in self.b:
+            self._row(ONLY_IN_B, None, one)
+        rows = sorted(self.rows, key=lambda row: (-abs(row.difference_bytes), row.category, row.where or ""))
+        return Matched(tuple(rows), self.same, self.same_bytes, by)
+
+    def _take(self, mine: Tensors, other: Tensors) -> None:
+        self.a.remove(mine)
+        self.b.remove(other)
+        self.same += 1
+        self.same_bytes += mine.bytes * mine.count
+
+    def _row(self, status: str, mine: Tensors | None, theirs: Tensors | None) -> None:
+        known = mine or theirs
+        assert known is not None
+        size = [0 if one is None else one.bytes * one.count for one in (mine, theirs)]
+        self.rows.append(TensorRow(status, known.category, known.where, _side(mine), _side(theirs), size[1] - size[0]))
+
+
+def _side(one: Tensors | None) -> TensorSide | None:
+    return None if one is None else TensorSide(one.bytes, one.count, one.shape, one.dtype, one.op, one.source)
+
+
+def _size(one: Tensors) -> tuple[int, int, str]:
+    return one.bytes, one.count, str(one.dtype)
+
+
+def _joined(tensors: list[Tensors], key: Callable[[Tensors], Hashable]) -> list[Tensors]:
+    found: dict[Hashable, list[Tensors]] = defaultdict(list)
+    for one in tensors:
+        found[key(one)].append(one)
+    return [_sum(alike) for alike in found.values()]
+
+
+def _sum(alike: list[Tensors]) -> Tensors:
+    """Alike tensors as one row; of their operators, places and lines, all that there are."""
+    ops = sorted({one.op for one in alike})
+    wheres = {one.where for one in alike}
+    categories = sorted({one.category for one in alike})
+    return replace(
+        alike[0],
+        op=", ".join(ops),
+        where=alike[0].where if len(wheres) == 1 else None,
+        category=", ".join(categories),
+        count=sum(one.count for one in alike),
+    )
+
+
+def _groups(
+    a: list[Tensors], b: list[Tensors], key: Callable[[Tensors], Hashable]
+) -> list[tuple[list[Tensors], list[Tensors]]]:
+    found: dict[Hashable, tuple[list[Tensors], list[Tensors]]] = defaultdict(lambda: ([], []))
+    for side, tensors in enumerate((a, b)):
+        for one in tensors:
+            found[key(one)][side].append(one)
+    return list(found.values())

@@ -1,0 +1,401 @@
+"""The document of `memprof analyze` as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memprof.report.documents.analysis import (
+    Amounts,
+    Analysis,
+    BlockRow,
+    DeviceReport,
+    FragmentationRow,
+    OomRow,
+    PinnedSegment,
+    ReplayRow,
+    WhatIfRow,
+)
+from memprof.trace.events import short_source
+from memprof.units import GIB, KIB, MIB, format_bytes
+
+_BARS = " ▁▂▃▄▅▆▇█"
+MAX_PINS = 5
+"""Kinds of nearly empty segments that are shown."""
+_LABEL = 11
+"""Columns before a curve."""
+_SCALE = 14
+"""Columns behind it."""
+_PATH = 28
+"""Columns of a module's path beside a source line."""
+
+
+def render_text(document: Analysis, *, width: int = 110, replay: bool = False) -> str:
+    """The report without colour, `width` columns wide."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
+    console.print(renderable(document, width=width, replay=replay))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def print_report(document: Analysis, *, replay: bool = False) -> None:
+    """Print the report to standard output, in colour if it is a terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(renderable(document, width=console.width, replay=replay))
+    else:
+        console.file.write(render_text(document, width=console.width, replay=replay))
+
+
+def renderable(document: Analysis, *, width: int, replay: bool) -> RenderableType:
+    """The report, to be printed on a console."""
+    title = Text("memprof analyze: ", style="bold")
+    title.append(f"{document.file}, a {document.format}", style="default")
+    if document.settings:
+        title.append(f" ({document.settings})", style="dim")
+    parts: list[RenderableType] = [title]
+    many = len(document.devices) > 1
+    parts += [_device(device, width=width, replay=replay, many=many) for device in document.devices]
+    parts += [Text(f"Note: {sentence}", style="dim") for sentence in document.assumptions]
+    return Group(*parts)
+
+
+def _device(device: DeviceReport, *, width: int, replay: bool, many: bool) -> RenderableType:
+    parts: list[RenderableType] = []
+    if many:
+        parts.append(Text(f"\nDevice {device.device}", style="bold underline"))
+    parts.append(_summary(device))
+    if len(device.timeline.events) > 1:
+        parts.append(_timeline(device, width))
+    parts += [_oom(one) for one in device.ooms]
+    parts.append(_moment(device))
+    if device.moment.blocks:
+        parts.append(_blocks(device))
+    parts.append(_fragmentation(device))
+    if not device.state_only:
+        parts.append(_leaks(device))
+    if device.missing_frames.reasons:
+        parts.append(_missing(device))
+    if replay:
+        parts.append(_replay(device.replay))
+    if device.what_if is not None:
+        parts.append(_what_if(device.what_if))
+    return Group(*parts)
+
+
+def _where(device: DeviceReport, event: int) -> str:
+    if event < 0:
+        return "before the first event" if device.events else "now"
+    return f"event {event:,}"
+
+
+def _when(device: DeviceReport, amounts: Amounts) -> str:
+    where = _where(device, amounts.event)
+    return f"{where}, in {amounts.stage}" if amounts.stage else where
+
+
+def _summary(device: DeviceReport) -> RenderableType:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("")
+    for header in ("requested", "allocated", "reserved"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("when", overflow="fold")
+    if device.state_only:
+        rows: list[tuple[str, Amounts]] = [("end", device.end)]
+    else:
+        rows = [("start", device.start), ("peak", device.peak), ("end", device.end)]
+    for name, amounts in rows:
+        style = "bold" if name == "peak" else ""
+        cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
+        table.add_row(name, *map(format_bytes, cells), _when(device, amounts), style=style)
+    if device.peak_reserved_bytes > device.peak.reserved_bytes and not device.state_only:
+        where = _where(device, device.peak_reserved_event)
+        table.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
+    if device.state_only:
+        return Group(
+            table, Text("No events were recorded: this is the state when the snapshot was taken.", style="dim")
+        )
+    recorded = f"{device.events:,} events, {device.allocations:,} allocations"
+    if device.timeline.seconds is not None:
+        recorded += f", {device.timeline.seconds:,.2f} s"
+    if device.steps is not None:
+        recorded += f"; {device.steps.count} steps, seen from {device.steps.found_by}"
+    return Group(table, Text(recorded + ".", style="dim"))
+
+
+def _timeline(device: DeviceReport, width: int) -> RenderableType:
+    line = device.timeline
+    columns = max(min(width - _LABEL - _SCALE, len(line.events)), 1)
+    highest = max((*line.reserved_bytes, *line.allocated_bytes, 1))
+    curves = [
+        Text(f"{name:<{_LABEL}}{_curve(values, columns, highest)}  {format_bytes(max(values))}")
+        for name, values in (("allocated", line.allocated_bytes), ("reserved", line.reserved_bytes))
+    ]
+    marks = [" "] * columns
+    for event, mark in [*((oom.event, "!") for oom in device.ooms), (device.peak.event, "^")]:
+        if event >= 0:
+            at = min(event * columns // device.events, columns - 1)
+            marks[at] = mark if marks[at] == " " else "‼"
+    curves.append(Text(f"{'':<{_LABEL}}{''.join(marks)}".rstrip(), style="dim"))
+    legend = "^ the peak" + ("; ! out of memory; ‼ both" if device.ooms else "")
+    curves.append(Text(f"{'':<{_LABEL}}{legend}", style="dim"))
+    return Group(Text(""), *curves)
+
+
+def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
+    count = len(values)
+    levels = [
+        max(values[count * i // columns : max(count * (i + 1) // columns, count * i // columns + 1)])
+        for i in range(columns)
+    ]
+    return "".join(_BARS[-(-max(level, 0) * (len(_BARS) - 1) // highest)] for level in levels)
+
+
+def _oom(oom: OomRow) -> RenderableType:
+    title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
+    title.append(f" in {_short(oom.source)}", style="default")
+    return Group(title, _bullets(oom.reasons))
+
+
+def _moment(device: DeviceReport) -> RenderableType:
+    moment = device.moment
+    names = {
+        "peak": "At the peak",
+        "end": "At the end",
+        "oom": "At the out-of-memory error",
+        "event": "After the event",
+    }
+    amounts = moment.amounts
+    name = "When the snapshot was taken" if device.state_only else names[moment.what]
+    heading = Text(f"\n{name} ({_when(device, amounts)}): ", style="bold")
+    heading.append(
+        f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}", style="default"
+    )
+    if moment.pending_bytes:
+        heading.append(
+            f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams", style="default"
+        )
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    unit, unit_name = _unit(amounts.allocated_bytes)
+    for header in (unit_name, "share", "blocks"):
+        table.add_column(header, justify="right", no_wrap=True)
+    if moment.by != "category":
+        table.add_column("category", no_wrap=True)
+    table.add_column(moment.by, overflow="fold", ratio=3)
+    shows_module = moment.by in ("frame", "size", "category")
+    if shows_module:
+        table.add_column("mostly" if moment.by != "frame" else "in module", overflow="fold", ratio=2)
+    total = amounts.allocated_bytes + moment.pending_bytes or 1
+    for row in moment.groups:
+        cells = [f"{row.allocated_bytes / unit:,.2f}", f"{row.allocated_bytes / total:.1%}", f"{row.count:,}"]
+        if moment.by != "category":
+            cells.append(row.category)
+        key = _short(row.key) if moment.by == "frame" else row.key
+        if row.op and moment.by == "frame" and row.op not in key:
+            key += f"  {row.op.removeprefix('aten.')}"
+        cells.append(key)
+        if shows_module:
+            cells.append("" if row.module == row.key else _tail(row.module))
+        table.add_row(*cells)
+    parts: list[RenderableType] = [heading, Padding(table, (0, 0, 0, 2))]
+    if moment.num_groups > len(moment.groups):
+        rest = amounts.allocated_bytes + moment.pending_bytes - sum(row.allocated_bytes for row in moment.groups)
+        more = moment.num_groups - len(moment.groups)
+        parts.append(Text(f"  and {format_bytes(rest)} in {more:,} more groups (--top)", style="dim"))
+    return Group(*parts)
+
+
+def _blocks(device: DeviceReport) -> RenderableType:
+    blocks = device.moment.blocks
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    unit, name = _unit(blocks[0].allocated_bytes)
+    for header in (name, "x"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("life in events", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for same in _alike(blocks):
+        block = same[0]
+        life = _life(block) if len(same) == 1 else f"{_life(block).split(' ')[0]}, …"
+        table.add_row(f"{block.allocated_bytes / unit:,.2f}", str(len(same)), life, _what(block))
+    return Group(Text("\nLargest blocks", style="bold"), Padding(table, (0, 0, 0, 2)))
+
+
+def _alike(blocks: tuple[BlockRow, ...]) -> list[list[BlockRow]]:
+    found: dict[tuple[object, ...], list[BlockRow]] = {}
+    for block in blocks:
+        found.setdefault((block.allocated_bytes, block.source, block.op, block.category), []).append(block)
+    return list(found.values())
+
+
+def _life(block: BlockRow) -> str:
+    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
+    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
+
+
+def _what(block: BlockRow) -> Text:
+    text = Text(block.category)
+    text.append(f" {_short(block.source)}")
+    if block.op and block.op not in block.source:
+        text.append(f" {block.op.removeprefix('aten.')}", style="dim")
+    return text
+
+
+def _fragmentation(device: DeviceReport) -> RenderableType:
+    at_peak, at_end = device.fragmentation_at_peak, device.fragmentation_at_end
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    one_moment = at_peak.event == at_end.event or device.state_only
+    table.show_header = not one_moment
+    table.add_column("")
+    moments = [("", at_end)] if one_moment else [("at the peak", at_peak), ("at the end", at_end)]
+    for name, _ in moments:
+        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[tuple[str, str]] = [
+        ("reserved, not in use", "free_bytes"),
+        ("  wholly free segments: empty_cache() returns them", "releasable_bytes"),
+        ("  pinned by live blocks in the same segments", "pinned_bytes"),
+        ("largest free block", "largest_free_bytes"),
+        ("in use, but not asked for (rounding)", "rounding_bytes"),
+    ]
+    for label, field in rows:
+        table.add_row(label, *(format_bytes(getattr(one, field)) for _, one in moments))
+    parts: list[RenderableType] = [Text("\nFragmentation", style="bold"), Padding(table, (0, 0, 0, 2))]
+    shown = at_peak if at_peak.nearly_empty else at_end
+    if shown.nearly_empty:
+        parts.append(_pins(shown, "peak" if shown is at_peak and not one_moment else "end"))
+    return Group(*parts)
+
+
+def _pins(found: FragmentationRow, when: str) -> RenderableType:
+    title = Text(f"  Nearly empty segments at the {when}, and what keeps them:")
+    alike = Counter(_pin(segment) for segment in found.nearly_empty)
+    shown = alike.most_common()[:MAX_PINS]
+    lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in shown]
+    rest = found.nearly_empty_segments - sum(count for _, count in shown)
+    return Group(title, _bullets([*lines, f"and {rest:,} more"] if rest else lines, indent=4))
+
+
+def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
+    """Sentences whose further lines are indented as their first."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        table.add_row("-", sentence)
+    return Padding(table, (0, 0, 0, indent))
+
+
+def _pin(segment: PinnedSegment) -> str:
+    pins = [
+        f"{format_bytes(same[0].allocated_bytes)}{_times(same)} {_short(same[0].source)}"
+        for same in _alike(segment.blocks)
+    ]
+    return (
+        f"{format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: "
+        + "; ".join(pins[:3])
+        + ("; …" if len(pins) > 3 else "")
+    )
+
+
+def _times(same: list[BlockRow]) -> str:
+    return f" x{len(same)}" if len(same) > 1 else ""
+
+
+def _leaks(device: DeviceReport) -> RenderableType:
+    if device.steps is None:
+        return Text("\nLeaks: not looked for, as fewer than three steps can be told apart.", style="dim")
+    if not device.leaks:
+        return Text(f"\nLeaks: none; nothing piles up over the {device.steps.count} steps.")
+    lines = [Text("\nLeaks: what steps leave behind and nothing frees", style="bold yellow")]
+    lines += [
+        Text(
+            f"  {format_bytes(leak.per_step_bytes)} per step, {format_bytes(leak.allocated_bytes)} in "
+            f"{leak.count:,} blocks: {_short(leak.source)} {leak.op.removeprefix('aten.')}".rstrip()
+        )
+        for leak in device.leaks
+    ]
+    return Group(*lines)
+
+
+def _missing(device: DeviceReport) -> RenderableType:
+    missing = device.missing_frames
+    title = Text("\nFrames missing", style="bold")
+    if missing.count:
+        title.append(f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them", "default")
+    return Group(title, _bullets(missing.reasons))
+
+
+def _replay(replay: ReplayRow) -> RenderableType:
+    title = Text("\nReplay: ", style="bold")
+    layout = "identical" if replay.final_layout_identical else "different"
+    title.append(
+        f"{replay.identical_addresses:,} of {replay.allocations:,} addresses identical, final layout {layout}",
+        "default",
+    )
+    first = replay.first_difference
+    if first is None:
+        return title
+    why = first.reason or "nothing in the file explains it"
+    return Group(title, Text(f"  first difference at event {first.event:,}: {first.problem}; {why}"))
+
+
+def _what_if(found: WhatIfRow) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column("settings")
+    for header in ("peak reserved", "reserved at the end", "segments"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for one, note in ((found.before, " (as recorded)"), (found.after, "")):
+        table.add_row(
+            one.settings + note,
+            format_bytes(one.peak_reserved_bytes),
+            format_bytes(one.final_reserved_bytes),
+            f"{one.final_segments:,}",
+        )
+    verdict = "saves" if found.saved_bytes > 0 else "costs" if found.saved_bytes < 0 else "changes nothing of the peak"
+    sentence = f"  It {verdict}" + (f" {format_bytes(abs(found.saved_bytes))} of the peak" if found.saved_bytes else "")
+    notes = [Text(sentence + ".")]
+    if found.before.peak_reserved_bytes != found.recorded_peak_reserved_bytes:
+        notes.append(
+            Text(
+                f"  Recorded were {format_bytes(found.recorded_peak_reserved_bytes)}: what was cached before the "
+                "recording began is not known, so both replays begin with the live blocks alone.",
+                style="dim",
+            )
+        )
+    if found.refused_requests:
+        notes.append(
+            Text(f"  Requests that were refused ({found.refused_requests}) are left out of both.", style="dim")
+        )
+    return Group(Text("\nWhat if: the same requests", style="bold"), Padding(table, (0, 0, 0, 2)), *notes)
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= unit:
+            return unit, name
+    return 1, "bytes"
+
+
+def _short(source: str) -> str:
+    """`folder/file.py:line function` of a source; what is none stays as it is."""
+    head, _, function = source.rpartition(" ")
+    if not head or ":" not in head:
+        return source
+    return f"{short_source(source)} {function}"
+
+
+def _tail(module: str) -> str:
+    """The innermost calls of a chain, or the end of a path."""
+    if len(module) > _PATH and " > " not in module and not module.startswith("("):
+        kept: list[str] = []
+        for part in reversed(module.split(".")):
+            if kept and len(".".join((part, *kept))) > _PATH:
+                break
+            kept.insert(0, part)
+        return "…" + ".".join(kept)
+    parts = module.split(" > ")
+    return " > ".join(parts if len(parts) <= 3 else ["…", *parts[-3:]])

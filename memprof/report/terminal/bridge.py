@@ -1,0 +1,89 @@
+"""The bridge for a terminal: from what tensors asked for to what the card has in use."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memprof.ledger.bridge import Bridge, BridgeMoment, PoolUse
+from memprof.report.terminal.units import Unit
+from memprof.units import format_bytes
+
+MAX_PROCESSES = 5
+
+
+def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
+    """A column for the moment at which most is reserved, and one for that at which most is allocated, if it differs."""
+    moments = [bridge.peak_reserved]
+    if _amounts(bridge.peak_allocated) != _amounts(bridge.peak_reserved):
+        moments.append(bridge.peak_allocated)
+    table = Table(box=None, show_header=len(moments) > 1, padding=(0, 1), pad_edge=False, header_style="dim")
+    table.add_column(no_wrap=True)
+    heads = ("most reserved", "most allocated")
+    for head, _ in zip(heads, moments, strict=False):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column(overflow="fold", style="dim")
+
+    def add(name: str, values: list[int | None], note: str = "", *, total: bool = False) -> None:
+        amounts = ["not known" if value is None else unit.amount(value) for value in values]
+        table.add_row(name, *amounts, note, style="bold" if total else "")
+
+    def of(attribute: str) -> list[int | None]:
+        return [getattr(moment, attribute) for moment in moments]
+
+    first = moments[0]
+    add("requested by tensors", of("requested_bytes"))
+    add("+ rounding", of("rounding_bytes"), "of blocks")
+    add("= allocated", of("allocated_bytes"), "what torch says", total=True)
+    add("+ free in segments", of("fragmentation_bytes"), "fragmentation")
+    if any(moment.given_back_bytes for moment in moments):
+        add("+ given back at once", of("given_back_bytes"), "before the request was served")
+    add("= reserved", of("reserved_bytes"), "what torch holds", total=True)
+    add("+ CUDA context", of("context_bytes"))
+    if first.libraries_bytes is not None or first.other_processes_bytes is not None:
+        add("+ libraries outside", of("libraries_bytes"), "handles of cuBLAS and cuDNN, NCCL")
+        add("+ other processes", of("other_processes_bytes"), _processes(bridge))
+    if first.unnamed_bytes is not None:
+        add("+ libraries, others", of("unnamed_bytes"), "libraries and other processes, not told apart")
+    add("= device used", of("device_used_bytes"), "what nvidia-smi says", total=True)
+    title = Text(f"From tensors to device used, {unit.name}, ", style="bold")
+    title.append(", ".join(f"{head} in {_where(moment)}" for head, moment in zip(heads, moments, strict=False)), "")
+    parts: list[RenderableType] = [title, Padding(table, (0, 0, 0, 2))]
+    notes = [f"free: {_fragmentation(first)}"] if first.fragmentation_bytes else []
+    if bridge.outside_is_unknown:
+        notes.append("not known: libraries outside the allocator, other processes")
+    parts += [Padding(Text("; ".join(notes), style="dim"), (0, 0, 0, 2))] if notes else []
+    return Group(*parts, Text(""))
+
+
+def _amounts(moment: BridgeMoment) -> tuple[int, ...]:
+    return moment.requested_bytes, moment.allocated_bytes, moment.reserved_bytes
+
+
+def _where(moment: BridgeMoment) -> str:
+    return moment.stage + (f" of step {moment.step}" if moment.step else "")
+
+
+def _fragmentation(moment: BridgeMoment) -> str:
+    """Which segments have what is free."""
+    return ", ".join(_pool(pool) for pool in moment.pools if pool.free_bytes)
+
+
+def _pool(pool: PoolUse) -> str:
+    segments = f"{pool.segments:,} {pool.pool} segment{'' if pool.segments == 1 else 's'}"
+    back = f" ({format_bytes(pool.releasable_bytes)} of it could be given back)" if pool.releasable_bytes else ""
+    return f"{format_bytes(pool.free_bytes)} in {segments}{back}"
+
+
+def _processes(bridge: Bridge) -> str:
+    if not bridge.processes:
+        return ""
+    largest = sorted(bridge.processes, key=lambda one: -(one.bytes or 0))
+    named = [
+        f"{one.name} ({one.pid}) {'?' if one.bytes is None else format_bytes(one.bytes)}"
+        for one in largest[:MAX_PROCESSES]
+    ]
+    more = len(largest) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,57 @@
+"""A report in a few lines, for a place that has no room for more: a failed test, a message."""
+
+from __future__ import annotations
+
+from memprof.report.documents.report import Document, TensorRow
+from memprof.trace.events import short_source
+from memprof.units import format_bytes
+
+TENSORS = 3
+"""Of the largest at the peak."""
+
+
+def brief(document: Document) -> str:
+    """Verdict, peak with its stage, the largest tensors, and what the findings are called."""
+    peak, verdict = document.peak, document.verdict
+    lines = [
+        _verdict(document),
+        f"  peak: {format_bytes(peak.allocated_bytes)} allocated in {_stage(peak.stage, peak.step)}; "
+        f"{format_bytes(peak.reserved_bytes)} reserved in {_stage(peak.reserved_stage, peak.reserved_step)}",
+    ]
+    if verdict.oom_stage is not None:
+        where = f" at {short_source(verdict.oom_source)}" if verdict.oom_source else ""
+        asked, used = verdict.tried_to_allocate_bytes or 0, verdict.in_use_bytes or 0
+        lines.append(
+            f"  full: in {_stage(verdict.oom_stage, verdict.oom_step or 0)}{where}, asked for {format_bytes(asked)} "
+            f"with {format_bytes(used)} in use"
+        )
+    lines.append("  largest at the peak:")
+    lines += [f"    {_tensor(tensor)}" for tensor in peak.tensors[:TENSORS]]
+    findings = [finding for finding in document.findings if finding.id != "does-not-fit"]
+    if findings:
+        lines.append("  findings:")
+        lines += [f"    {finding.severity.value}: {finding.title}" for finding in findings]
+    return "\n".join(lines)
+
+
+def _verdict(document: Document) -> str:
+    need = format_bytes(document.verdict.required_bytes)
+    name, size = document.device["name"], format_bytes(document.device["total_bytes"])
+    have = name if size in name else f"{name}, {size}"
+    if document.verdict.fits is False:
+        return f"does not fit: it takes {need} with the CUDA context ({have})"
+    if document.verdict.fits is None:
+        return f"stopped early: it took {need} with the CUDA context until then ({have})"
+    return f"fits: it takes {need} with the CUDA context ({have})"
+
+
+def _stage(name: str, step: int) -> str:
+    return f"{name} of step {step}" if step else name
+
+
+def _tensor(tensor: TensorRow) -> str:
+    count = f"{tensor.count} x " if tensor.count > 1 else ""
+    shape = "x".join(map(str, tensor.shape))
+    what = tensor.name or tensor.module or ""
+    where = f" at {short_source(tensor.source)}" if tensor.source and not tensor.name else ""
+    return f"{count}{format_bytes(tensor.bytes)} [{shape}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where

@@ -1,0 +1,103 @@
+"""The ladder for a terminal: two lines a row, the second with what is in the way next."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from memprof.report.documents.ladder import Cost, Rung
+from memprof.report.documents.report import Document
+from memprof.units import GIB, MIB, format_bytes
+
+_UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
+_NUMBERS = {"exact": "exact", "approximate": "approx.", "different": "another"}
+_CPU_WORK = 0.1
+"""An optimizer on the CPU is worth a word from this share of the peak on."""
+_HEADERS = ("peak", "reserved", "saved", "verdict", "compute", "bus", "step", "numbers")
+_MIN_GAP = 2
+MIN_HOST_BYTES = 16 * GIB
+"""Host memory below this is there in every machine with such a card."""
+
+
+def render_ladder(document: Document) -> RenderableType:
+    """The rows, why they were chosen, and what was left out."""
+    rungs = document.ladder
+    unit, unit_name = (GIB, "GiB") if rungs[0].peak_allocated_bytes >= GIB else (MIB, "MiB")
+    added = [_added(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
+    cells = [_cells(rung, unit, first=not number) for number, rung in enumerate(rungs)]
+    widths = [max(map(len, column)) for column in zip(_HEADERS, *cells, strict=True)]
+    first = max(len(name) for names in added for name in names)
+    lines = [Text(_line("", _HEADERS, first, widths), style="dim")]
+    for names, row, rung in zip(added, cells, rungs, strict=True):
+        lines += [Text(name) for name in names[:-1]]
+        line = Text(_line(names[-1], row, first, widths))
+        line.highlight_words([" fits "], style="bold green")
+        line.highlight_words([" dies ", " failed "], style="red")
+        host = f"; {format_bytes(rung.host_peak_bytes)} in host memory" if rung.host_peak_bytes > MIN_HOST_BYTES else ""
+        if (rung.cost.host_bytes or 0) > rung.peak_allocated_bytes * _CPU_WORK:
+            host += f"; the CPU reads and writes {format_bytes(rung.cost.host_bytes or 0)} in a step"
+        lines += [line, Text(f"    then: {rung.next_bottleneck.text}{host}", style="dim")]
+    legend = (
+        f"{unit_name}. saved: device memory, against the row above. compute, bus: more than as it is. step: the least "
+        "time that it takes at this card's published rates, compute and transfers one after the other."
+    )
+    parts: list[RenderableType] = [
+        Text("The ladder: each row adds to those above", style="bold"),
+        Padding(Group(*lines), (0, 0, 0, 2)),
+        Padding(Text(legend, style="dim"), (0, 0, 1, 2)),
+    ]
+    if document.ladder_reason:
+        parts.append(Padding(Text(f"Why these: {document.ladder_reason}."), (0, 0, 1, 0)))
+    costs = {rung.added: rung.cost.note for rung in rungs if rung.added is not None and rung.cost.note}
+    if costs:
+        notes = [Text(f"{remedy}: {note}") for remedy, note in costs.items()]
+        parts += [Text("What they cost", style="bold"), Padding(Group(*notes), (0, 0, 1, 2))]
+    if document.ladder_left_out:
+        notes = [Text(f"{remedy}: {why}", style="dim") for remedy, why in document.ladder_left_out.items()]
+        parts += [Text("Left out", style="bold"), Padding(Group(*notes), (0, 0, 1, 2))]
+    return Group(*parts)
+
+
+def _line(name: str, cells: tuple[str, ...], first: int, widths: list[int]) -> str:
+    gap = " " * _MIN_GAP
+    return name.ljust(first) + "".join(gap + cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _added(rung: Rung, before: Rung | None) -> list[str]:
+    if before is None:
+        return ["as it is"]
+    return ["+ " + name for name in rung.remedies if name not in before.remedies]
+
+
+def _cells(rung: Rung, unit: int, *, first: bool) -> tuple[str, ...]:
+    def amount(num_bytes: int) -> str:
+        return f"{round(num_bytes / unit, 2) + 0.0:,.2f}"
+
+    verdict = "failed" if rung.fits is None else "fits" if rung.fits else "dies"
+    saved = "" if first else amount(rung.saved_bytes)
+    sizes = amount(rung.peak_allocated_bytes), amount(rung.reserved_bytes), saved
+    return (*sizes, verdict, *_cost(rung.cost, first=first))
+
+
+def _cost(cost: Cost, *, first: bool) -> tuple[str, ...]:
+    """Operations, transfers, time of a step, and what happens to the numbers."""
+    if cost.operations is None or cost.extra_operations is None or cost.step_seconds is None:
+        return "?", "?", "?", _NUMBERS[cost.numerics]
+    step = _seconds(cost.step_seconds)
+    if first:
+        return _operations(cost.operations), format_bytes(cost.bus_bytes or 0), step, ""
+    before = cost.operations - cost.extra_operations
+    share = cost.extra_operations / before if before else 0.0
+    bus = cost.extra_bus_bytes or 0
+    transfers = f"{'+' if bus > 0 else ''}{format_bytes(bus)}" if bus else "-"
+    return f"{share:+.1%}", transfers, step, _NUMBERS[cost.numerics]
+
+
+def _operations(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in _UNITS if count >= 10 * unit), _UNITS[-1])
+    return f"{count / unit:,.0f} {name}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1000 * seconds:,.1f} ms"

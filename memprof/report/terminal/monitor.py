@@ -1,0 +1,214 @@
+"""The views of `memprof monitor`: a live table of the cards, rows at the foot of a command's terminal, lines, JSON.
+
+A command keeps its terminal: the view takes the last rows of it by a scroll region, in which the command's own output
+goes on as if the terminal were a little smaller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from memprof.monitor.run import Outcome, View
+from memprof.monitor.sample import Peaks, Sample
+from memprof.report.terminal.monitor_text import History, cards_table, footer_lines, plain_line, summary
+
+_MIN_ROWS = 12
+"""A terminal with fewer rows is left to the command."""
+
+
+def make_view(stream: TextIO, *, has_command: bool, as_json: bool = False, quiet: bool = False) -> View:
+    """The view that suits `stream`: a terminal gets a picture, a file or a pipe lines."""
+    if as_json:
+        return JsonView(stream, is_needed=not has_command)
+    if quiet:
+        return QuietView(stream, is_needed=not has_command)
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return PlainView(stream, is_needed=not has_command)
+    return FooterView(stream) if has_command else LiveView(stream)
+
+
+class _Lines:
+    """Writes lines; a reader that has gone is an error only where the lines are all that is wanted."""
+
+    def __init__(self, stream: TextIO, *, is_needed: bool = False) -> None:
+        self._stream = stream
+        self._is_needed = is_needed
+        self._said: set[str] = set()
+
+    def write(self, text: str) -> None:
+        """Write `text` and a line feed at once."""
+        self.write_raw(text + "\n")
+
+    def write_raw(self, text: str) -> None:
+        """Write `text` at once."""
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            # A terminal of another encoding may lack the bars.
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            self._stream.flush()
+        except OSError:
+            if self._is_needed:
+                raise
+
+    def say_once(self, notes: Iterable[str]) -> None:
+        """Write those that were not written before: the same but for a number counts as the same."""
+        for note in notes:
+            if (kind := _kind(note)) not in self._said:
+                self._said.add(kind)
+                self.write(f"memprof: {note}")
+
+
+def _kind(note: str) -> str:
+    """A note without what it counts ("; 3 lines are missing")."""
+    return note.partition(";")[0]
+
+
+class JsonView(_Lines):
+    """One JSON object a line: the samples, and at last how it ended."""
+
+    def show(self, sample: Sample, peaks: Peaks) -> None:
+        """A sample."""
+        self.write(json.dumps(sample.to_json() | {"peaks": asdict(peaks)}))
+
+    def pause(self) -> None:
+        """Nothing to take away."""
+
+    def close(self, outcome: Outcome) -> None:
+        """How it ended."""
+        if outcome.command:
+            self.write(json.dumps({"outcome": asdict(outcome)}))
+
+
+class QuietView(_Lines):
+    """What cannot be seen, and at last how it ended."""
+
+    def show(self, sample: Sample, peaks: Peaks) -> None:
+        """Its notes."""
+        self.say_once(sample.notes)
+
+    def pause(self) -> None:
+        """Nothing to take away."""
+
+    def close(self, outcome: Outcome) -> None:
+        """How it ended."""
+        self.say_once(outcome.notes)
+        if outcome.command:
+            self.write(f"memprof: {summary(outcome)}")
+
+
+class PlainView(QuietView):
+    """A line for each sample."""
+
+    def show(self, sample: Sample, peaks: Peaks) -> None:
+        """A line, if there is anything to see."""
+        super().show(sample, peaks)
+        if sample.cards or sample.processes:
+            self.write(plain_line(sample))
+
+
+class LiveView:
+    """The cards on a terminal, redrawn in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._live: Live | None = None
+        self._history = History()
+
+    def show(self, sample: Sample, peaks: Peaks) -> None:
+        """Draw it over the last one."""
+        if not sample.cards:
+            for note in sample.notes:
+                self._console.print(f"memprof: {note}", soft_wrap=True)
+            return
+        self._history.add(sample)
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(cards_table(sample, peaks, self._history), refresh=True)
+
+    def pause(self) -> None:
+        """Give the cursor back."""
+        if self._live is not None:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                self._live.stop()
+            self._live = None
+
+    def close(self, outcome: Outcome) -> None:
+        """Leave the last picture."""
+        self.pause()
+
+
+class FooterView(QuietView):
+    """The last rows of the terminal that a command writes to."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._history = History()
+        self._size = (0, 0)
+        self._height = 0
+        """Rows that are taken now."""
+        self._wanted = 0
+
+    def show(self, sample: Sample, peaks: Peaks) -> None:
+        """Draw the rows; take them first if they are not ours yet."""
+        self._history.add(sample)
+        try:
+            columns, rows = os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):
+            return
+        if rows < _MIN_ROWS or not sample.processes:
+            return
+        lines = footer_lines(sample, peaks, self._history)[: rows // 3]
+        # As many rows as ever were needed: a view that grows and shrinks would move the command's output.
+        self._wanted = min(max(self._wanted, len(lines) + 1), rows // 3 + 1)
+        if (columns, rows) != self._size or self._height != self._wanted:
+            if self._size != (0, 0) and self._height:
+                self.write_raw(self._release())
+            self._size, self._height = (columns, rows), self._wanted
+            self.write_raw(self._take())
+        drawn = [Text("─" * columns, style="dim"), *lines]
+        drawn += [Text("")] * (self._height - len(drawn))
+        first = rows - self._height + 1
+        cells = [f"\x1b[{first + number};1H\x1b[2K{_ansi(line, columns)}" for number, line in enumerate(drawn)]
+        self.write_raw("\x1b7" + "".join(cells) + "\x1b8")
+
+    def pause(self) -> None:
+        """Give the rows back."""
+        if self._height:
+            self.write_raw(self._release())
+            self._height = 0
+
+    def close(self, outcome: Outcome) -> None:
+        """Give the rows back, and say in a line what was seen."""
+        self.pause()
+        self.say_once(outcome.notes)
+        self.write(f"memprof: {summary(outcome)}")
+
+    def _take(self) -> str:
+        """Make room below the cursor, and keep what scrolls off it."""
+        _, rows = self._size
+        room = "\n" * self._height + f"\x1b[{self._height}A"
+        return f"{room}\x1b7\x1b[1;{rows - self._height}r\x1b8"
+
+    def _release(self) -> str:
+        _, rows = self._size
+        first = rows - self._height + 1
+        return f"\x1b7\x1b[r\x1b[{first};1H\x1b[J\x1b8"
+
+
+def _ansi(line: Text, columns: int) -> str:
+    """A line with its colours, cut to the width of the terminal."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=columns, legacy_windows=False, highlight=False)
+    line.no_wrap, line.overflow = True, "ellipsis"
+    console.print(line, end="")
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

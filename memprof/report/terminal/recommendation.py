@@ -1,0 +1,280 @@
+"""The answer of `memprof recommend` for a terminal."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation
+from memprof.units import format_count, gib
+
+_SHOWN = 10
+"""Rows of the table that are shown without --explain."""
+
+
+def print_recommendation(answer: Recommendation, *, explain: bool = False) -> None:
+    """Write the answer to stdout, in colour if it is a terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(render_recommendation(answer, explain=explain))
+        # As they are, so that they can be copied.
+        console.file.write(_scripts(answer))
+    else:
+        console.file.write(render_text(answer, explain=explain))
+
+
+def render_text(answer: Recommendation, *, width: int = 110, explain: bool = False) -> str:
+    """The answer without colour, `width` columns wide; scripts are as wide as they are."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
+    console.print(render_recommendation(answer, explain=explain))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n" + _scripts(answer)
+
+
+def _scripts(answer: Recommendation) -> str:
+    titles = {"pytorch": "Plain PyTorch", "transformers": "Hugging Face Trainer"}
+    return "".join(
+        f"{titles[name]} (memprof recommend ... --snippet {name})\n\n{script}\n"
+        for name, script in answer.snippets.items()
+    )
+
+
+def render_recommendation(answer: Recommendation, *, explain: bool = False) -> RenderableType:
+    """Everything but the scripts."""
+    parts: list[RenderableType] = [Text(_title(answer), style="bold"), Text("")]
+    if answer.largest:
+        parts += _largest(answer)
+    else:
+        parts += _configuration(answer, explain=explain)
+    if answer.lengths is not None:
+        parts += _lengths(answer.lengths)
+    if explain:
+        notes = [*answer.assumptions, *(f"Not run: {name}: {why}" for name, why in answer.not_applied.items())]
+        parts += [Text("What was assumed", style="bold"), _indented(*(Text(note, style="dim") for note in notes))]
+    return Group(*parts)
+
+
+def _title(answer: Recommendation) -> str:
+    device = answer.device
+    card = f"{device['name']} ({gib(device['total_bytes'])} GiB)"
+    if answer.model is None:
+        return f"What fits {card}"
+    goal = "inference" if answer.goal == "infer" else f"training ({answer.goal})"
+    many = "sequence" if answer.effective_batch == 1 else "sequences"
+    batch = f"{many} at a time" if answer.goal == "infer" else f"{many} a step"
+    size = format_count(answer.num_parameters or 0)
+    return (
+        f"{answer.model} ({size} parameters), {goal}, {answer.context_length:,} tokens, "
+        f"{answer.effective_batch} {batch}, on {card}"
+    )
+
+
+def _indented(*lines: RenderableType, below: int = 1) -> RenderableType:
+    return Padding(Group(*lines), (0, 0, below, 2))
+
+
+def _table(headers: tuple[str, ...], rows: list[tuple[str, ...]], left: int, *, last_left: bool = False) -> list[Text]:
+    """Aligned columns, the first `left` of them to the left, and perhaps the last."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+
+    def line(cells: tuple[str, ...], style: str = "") -> Text:
+        placed = [
+            cell.ljust(width) if place < left or (last_left and place == len(cells) - 1) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return Text("  ".join(placed).rstrip(), style=style)
+
+    lines = [line(headers, "dim"), *(line(row) for row in rows)]
+    for text in lines:
+        text.highlight_words([" fits"], style="bold green")
+        text.highlight_words([" dies"], style="red")
+    return lines
+
+
+# -- a configuration --------------------------------------------------------------------------------------------------
+
+
+def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    chosen = answer.chosen
+    if chosen is not None:
+        parts += [
+            Text("Use", style="bold"),
+            _indented(
+                Text(chosen.name),
+                Text(_batches(chosen, answer)),
+                Text(f"needs {gib(chosen.needed_bytes)} GiB of the card: {gib(chosen.margin_bytes)} GiB are left"),
+                *([Text(_host(chosen))] if chosen.host_bytes > 0.1 * chosen.needed_bytes else []),
+                Text(f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.bus_seconds)} of it transfers"),
+                *(
+                    [Text(f"the largest {_batch_word(answer)} that fits: {_bound(answer.batch, 1)}")]
+                    if answer.batch
+                    else []
+                ),
+                *([Text(f"the longest context that fits: {_bound(answer.context, 0)}")] if answer.context else []),
+            ),
+            Text(f"Why: {answer.reason}."),
+            Text(f"Check: {chosen.command}"),
+            Text(""),
+        ]
+    else:
+        parts += [Text("Nothing fits", style="bold red"), _indented(Text(answer.reason))]
+        if answer.alternatives:
+            lines = [
+                Text(f"{one.what}: {one.name}; {gib(one.needed_bytes)} GiB{' (an estimate)' if one.estimate else ''}")
+                for one in answer.alternatives
+            ]
+            parts += [Text("What would do", style="bold"), _indented(*lines)]
+    parts += _choices(answer, explain=explain)
+    return parts
+
+
+def _batches(chosen: Choice, answer: Recommendation) -> str:
+    if answer.goal == "infer":
+        return f"{chosen.micro_batch} at a time"
+    return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
+
+
+def _host(chosen: Choice) -> str:
+    return f"{gib(chosen.host_bytes)} GiB in host memory at the most"
+
+
+def _batch_word(answer: Recommendation) -> str:
+    return "batch" if answer.goal == "infer" else "micro-batch"
+
+
+def _bound(bound: Bound, step: int) -> str:
+    if bound.largest is None:
+        return "none"
+    if bound.first_too_large is None:
+        return f"{bound.largest:,}, all that the model allows" if not step else f"{bound.largest:,} or more"
+    return f"{bound.largest:,} ({bound.first_too_large:,} does not)"
+
+
+def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
+    rows = list(answer.choices)
+    if not explain:
+        front = [row for row in rows if row.pareto or row is rows[0]]
+        rows = front if len(front) > 2 else rows[:_SHOWN]
+    micro = "batch" if answer.goal == "infer" else "micro-batch"
+    cells: list[tuple[str, ...]] = [
+        (
+            ">" if row is answer.chosen else "",
+            str(row.micro_batch),
+            gib(row.needed_bytes),
+            gib(row.margin_bytes),
+            _seconds(row.step_seconds),
+            _seconds(row.bus_seconds),
+            "fits" if row.fits else "dies",
+            row.name,
+        )
+        for row in rows
+    ]
+    headers = ("", micro, "needs", "margin", "step", "of it bus", "verdict", "configuration")
+    left_out = len(answer.choices) - len(rows)
+    more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
+    what = "Memory against time" if not explain else "All that were run"
+    legend = f"GiB; step: the least time at the card's published rates.{more} "
+    legend += "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
+    failed = [] if explain else [Text(f"Could not be run: {name}: {why}") for name, why in answer.not_applied.items()]
+    return [
+        Text(what, style="bold"),
+        _indented(*_table(headers, cells, 1, last_left=True)),
+        _indented(Text(legend, style="dim"), *failed),
+    ]
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
+
+
+# -- a card alone -----------------------------------------------------------------------------------------------------
+
+
+def _largest(answer: Recommendation) -> list[RenderableType]:
+    cells: list[tuple[str, ...]] = [_largest_cells(row) for row in answer.largest]
+    headers = ("use", "largest model", "parameters", "needs", "context", "next larger", "needs")
+    legend = (
+        f"GiB at {answer.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
+        "model; all: that it allows. Next larger: needs too much (more: its weights alone do)."
+    )
+    commands = [Text(row.command) for row in answer.largest if row.model is not None]
+    return [
+        _indented(*_table(headers, cells, 2)),
+        _indented(Text(legend, style="dim")),
+        Text("Each as a run of its own, at its longest context", style="bold"),
+        _indented(*commands),
+    ]
+
+
+def _largest_cells(row: Largest) -> tuple[str, ...]:
+    after = row.next_model or "-", "more" if row.next_needed_bytes is None else gib(row.next_needed_bytes)
+    if row.model is None:
+        return row.task, "none", "-", "-", "-", *after
+    context = f"{row.context_length or 0:,}" + ("" if row.first_too_long is not None else " (all)")
+    return row.task, row.model, format_count(row.num_parameters), gib(row.needed_bytes), context, *after
+
+
+# -- the lengths of a data set ----------------------------------------------------------------------------------------
+
+
+def _lengths(lengths: Lengths) -> list[RenderableType]:
+    lines = [
+        Text(f"{lengths.file}: {lengths.count:,} sequences of {lengths.shortest:,} to {lengths.longest:,} tokens"),
+        Text(
+            f"median {lengths.median:,}, 99% are at most {lengths.p99:,}; packed: {lengths.packed_rows:,} rows of "
+            f"{lengths.context_length:,}"
+        ),
+    ]
+    if lengths.truncated:
+        lines.append(Text(f"{lengths.truncated:,} longer ones are cut to {lengths.context_length:,} tokens"))
+    if lengths.empty or lengths.bad:
+        named = f": {'; '.join(lengths.bad_examples)}" if lengths.bad_examples else ""
+        lines.append(Text(f"left out: {lengths.empty:,} empty, {lengths.bad:,} no length{named}", style="yellow"))
+    headers = (
+        "micro-batch", "fits up to", "too long", "of a batch", "of an epoch", "random: 50%", "90%", "ascending",
+        "descending", "packed",
+    )  # fmt: skip
+    cells = [_length_cells(row) for row in lengths.rows]
+    legend = (
+        "Fits up to: tokens of the longest sequence of a batch. Odds: that a batch, or an epoch in random order, has a "
+        "sequence that is too long. Then the step at which it runs out of memory: by which the odds are 50% and 90% in "
+        "random order, and with sequences sorted by length (descending: also group_by_length). Full batches alone."
+    )
+    return [
+        Text("The data set", style="bold"),
+        _indented(*lines),
+        _indented(*_table(headers, cells, 0)),
+        _indented(Text(legend, style="dim")),
+    ]
+
+
+def _length_cells(row: LengthRow) -> tuple[str, ...]:
+    def step(number: int | None) -> str:
+        return "never" if number is None else f"step {number:,}"
+
+    return (
+        str(row.micro_batch),
+        "none" if row.longest_fitting is None else f"{row.longest_fitting:,}",
+        f"{row.too_long:,}",
+        _odds(row.batch_odds),
+        _odds(row.epoch_odds),
+        step(row.first_step_median),
+        step(row.first_step_90),
+        step(row.step_sorted_ascending),
+        step(row.step_sorted_descending),
+        "fits" if row.packed_fits else "dies",
+    )
+
+
+def _odds(odds: float) -> str:
+    if odds in (0.0, 1.0):
+        return f"{odds:.0%}"
+    return f"{odds:.2%}" if 0.0001 <= odds <= 0.9999 else "< 0.01%" if odds < 0.5 else "> 99.99%"

@@ -1,0 +1,381 @@
+"""The report as text for a terminal: stages, verdict, what the peak is made of, largest tensors, findings."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memprof.findings import Evidence, Finding, Severity
+from memprof.report.documents.report import CaughtRow, Document, TensorRow, Verdict
+from memprof.report.terminal.bridge import render_bridge
+from memprof.report.terminal.folding import shown_stages, shown_step
+from memprof.report.terminal.ladder import render_ladder
+from memprof.report.terminal.steps import render_steps
+from memprof.report.terminal.units import Unit, unit_for
+from memprof.trace.events import short_source
+from memprof.units import MIB, format_bytes, format_count, gib
+
+MAX_TENSORS = 10
+MAX_EVIDENCE = 6
+MIN_HOST_BYTES = 64 * MIB
+"""Host memory below this is not worth a column."""
+_BAR_WIDTH = 28
+_SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+
+
+def render_text(document: Document, *, width: int = 110, explain: bool = False) -> str:
+    """The report without colour, `width` columns wide."""
+    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
+    console.print(renderable(document, explain=explain))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def print_report(document: Document, *, explain: bool = False) -> None:
+    """Print the report to standard output, in colour if it is a terminal."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(renderable(document, explain=explain))
+    else:
+        console.file.write(render_text(document, explain=explain))
+
+
+def renderable(document: Document, *, explain: bool) -> RenderableType:
+    """The report, to be printed on a console."""
+    parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
+    if document.steps:
+        parts.append(render_steps(document.steps, _unit(document)))
+    parts.append(_categories(document))
+    if document.bridge is not None:
+        parts.append(render_bridge(document.bridge, _unit(document)))
+    parts += [_tensors(document), _findings(document)]
+    if document.ladder:
+        parts.append(render_ladder(document))
+    if explain:
+        parts.append(_assumptions(document))
+    else:
+        parts.append(Text(f"{len(document.assumptions)} assumptions: --explain lists them.", style="dim"))
+    return Group(*parts)
+
+
+def _unit(document: Document) -> Unit:
+    return unit_for(document.peak.allocated_bytes)
+
+
+def _heading(document: Document) -> RenderableType:
+    device, target = document.device, document.target
+    kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
+    title = Text("memprof", style="bold")
+    size = "" if device["total_bytes"] is None else f" ({gib(device['total_bytes'])} GiB)"
+    title.append(f" {document.command}: {kind} {device['name']}{size}", style="default")
+    lines = [title]
+    if target:
+        lines.append(Text(_describe(target)))
+    if document.program is not None:
+        lines.append(Text(_describe_program(document.program)))
+    return Group(*lines)
+
+
+_ENDS = {
+    "steps": "stopped after {steps} (--steps and --until-exit go on)",
+    "exit": "ran to its end, {steps}",
+    "timeout": "stopped by --timeout after {steps} had begun",
+    "error": "failed by itself after {steps} had begun",
+    "refused": "ended where the card was full, after {steps} had begun",
+    "interrupted": "interrupted after {steps} had begun",
+}
+
+
+def _describe_program(program: dict[str, Any]) -> str:
+    number = program["steps"]
+    steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
+    fixes = f", with {', '.join(program['fixes'])}" if program["fixes"] else ""
+    how = (
+        f"ended by itself with exit code {program['exit_code']}, {{steps}}"
+        if _left(program)
+        else _ENDS[program["ended"]]
+    )
+    return f"{shlex.join(program['command'])}{fixes}: {how.format(steps=steps)}"
+
+
+def _left(program: dict[str, Any] | None) -> bool:
+    """Whether the script left with an exit code of its own: memprof passes it on, though the verdict is another."""
+    return program is not None and program["ended"] == "exit" and bool(program["exit_code"])
+
+
+def _describe(target: dict[str, Any]) -> str:
+    parts = [str(target["model"])]
+    if target["num_parameters"]:  # a run that failed early does not know
+        parts[0] += f", {format_count(target['num_parameters'])} parameters ({target['num_parameters']:,})"
+    if target.get("task") == "image-classification":
+        parts.append(f"batch {target['batch_size']} image{'s' if target['batch_size'] > 1 else ''}")
+    elif target["context_length"] is not None:
+        parts.append(f"batch {target['batch_size']} x {target['context_length']:,} tokens")
+    amp = f" with {target['amp']} autocast" if target.get("amp") else ""
+    if target["dtype"] is not None:
+        parts.append(f"{target['dtype']}{amp}")
+    if target["mode"] == "train":
+        parts.append(_what_is_trained(target))
+        parts.append("no optimizer" if target["optimizer"] == "none" else str(target["optimizer"]))
+        if target["activation_checkpointing"]:
+            parts.append("activation checkpointing")
+        if target["gradient_accumulation"] > 1:
+            parts.append(f"{target['gradient_accumulation']} micro-batches")
+        if target.get("zero_grad") == "zero":
+            parts.append("gradients zeroed, not freed")
+        if target.get("evaluate"):
+            parts.append("evaluation after each step")
+        parts += target.get("fixes", ())
+    else:
+        parts.append(_what_is_trained(target))
+        new = target.get("new_tokens")
+        parts.append(f"inference, {new:,} new tokens" if new else "inference")
+    return ", ".join(part for part in parts if part)
+
+
+def _what_is_trained(target: dict[str, Any]) -> str:
+    """The adapter, the NPT components, or how much is not frozen; nothing of a model that is trained as a whole."""
+    trainable = target.get("num_trainable_parameters")
+    if target.get("adapter"):
+        name = f"{str(target['adapter']).upper().replace('LORA', 'LoRA')} of rank {target['lora_rank']}"
+        return name if target["mode"] != "train" else f"{name} ({trainable:,} parameters)"
+    if target.get("npt"):
+        sums = f"{target['npt_num_ranks']} rank-1 updates, " if target.get("npt_num_ranks") else ""
+        name = f"NPT {target['npt']}, {sums}rank {target['npt_rank']}"
+        return name if target["mode"] != "train" else f"{name} ({trainable:,} parameters)"
+    if target["mode"] == "train" and trainable is not None and trainable < target["num_parameters"]:
+        return f"{trainable:,} trained"
+    return ""
+
+
+def _is_on_cpu(document: Document) -> bool:
+    return document.source == "measured" and document.target.get("device") == "cpu"
+
+
+def _stages(document: Document) -> RenderableType:
+    usable = document.device["usable_bytes"]
+    amount = _unit(document).amount
+    step = shown_step(document)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("stage" + (f" (step {step})" if step else ""))
+    on_cpu = _is_on_cpu(document)
+    measured = document.source == "measured"
+    for header in ("allocated", "delta", "peak", "resident" if on_cpu else "reserved"):
+        table.add_column(header, justify="right", no_wrap=True)
+    if not on_cpu:
+        table.add_column("on this card", justify="right", no_wrap=True)
+    if measured:
+        table.add_column("seconds", justify="right", no_wrap=True)
+    shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
+    if shows_host:
+        table.add_column("host peak", justify="right", no_wrap=True)
+    rows = shown_stages(document)
+    peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
+    for position, row in enumerate(rows):
+        fits = usable is None or (row.peak_bytes <= usable and not row.oom)
+        if usable is not None and row.peak_bytes > usable:
+            verdict = Text(f"{amount(row.peak_bytes - usable)} over", style="red")
+        else:
+            verdict = Text("out of memory", style="red") if row.oom else Text("fits")
+        name = Text(row.name)
+        if row.count > 1:
+            name.append(f" x{row.count}, {amount(row.delta_bytes // row.count)} each", style="dim")
+        if row.turns > 1:
+            name.append(f" (x{row.turns})", style="dim")
+        if position == peak:
+            name.append("  <- peak", style="bold red" if not fits else "bold")
+        delta = amount(row.delta_bytes, sign=True)
+        fourth = row.resident_bytes if on_cpu else row.reserved_bytes
+        figures = (amount(row.allocated_bytes), delta, amount(row.peak_bytes))
+        cells: list[RenderableType] = [name, *figures, "" if fourth is None else amount(fourth)]
+        if not on_cpu:
+            cells.append(verdict)
+        if measured:
+            cells.append("" if row.seconds is None else f"{row.seconds:,.3f}")
+        if shows_host:
+            cells.append(amount(row.host_bytes))
+        table.add_row(*cells)
+    turns = ""
+    if any(row.turns > 1 for row in rows):
+        turns = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
+    if on_cpu:
+        what = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
+        return Group(table, Text(f"{_unit(document).name}. {what}.{turns}", style="dim"))
+    note = (
+        f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
+        f"{format_bytes(usable)} usable beside the CUDA context.{turns}"
+    )
+    return Group(table, Text(note, style="dim"))
+
+
+def _verdict(document: Document) -> RenderableType:
+    if document.program is None or not _left(document.program):
+        return _memory_verdict(document)
+    code = document.program["exit_code"]
+    note = f"The exit code {code} is the script's own, and says nothing of memory: the script left with it."
+    return Group(_memory_verdict(document), Text(note))
+
+
+def _memory_verdict(document: Document) -> RenderableType:
+    verdict, device = document.verdict, document.device
+    if _is_on_cpu(document) and document.failure is None:
+        resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
+        process = "" if resident is None else f"; the process had up to {format_bytes(resident)} resident"
+        most = format_bytes(document.peak.allocated_bytes)
+        return Text(f"\nMeasured: tensors took up to {most} of host memory{process}.")
+    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
+    if document.failure is not None:
+        failure = document.failure
+        text = Text("\nFailed: ", style="bold red")
+        text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
+        over = "." if verdict.fits is None else ", which does not fit."
+        return text.append(over + " What is above and below is the run up to there.", style="default")
+    spare = device["total_bytes"] - verdict.required_bytes
+    if verdict.fits and verdict.first_caught is not None:
+        return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
+    if verdict.fits and not verdict.retries and spare >= 0:
+        text = Text("\nFits: ", style="bold green")
+        return text.append(f"needs {need}, {format_bytes(spare)} to spare.", style="default")
+    if verdict.fits:
+        text = Text("\nFits only just: ", style="bold yellow")
+        return text.append(f"{_only_just(verdict.retries)}. Left alone it would take {need}.", style="default")
+    text = Text("\nDoes not fit: ", style="bold red")
+    step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
+    ended = document.program is not None and document.program["ended"] == "refused"
+    whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
+    text.append(
+        f"a real run dies in {verdict.oom_stage}{step}, when it tries to allocate "
+        f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
+        f"{whole} {need}.{_caught_before(verdict)} torch {'said' if ended else 'would say'}:",
+        style="default",
+    )
+    message = (verdict.oom_message or "").partition(" If reserved ")
+    shown = Text(message[0] + (" ..." if message[1] else ""), style="dim")
+    return Group(text, Padding(shown, (0, 0, 0, 2)))
+
+
+def _faults(document: Document) -> list[RenderableType]:
+    """What kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
+    known = ("does-not-fit", "run-failed")  # the verdict has said these
+    errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
+    return [Text("Fails on a real card: ", style="bold red").append(one.title, style="default") for one in errors]
+
+
+def _only_just(retries: int) -> str:
+    times = "once" if retries == 1 else f"{retries} times" if retries else "now and then"
+    return (
+        f"the card is full {times}, and the run goes on because the allocator gives back what it holds and does not "
+        "use, which takes time"
+    )
+
+
+def _raised_and_caught(number: int) -> str:
+    raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
+    return f"{raised} raised and caught"
+
+
+def _verdict_after_errors(verdict: Verdict, first: CaughtRow, need: str, spare: int) -> Text:
+    """Of a program that caught out-of-memory errors: what is known to fit is not what it asked for at first."""
+    number = verdict.out_of_memory_caught
+    which = "" if number == 1 else ", the first"
+    stage = first.stage + (f" of step {first.step}" if first.step else "")
+    where = f" at {short_source(first.source)}" if first.source else ""
+    text = Text("\nFits only without what was refused: ", style="bold yellow")
+    text.append(
+        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {format_bytes(first.bytes)} were asked for with "
+        f"{format_bytes(first.in_use_bytes)} in use; the script went on without it. What it did instead needs {need}",
+        style="default",
+    )
+    if verdict.retries or spare < 0:
+        return text.append(f", and only just fits: {_only_just(verdict.retries)}.", style="default")
+    return text.append(f", {format_bytes(spare)} to spare.", style="default")
+
+
+def _caught_before(verdict: Verdict) -> str:
+    number = verdict.out_of_memory_caught
+    if not number:
+        return ""
+    return f" Before that {_raised_and_caught(number)}, and the script went on without what it had asked for."
+
+
+def _categories(document: Document) -> RenderableType:
+    total = document.peak.allocated_bytes
+    amount = _unit(document).amount
+    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column(no_wrap=True)
+    for category, num_bytes in document.peak.categories.items():
+        share = num_bytes / total
+        bar = "█" * round(share * _BAR_WIDTH)
+        table.add_row(category, amount(num_bytes), f"{share:.1%}", Text(bar, style="blue"))
+    where = document.peak.stage + (f" of step {document.peak.step}" if document.peak.step else "")
+    title = Text(f"\nAt the peak, {format_bytes(total)} in {where}", style="bold")
+    return Group(title, Padding(table, (0, 0, 1, 2)))
+
+
+def _tensors(document: Document) -> RenderableType:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    unit = _unit(document)
+    for header in (unit.name, "x"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for tensor in document.peak.tensors[:MAX_TENSORS]:
+        shape = "x".join(map(str, tensor.shape))
+        table.add_row(unit.amount(tensor.bytes), str(tensor.count), f"{shape} {tensor.dtype}", _origin(tensor))
+    return Group(Text("Largest tensors alive at the peak", style="bold"), Padding(table, (0, 0, 1, 2)))
+
+
+def _origin(tensor: TensorRow) -> Text:
+    text = Text(tensor.category)
+    where = tensor.name or tensor.module
+    if where:
+        text.append(f" {where}")
+    text.append(f" {tensor.op.removeprefix('aten.')}", style="dim")
+    if tensor.source and not tensor.name:
+        text.append(f" {short_source(tensor.source)}", style="dim")
+    return text
+
+
+def _findings(document: Document) -> RenderableType:
+    if not document.findings:
+        return Text("No findings.\n")
+    parts: list[RenderableType] = [Text("Findings, most expensive first", style="bold")]
+    for number, finding in enumerate(document.findings, 1):
+        parts.append(Padding(_finding(number, finding), (0, 0, 1, 2)))
+    return Group(*parts)
+
+
+def _finding(number: int, finding: Finding) -> RenderableType:
+    heading = Text(f"{number}. ")
+    heading.append(f"{finding.severity.value}: ", style=_SEVERITY_STYLE[finding.severity])
+    heading.append(finding.title)
+    lines = [heading, *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
+    if len(finding.evidence) > MAX_EVIDENCE:
+        lines.append(Text(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)", style="dim"))
+    if finding.remedies:
+        lines.append(Text("   would help: " + ", ".join(finding.remedies), style="green"))
+    return Group(*lines)
+
+
+def _evidence(evidence: Evidence) -> Text:
+    text = Text("   - ")
+    text.append(evidence.text)
+    if evidence.source and short_source(evidence.source) not in evidence.text:
+        text.append(f"  {short_source(evidence.source)}", style="dim")
+    return text
+
+
+def _assumptions(document: Document) -> RenderableType:
+    lines = [Text("What this rests on", style="bold")]
+    lines += [Text(f"  - {sentence}") for sentence in document.assumptions]
+    return Group(*lines)

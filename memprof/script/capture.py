@@ -1,0 +1,145 @@
+"""Capture of a script: the user's own program, unmodified, on a virtual card or measured on a real device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memprof.measured import MeasuredDevice
+from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.script.stop import StopRun, stopping_from_threads
+from memprof.script.threads import ThreadWatch
+from memprof.script.worst_batch import WorstBatch
+from memprof.trace.events import GPU, EventKind, FailureKind, Trace
+from memprof.virtual import VirtualGpu
+from memprof.watch.failure import ended_by_refusal, measured_failure
+from memprof.watch.patches import Patches
+
+
+class _Seen:
+    """What was recorded when the script was stopped: what its clean-up does then is not part of the run."""
+
+    def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> None:
+        self._device = device
+        self._rule = rule
+        self._held: list[int] = []
+        """Bytes on the card after each step."""
+        self._events: int | None = None
+        self._storages = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was, after its steps."""
+        return self._events is not None
+
+    def step(self, optimizer: object) -> None:
+        """An optimizer has made a step."""
+        self._held.append(self._device.held_bytes)
+        try:
+            self._rule.after_step(
+                self._device.phases.completed, grew=len(self._held) > 1 and self._held[-1] > self._held[-2]
+            )
+        except StopRun:
+            if self._events is None:
+                self._events = len(self._device.trace.events)
+                self._storages = len(self._device.trace.storages)
+            raise
+
+    def cut(self, trace: Trace) -> None:
+        """Take away what came after."""
+        events, storages = self._events, self._storages
+        if events is None or trace.source != "simulated":
+            return
+        del trace.events[events:], trace.storages[storages:]
+        trace.owners = {index: owner for index, owner in trace.owners.items() if index < storages}
+        trace.refused = [index for index in trace.refused if index < storages]
+        trace.mismatches = [found for found in trace.mismatches if found.event <= events]
+        trace.forwards = [forward for forward in trace.forwards if forward.end <= events]
+        trace.holders = [holder for holder in trace.holders if max(holder.storages, default=0) < storages]
+
+
+def capture_script(
+    program: Program,
+    device: VirtualGpu | MeasuredDevice,
+    rule: StopRule,
+    before_forward: Callable[[nn.Module, Iterable[Optimizer]], None] = lambda model, optimizers: None,
+    *,
+    worst_batch: bool = False,
+) -> tuple[Trace, Outcome]:
+    """Run `program` on `device` until `rule` stops it, it ends, or it raises.
+
+    Args:
+        program: the script.
+        device: what it finds as "cuda", or is measured on.
+        rule: when to stop it.
+        before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
+        worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
+    """
+    if isinstance(device, VirtualGpu):
+        device.instead_of_another = "memprof run has made it: run this script with plain python instead"
+    seen = _Seen(device, rule)
+    device.phases.on_step = seen.step
+    device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
+    # What memprof has imported lives for good: the program's own garbage is found as fast as without it.
+    gc.collect()
+    gc.freeze()
+    error: BaseException | None = None
+    try:
+        device.__enter__()
+        patches = Patches()
+        try:
+            if worst_batch:
+                for owner, name, value in WorstBatch(device.assume, device.phases).patches():
+                    patches.set(owner, name, value)
+            device.phases.building()
+            outcome = _run(program, device, rule)
+            if seen.stopped:  # whatever a program does that goes on after that
+                outcome = Outcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
+            error = outcome.error
+        finally:
+            patches.undo()
+            device.__exit__(type(error), error, None if error is None else error.__traceback__)
+    finally:
+        gc.unfreeze()
+    trace = device.trace
+    full = ended_by_refusal(error)
+    if isinstance(device, MeasuredDevice) and isinstance(error, Exception):
+        trace.failure = measured_failure(error, device.failed_phase)
+        full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
+    seen.cut(trace)
+    if outcome.ended is Ended.EXIT and _asked_last_for_too_much(trace):
+        # Its own handler caught that, and it gave up.
+        trace.refused.pop()
+        trace.cut_short = full = True
+    if full:
+        outcome = Outcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
+    return trace, outcome
+
+
+def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> Outcome:
+    """Run `program` until it ends, or until a thread of its own dies because it sees no card."""
+    if isinstance(device, MeasuredDevice):
+        return program.run(rule)
+    with stopping_from_threads() as stop:
+        watch = ThreadWatch(stop)
+        patches = Patches()
+        for owner, name, value in watch.patches():
+            patches.set(owner, name, value)
+        try:
+            outcome = program.run(rule)
+        finally:
+            patches.undo()
+    if watch.error is None:
+        return outcome
+    return Outcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
+
+
+def _asked_last_for_too_much(trace: Trace) -> bool:
+    """Whether the last that was asked of the card was refused."""
+    for kind, ref in reversed(trace.events):
+        if kind is EventKind.ALLOC and trace.storages[ref].device == GPU:
+            return bool(trace.refused) and trace.refused[-1] == ref
+    return False

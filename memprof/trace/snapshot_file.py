@@ -1,0 +1,261 @@
+"""Read a memory snapshot of torch (`torch.cuda.memory._dump_snapshot`) without torch, and without trusting the file.
+
+All versions since torch 2.0 are read: the dictionary with `segments` and `device_traces`, and the bare list of segments
+that `torch.cuda.memory_snapshot()` returns. Every field that the analysis uses is checked; fields of newer versions are
+passed over. Source of the format: torch/csrc/cuda/Module.cpp (`THCPModule_memorySnapshot`), torch/cuda/memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from memprof.errors import UsageError
+from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, load_plain
+from memprof.trace.snapshot import (
+    Action,
+    BlockState,
+    Frame,
+    Snapshot,
+    SnapshotBlock,
+    SnapshotEvent,
+    SnapshotSegment,
+    Stack,
+)
+
+HINT = 'a snapshot is written by torch.cuda.memory._dump_snapshot("snapshot.pickle")'
+
+MAX_RECORDS = 20_000_000
+"""Blocks, events and frames of different stacks that are read at most: a small file can name the same list over and
+over."""
+
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+
+_DEFAULT_POOL = (0, 0)
+_STATES = {state.value: state for state in BlockState} | {"active_awaiting_free": BlockState.PENDING_FREE}
+_ACTIONS = {action.value: action for action in Action}
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read and check the snapshot at `path`.
+
+    Raises:
+        UsageError: it cannot be read, or is no snapshot.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            "cannot read the snapshot", value=str(path), hint=error.strerror or type(error).__name__
+        ) from error
+    return parse_snapshot(data, str(path))
+
+
+def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
+    """The snapshot in `data`; `name` is what errors call it.
+
+    Raises:
+        UsageError: it is no snapshot.
+    """
+    for magic, what in COMPRESSED.items():
+        if data.startswith(magic):
+            raise UsageError(f"the snapshot is compressed ({what})", value=name, hint="unpack it first")
+    try:
+        raw = load_plain(data)
+    except ForbiddenGlobal as error:
+        raise UsageError(
+            f"the file asks for {error.args[0]} to be imported, which no snapshot does; it was not run",
+            value=name,
+            hint=HINT,
+        ) from None
+    except BrokenPickle as error:
+        raise UsageError(f"not a memory snapshot: {error.args[0]}", value=name, hint=HINT) from None
+    try:
+        return _Reader().snapshot(raw)
+    except _WrongStructure as error:
+        raise UsageError(f"not a memory snapshot: {error}", value=name, hint=HINT) from None
+
+
+class _WrongStructure(Exception):
+    """A field is not what it should be."""
+
+
+class _Reader:
+    """Turns plain values into records; equal frames and stacks are made once."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.frames: dict[int, Frame] = {}
+        self.stacks: dict[int, Stack] = {}
+        self.same_frames: dict[Frame, Frame] = {}
+        self.raw_stacks: dict[tuple[int, ...], Stack] = {}
+        self.same_stacks: dict[tuple[int, ...], Stack] = {}
+        self.kept: list[object] = []  # what is known by its id must stay alive
+
+    def snapshot(self, raw: object) -> Snapshot:
+        if isinstance(raw, list):
+            raw = {"segments": raw}
+        top = _mapping(raw, "the top level")
+        if "segments" not in top:
+            raise _WrongStructure("it has no 'segments'")
+        traces = _list(top.get("device_traces", []), "device_traces")
+        settings = top.get("allocator_settings", {})
+        found = Snapshot(
+            segments=[self.segment(item) for item in _list(top["segments"], "segments")],
+            traces=[[self.event(item) for item in _list(trace, "device_traces")] for trace in traces],
+            settings=dict(_mapping(settings, "allocator_settings")),
+            annotations=[
+                dict(_mapping(item, "external_annotations"))
+                for item in _list(top.get("external_annotations", []), "external_annotations")
+            ],
+        )
+        found.segments.sort(key=lambda segment: (segment.device, segment.address))
+        for before, after in zip(found.segments, found.segments[1:], strict=False):
+            if before.device == after.device and before.address + before.size > after.address:
+                raise _WrongStructure(f"the segments at {before.address:#x} and {after.address:#x} overlap")
+        return found
+
+    def segment(self, raw: object) -> SnapshotSegment:
+        item = _mapping(raw, "a segment")
+        address, size = _natural(item, "address"), _natural(item, "total_size")
+        at = address
+        blocks: list[SnapshotBlock] = []
+        for entry in _list(item.get("blocks"), "blocks"):
+            block = self.block(entry, at)
+            if block.address != at or block.size <= 0:
+                raise _WrongStructure(f"the blocks do not tile the segment at {address:#x}")
+            at += block.size
+            blocks.append(block)
+        if at != address + size:
+            raise _WrongStructure(f"the blocks do not fill the segment at {address:#x}")
+        kind = item.get("segment_type")
+        if kind not in ("small", "large"):
+            raise _WrongStructure(f"segment_type is {_show(kind)}")
+        return SnapshotSegment(
+            device=_natural(item, "device", 0),
+            address=address,
+            size=size,
+            stream=_natural(item, "stream", 0),
+            is_small=kind == "small",
+            pool_id=_pool_id(item.get("segment_pool_id", (0, 0))),
+            expandable=bool(item.get("is_expandable", False)),
+            blocks=tuple(blocks),
+            frames=self.stack(item.get("frames", [])),
+        )
+
+    def block(self, raw: object, at: int) -> SnapshotBlock:
+        self.count()
+        item = _mapping(raw, "a block")
+        state = item.get("state")
+        if not isinstance(state, str) or state not in _STATES:
+            raise _WrongStructure(f"a block's state is {_show(state)}")
+        requested = _natural(item, "requested_size") if "requested_size" in item else None
+        frames = item.get("frames", [])
+        if not frames and "history" in item:  # 2.0: what the block held, newest last
+            history = [_mapping(entry, "history") for entry in _list(item["history"], "history")]
+            if history:
+                frames = history[-1].get("frames", [])
+                if requested is None and _STATES[state] is not BlockState.INACTIVE:
+                    requested = _natural(history[-1], "real_size")
+        return SnapshotBlock(
+            _natural(item, "address", at), _natural(item, "size"), requested, _STATES[state], self.stack(frames)
+        )
+
+    def event(self, raw: object) -> SnapshotEvent:
+        self.count()
+        item = _mapping(raw, "an event")
+        name = item.get("action")
+        if not isinstance(name, str) or name not in _ACTIONS:
+            raise _WrongStructure(f"an event's action is {_show(name)}")
+        action = _ACTIONS[name]
+        address = "device_free" if action is Action.OOM and "device_free" in item else "addr"
+        return SnapshotEvent(
+            action=action,
+            address=_natural(item, address, 0),
+            size=_natural(item, "size", 0),
+            stream=_natural(item, "stream", 0),
+            pool_id=_pool_id(item.get("pool_id", (0, 0))),
+            time_us=_natural(item, "time_us") if "time_us" in item else None,
+            frames=self.stack(item.get("frames", [])),
+        )
+
+    def stack(self, raw: object) -> Stack:
+        if not raw:
+            return ()
+        known = self.stacks.get(id(raw))
+        if known is None:
+            items = _list(raw, "frames")
+            # Files repeat a stack for every event, of frames that are there once: their identities find it cheaply.
+            key = tuple(map(id, items))
+            known = self.raw_stacks.get(key)
+            if known is None:
+                self.count(len(items))
+                frames = tuple([self.frame(item) for item in items])
+                known = self.same_stacks.setdefault(tuple(map(id, frames)), frames)
+                self.raw_stacks[key] = known
+            self.stacks[id(raw)] = known
+            self.kept.append(raw)
+        return known
+
+    def frame(self, raw: object) -> Frame:
+        known = self.frames.get(id(raw))
+        if known is None:
+            item = _mapping(raw, "a frame")
+            filename, name = item.get("filename", ""), item.get("name", "")
+            if not isinstance(filename, str) or not isinstance(name, str):
+                raise _WrongStructure("a frame's filename or name is no text")
+            frame = Frame(filename, _natural(item, "line", 0), name)
+            known = self.frames[id(raw)] = self.same_frames.setdefault(frame, frame)
+            self.kept.append(raw)
+        return known
+
+    def count(self, more: int = 1) -> None:
+        self.records += more
+        if self.records > MAX_RECORDS:
+            raise _WrongStructure(f"it has more than {MAX_RECORDS:,} blocks, events and frames")
+
+
+def _show(value: object) -> str:
+    """A value for a message; containers and huge numbers by their type alone, which cannot take forever."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 128):
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+def _mapping(raw: object, what: str) -> Mapping[str, object]:
+    if not isinstance(raw, dict):
+        raise _WrongStructure(f"{what} is no dictionary")
+    return raw
+
+
+def _list(raw: object, what: str) -> list[object]:
+    if not isinstance(raw, list | tuple):
+        raise _WrongStructure(f"{what} is no list")
+    return raw if isinstance(raw, list) else list(raw)
+
+
+def _natural(item: Mapping[str, object], key: str, default: int | None = None) -> int:
+    value = item.get(key, default)
+    if type(value) is int and 0 <= value < 1 << 64:  # the usual case, quickly
+        return value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
+        raise _WrongStructure(f"{key!r} is {_show(value)}" if key in item else f"{key!r} is missing")
+    return value
+
+
+def _pool_id(raw: object) -> tuple[int, int]:
+    if raw == _DEFAULT_POOL and type(raw) is tuple:
+        return _DEFAULT_POOL
+    match raw:
+        case (int(first), int(second)):
+            return first, second
+        case _:
+            raise _WrongStructure(f"a pool id is {_show(raw)}")

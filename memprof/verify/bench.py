@@ -1,0 +1,355 @@
+"""`verify`: the original and the fixed model side by side, both against float64.
+
+A remedy that promises the same numbers keeps its promise if its deviation from a float64 run is no larger than a small
+multiple of the original's own, plus some units in the last place of the quantity itself. Which of two roundings comes
+nearer to the truth is chance, so that one cannot ask for less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import apply
+from memprof.remedies.micro_batch import MicroBatches
+from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, find_remedies
+from memprof.report.documents.verification import Deviation, Peak, Verification
+from memprof.verify.optimizer_table import optimizer_rows
+from memprof.verify.peaks import adamw, measured_peak, simulated_peak, train
+from memprof.verify.precision_table import PRECISIONS, QUANTIZED, precision_rows, quantized_row
+from memprof.verify.reference import float64_throughout
+from memprof.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
+
+OWN_ERRORS = 4
+"""How many times the original's own deviation the fixed model may have, ..."""
+UNITS = 4
+"""... beside this many float32 units of the largest number in the tensor, ..."""
+_EPS = torch.finfo(torch.float32).eps
+_LEARNING_RATE, _MOMENTUM, _STEPS = 0.1, 0.9, 3
+_CAP = 100
+"""Tokens that vocabulary-cap leaves; no id of a batch is above."""
+
+_TRIED: dict[str, dict[str, Any]] = {
+    "chunked-loss": {"chunk_size": 7},
+    "vocabulary-cap": {"vocab_size": _CAP},
+    "cpu-offload-activations": {"min_bytes": 0},
+    "lora": {"lora_rank": 4},
+    "streamed-batches": {"dataset": range(2)},
+    "qlora": {"lora_rank": 4},
+}
+"""The options that remedies are verified with. Seven divides no number of tokens here."""
+_TRIED_ON: dict[tuple[str, str], dict[str, Any]] = {
+    ("freeze", "gpt2"): {"frozen": "*wte*,*h.0.*"},
+    ("lora", "handwritten"): {"lora_targets": "all-linear"},
+    ("qlora", "handwritten"): {"lora_targets": "qkv,out"},
+}
+"""The same for one model."""
+
+
+def _options(remedy: str, model: str, general: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    frozen = {"frozen": "*embed*"} if remedy == "freeze" else {}
+    return {**frozen, **general.get(remedy, {}), **_TRIED_ON.get((remedy, model), {})}
+
+
+def verify(
+    remedies: Sequence[str] = (),
+    models: Sequence[str] = (),
+    *,
+    seeds: int = 2,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Verification:
+    """Verify `remedies` (all, if none is named) on `models` (the small ones, if none is named).
+
+    Raises:
+        UsageError: an unknown remedy or model, or fewer than one seed.
+    """
+    with _quiet():
+        return _verify(remedies, models, seeds, progress)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers has to say of a configuration is not about the remedies, nor what bitsandbytes says."""
+    from transformers.utils import logging as notices
+
+    verbosity = notices.get_verbosity()
+    bitsandbytes = logging.getLogger("bitsandbytes")
+    level = bitsandbytes.level
+    notices.set_verbosity_error()
+    bitsandbytes.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        notices.set_verbosity(verbosity)
+        bitsandbytes.setLevel(level)
+
+
+def _verify(
+    remedies: Sequence[str], models: Sequence[str], seeds: int, progress: Callable[[str], None]
+) -> Verification:
+    chosen = [remedy for name in remedies for remedy in find_remedies([name])] or list(REMEDIES.values())
+    if seeds < 1:
+        raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
+    specimens = [find_specimen(name) for name in models] or list(SPECIMENS.values())
+    found = Verification(seeds=seeds)
+    for specimen in specimens:
+        originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
+        for remedy in chosen:
+            progress(f"{remedy.name} on {specimen.name}")
+            if remedy.numerics is Numerics.APPROXIMATE or not (models or specimen.is_for(remedy.name)):
+                continue
+            try:
+                found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
+            except UsageError as error:
+                found.skipped[remedy.name, specimen.name] = f"{error.problem} ({error.value})"
+    if any(remedy.name.removeprefix("amp-") in PRECISIONS for remedy in chosen):
+        for specimen in specimens:
+            if not models and specimen.remedies:
+                continue
+            progress(f"precision on {specimen.name}")
+            found.precisions += precision_rows(specimen)
+    large = specimens[0] if models else SPECIMENS["llama"]
+    for remedy in chosen:
+        if remedy.name in QUANTIZED:
+            progress(f"{remedy.name} on {large.name}")
+            try:
+                found.precisions.append(quantized_row(large, remedy.name))
+            except UsageError as error:
+                found.skipped[remedy.name, large.name] = f"{error.problem} ({error.value})"
+    if any(remedy.name == "8-bit-optimizer" for remedy in chosen):
+        progress("steps of the 8-bit optimizer")
+        try:
+            found.optimizers += optimizer_rows(large)
+        except UsageError as error:
+            found.skipped["8-bit-optimizer", large.name] = f"{error.problem} ({error.value})"
+    _add_peaks(found, chosen, specimens[0] if models else None, progress)
+    return found
+
+
+# -- deviations --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """What one model gave: loss, gradients, and parameters after some steps, by name."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def _build(specimen: Specimen, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return specimen.build().float().train()
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    # Not Adam: where a gradient is nothing but rounding, it makes a whole step of it.
+    return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=_MOMENTUM)
+
+
+def _deviations(
+    remedy: Remedy,
+    specimen: Specimen,
+    seeds: int,
+    originals: dict[tuple[int, str], tuple[_Run, _Run]],
+    narrow: dict[str, tuple[str, ...]],
+) -> list[Deviation]:
+    """The worst rows of one remedy on one model: loss, gradients and parameters."""
+    # Capped, the original is another model: its head's first rows.
+    cap = _CAP if remedy.name == "vocabulary-cap" else None
+    worst: dict[str, Deviation] = {}
+    for seed in range(seeds):
+        for case in specimen.cases:
+            if remedy.name == "optimizer-in-backward" and case == "accumulation":
+                continue  # it is what this remedy gives up
+            steps = batches(specimen, case, seed)
+            model = _build(specimen, seed)
+            key = (seed, case)
+            if cap is not None or key not in originals:
+                # Watched once for each model: it is the same code every time.
+                below: set[str] | None = None if specimen.name in narrow else set()
+                reference = copy.deepcopy(model).double()
+                with float64_throughout(below):
+                    exact = _run(reference, steps, cap=cap)
+                narrow.setdefault(specimen.name, tuple(sorted(below or ())))
+                pair = (exact, _run(copy.deepcopy(model), steps, cap=cap))
+                if cap is None:
+                    originals[key] = pair
+            exact, original = pair if cap is not None else originals[key]
+            options = _options(remedy.name, specimen.name, _TRIED)
+            if "optimizer" in remedy.options:
+                options["optimizer"] = _sgd
+            applied = apply(model, remedy.name, **options)
+            fixed = _run(model, steps, result=applied.results.get(remedy.name))
+            for row in _compare(remedy.name, specimen.name, f"{case}, seed {seed}", exact, original, fixed):
+                before = worst.get(row.quantity)
+                if before is None or _badness(row) > _badness(before):
+                    worst[row.quantity] = row
+    return list(worst.values())
+
+
+def _badness(row: Deviation) -> float:
+    return math.inf if math.isnan(row.fixed) else row.fixed / row.bound
+
+
+def _run(model: nn.Module, steps: list[dict[str, Any]], *, cap: int | None = None, result: Any = None) -> _Run:
+    """Some steps on the same micro-batches; loss and gradients are the first step's.
+
+    `result` is what the remedy made: an optimizer, or what does forward and backward.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = result if hasattr(result, "param_groups") else _sgd(list(trained.values()))
+    first: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(_STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in steps:
+            if isinstance(result, MicroBatches):
+                loss = result(**batch)
+            else:
+                loss = _loss(model, batch, cap)
+                loss.backward()
+            total += loss.detach().double()
+        if step == 0:
+            first = total
+            gradients = {name: p.grad.detach().double().clone() for name, p in trained.items() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first is not None
+    return _Run(first, gradients, {name: p.detach().double().clone() for name, p in trained.items()})
+
+
+def _loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> torch.Tensor:
+    if cap is None:
+        outputs = model(**batch)
+        loss: torch.Tensor = outputs[0]
+        return loss
+    labels, items = batch["labels"][:, 1:], batch.get("num_items_in_batch")
+    outputs = model(**{name: value for name, value in batch.items() if name not in ("labels", "num_items_in_batch")})
+    logits = outputs[0][:, :-1, :cap]
+    total = nn.functional.cross_entropy(
+        logits.reshape(-1, cap), labels.reshape(-1), ignore_index=IGNORED, reduction="mean" if items is None else "sum"
+    )
+    return total if items is None else total / items
+
+
+def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fixed: _Run) -> list[Deviation]:
+    rows = [_deviation(remedy, model, "loss", case, "", exact.loss, original.loss, fixed.loss, 0.0)]
+    for quantity, parts in (("gradients", "gradients"), (f"parameters after {_STEPS} steps", "parameters")):
+        truth, ours = getattr(exact, parts), getattr(fixed, parts)
+        theirs = getattr(original, parts)
+        # What a remedy does not train it has no gradient for, and what it adds the original has not.
+        names = [name for name in ours if name in truth]
+        # With other parameters trained, later steps lead elsewhere.
+        if not names or (parts == "parameters" and fixed.gradients and set(fixed.gradients) != set(exact.gradients)):
+            continue
+        # A gradient that is zero but for rounding (of a key's bias, say) has the others' rounding.
+        largest = max((float(truth[name].abs().max()) for name in names), default=0.0)
+        floor = _EPS * (0.0 if math.isnan(largest) else largest)
+        deviations = []
+        for name in names:
+            shape = ours[name].shape
+            cut = tuple(slice(size) for size in shape)  # of a capped vocabulary
+            values = truth[name][cut], theirs[name][cut], ours[name]
+            deviations.append(_deviation(remedy, model, quantity, case, name, *values, floor))
+        rows.append(max(deviations, key=_badness))
+    return rows
+
+
+def _deviation(
+    remedy: str,
+    model: str,
+    quantity: str,
+    case: str,
+    tensor: str,
+    exact: torch.Tensor,
+    original: torch.Tensor,
+    fixed: torch.Tensor,
+    floor: float,
+) -> Deviation:
+    """Where float64 has no number (all labels ignored), neither may have one."""
+    nowhere = exact.isnan()
+    if not torch.equal(nowhere, fixed.isnan()):
+        return Deviation(remedy, model, quantity, case, tensor, 0.0, math.nan, floor)
+    exact, original, fixed = (part.masked_fill(nowhere, 0) for part in (exact, original, fixed))
+    own = float((original - exact).abs().max())
+    bound = OWN_ERRORS * own + UNITS * _EPS * float(exact.abs().max()) + floor
+    found = float((fixed - exact).abs().max())
+    return Deviation(remedy, model, quantity, case, tensor, own, found, max(bound, 1e-300))
+
+
+# -- peaks -------------------------------------------------------------------------------------------------------------
+
+
+def _add_peaks(
+    found: Verification, chosen: Sequence[Remedy], named: Specimen | None, progress: Callable[[str], None]
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def both(specimen: Specimen, rows: int, reserved: bool, remedy: Remedy | None) -> _Both:
+        options = {}
+        if remedy is not None:
+            options = _options(remedy.name, specimen.name, _PEAK_OPTIONS)
+            if "optimizer" in remedy.options:
+                options["optimizer"] = adamw
+        program = functools.partial(train, specimen, remedy, options, rows)
+        name = "of the original" if remedy is None else f"with {remedy.name}"
+        progress(f"simulating the peak {name}")
+        simulated = simulated_peak(program, workspaces=device == "cuda", reserved=reserved)
+        if reserved and device == "cpu":
+            return simulated, None, "a CPU's allocator reserves nothing"
+        progress(f"measuring the peak {name}")
+        try:
+            return simulated, measured_peak(program, device, reserved=reserved), ""
+        except (UsageError, RuntimeError, NotImplementedError) as error:
+            # What runs on a card alone: the reason stands in the table's place.
+            return simulated, None, str(error).splitlines()[0]
+
+    # Measuring collects garbage each time. The libraries' own objects, millions that live for good, are looked through
+    # once.
+    gc.collect()
+    gc.freeze()
+    originals: dict[tuple[str, int, bool], _Both] = {}
+    for remedy in chosen:
+        if not set(remedy.saves) - {"host memory"}:  # nothing on the card
+            continue
+        specimen = named or next((s for s in SPECIMENS.values() if remedy.name in s.remedies), SPECIMENS["llama"])
+        rows = 2 if remedy.name == "micro-batch" else 1
+        reserved = remedy.saves == ("fragmentation",)
+        key = (specimen.name, rows, reserved)
+        if key not in originals:
+            originals[key] = both(specimen, rows, reserved, None)
+        try:
+            fixed, measured_fixed, reason = both(specimen, rows, reserved, remedy)
+        except UsageError as error:
+            found.skipped.setdefault((remedy.name, specimen.name), f"{error.problem} ({error.value})")
+            continue
+        original, measured, _ = originals[key]
+        batch = f"{rows} rows of " if rows > 1 else ""
+        workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
+        workload += ", reserved" if reserved else ""
+        found.peaks.append(Peak(remedy.name, workload, original, fixed, device, measured, measured_fixed, reason))
+
+
+_Both = tuple[int, int | None, str]
+"""Simulated and measured bytes, and why it was not measured."""
+
+
+_PEAK_OPTIONS: dict[str, dict[str, Any]] = {
+    **_TRIED,
+    "chunked-loss": {"chunk_size": 128},
+    "cpu-offload-activations": {},
+    "vocabulary-cap": {"vocab_size": 4000},
+}

@@ -1,0 +1,131 @@
+"""One operator and one call of it, looked over once: what kind it is, what it takes, where its tensors live."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.trace.events import GPU, HOST
+from memprof.virtual.kernels import hidden
+from memprof.virtual.kernels.expansion import expansion
+
+_aten = torch.ops.aten
+
+HOST_VIRTUAL_BYTES = 1 << 20
+"""Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory."""
+HOST_COUNTED_BYTES = 1 << 12
+"""Host tensors from this size on are counted; what is smaller is not worth an event."""
+
+MOVES_STORAGE = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
+OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
+_ALIASES = frozenset({_aten._unsafe_view, _aten.lift_fresh, _aten.detach, _aten.alias})
+_MIXES_DEVICES = frozenset(
+    {
+        _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy,
+        _aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_,
+        _aten.set_, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided,
+        _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
+    }
+)  # fmt: skip
+"""Operators whose tensors may live on different devices (of index and its like, operators.py checks what may not)."""
+_LIKE = frozenset(
+    {
+        _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
+        _aten.randint_like,
+    }
+)  # fmt: skip
+_NEW = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided})
+
+
+class Kind(enum.Enum):
+    """What an operator does with storages."""
+
+    VIEW = enum.auto()
+    IN_PLACE = enum.auto()
+    ALLOCATES = enum.auto()
+
+
+class Operator:
+    """What is known of one operator overload."""
+
+    __slots__ = (
+        "expansion",
+        "handler",
+        "input_copies",
+        "kind",
+        "mixes_devices",
+        "name",
+        "packet",
+        "temporaries",
+        "uses_cublas",
+        "uses_cublaslt",
+    )
+
+    def __init__(self, func: Any, handler: Callable[..., Any] | None) -> None:
+        self.packet = packet = func.overloadpacket
+        self.name = func._schema.name.replace("::", ".")
+        if packet in _ALIASES or func.is_view:
+            self.kind = Kind.VIEW
+        elif func._schema.is_mutable:
+            self.kind = Kind.IN_PLACE
+        else:
+            self.kind = Kind.ALLOCATES
+        self.handler = handler
+        self.expansion = expansion(func) if handler is None else None
+        self.input_copies = hidden.INPUT_COPIES.get(packet)
+        self.temporaries = hidden.TEMPORARIES.get(packet)
+        self.uses_cublas = packet in hidden.CUBLAS_OPS
+        self.uses_cublaslt = packet in hidden.CUBLASLT_OPS
+        self.mixes_devices = packet in _MIXES_DEVICES
+
+
+class Call:
+    """One operator call: its arguments, its key for remembered layouts, and where its tensors live."""
+
+    __slots__ = ("args", "func", "key", "kwargs", "on_gpu", "on_host", "on_meta", "real", "tensors")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.key: list[Any] = [func]
+        self.tensors: list[torch.Tensor] = []
+        self.real: list[torch.Tensor] = []
+        """Those with data of their own: small tensors in host memory."""
+        self.on_gpu = False
+        self.on_host = False
+        self.on_meta = False
+
+    @property
+    def device(self) -> str | None:
+        """The virtual device of the inputs: GPU, HOST, or None if none of them is virtual."""
+        if self.on_gpu:
+            return GPU
+        return HOST if self.on_host else None
+
+    def factory_bytes(self) -> int:
+        """Bytes of what a factory is about to make, by a shape or after a tensor; 0 if this is none."""
+        packet = self.func.overloadpacket
+        shape = self.args[0] if self.args else ()
+        dtype = self.kwargs.get("dtype")
+        if isinstance(shape, torch.Tensor):
+            dtype = dtype or shape.dtype
+            if packet in _LIKE:
+                shape = shape.shape
+            elif packet in _NEW:
+                shape = self.args[1]
+        if not isinstance(shape, (list, tuple)) or not all(isinstance(size, int) for size in shape):
+            return 0
+        return int(torch.Size(shape).numel() * (dtype or torch.get_default_dtype()).itemsize)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a result or an argument, lists looked into."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    return []

@@ -1,0 +1,539 @@
+"""The function mode: makes meta tensors look like `cuda:0` to Python code, and sends requests for CUDA to meta.
+
+Property reads (`t.device`, `t.is_cuda`) are answered with the device that the program believes in; device arguments
+that name CUDA become meta, and the recording mode is told what was asked for. Composite functions whose choices C++
+makes by device before any dispatch mode sees them are handed to composites.py.
+
+torch's own Python functions (`torch.nn.functional` and friends) hand themselves to an active mode and then run with the
+mode taken off, so that a factory inside them would be missed. `python_functions_run_inside` keeps them from doing that:
+they run as plain Python under the mode, which then sees the C++ functions that they call.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from memprof.trace.events import GPU, HOST
+from memprof.virtual.autocast import Autocast
+from memprof.virtual.calls import tensors_of
+from memprof.virtual.edges.interchange import Interchange
+from memprof.virtual.recording import RecordingMode
+from memprof.watch.wrappers import is_wrapped, unwrapped
+
+_Tensor = torch.Tensor
+_PLAIN_TORCH_FUNCTION = _Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_META = torch.device("meta")
+_CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_aten = torch.ops.aten
+_NoTorchFunction = torch._C.DisableTorchFunction
+_autocast_enabled = torch.is_autocast_enabled
+
+
+class DeviceMode(TorchFunctionMode):
+    """Answers for the virtual GPU at the level of torch functions."""
+
+    def __init__(self, recording: RecordingMode, composites: dict[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self._recording = recording
+        self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
+        self.interchange = Interchange(recording, self._to, recording.values.assume, self)
+        self._factories = torch.utils._device._device_constructors()
+        chosen = {func: self._choosing(choose) for func, choose in composites.items()}
+        self._handlers: dict[Any, Callable[..., Any]] = {
+            **chosen,
+            **{
+                func: functools.partial(self._recurrent, f"aten.{name}", chosen.get(func, func))
+                for name, func in _RECURRENT.items()
+            },
+            _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
+            _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
+            _Tensor.is_cpu.__get__: self._is_cpu,  # type: ignore[attr-defined]
+            _Tensor.is_meta.__get__: self._is_meta,  # type: ignore[attr-defined]
+            _Tensor.get_device: self._get_device,
+            _Tensor.type: self._type,
+            _Tensor.to: self._to,
+            _Tensor.cuda: self._to_cuda,
+            _Tensor.cpu: self._to_cpu,
+            **self.interchange.handlers(),
+            _Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
+            _Tensor.__getitem__: self._choosing(self._getitem),
+            _Tensor.__setitem__: self._setitem,
+            torch._C._nn._parse_to: _parse_to,
+            torch.device: self._make_device,
+            torch.tensor: self._tensor,
+            torch.as_tensor: self._as_tensor,
+            torch.asarray: self._as_tensor,
+            _Tensor.new_tensor: self._new_tensor,
+            **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and torch._C._is_torch_function_enabled():
+            for kind in types:
+                if issubclass(kind, _Tensor) and _answers_for_itself(kind):
+                    # A subclass that answers for itself: what it then calls is the program's own, under this mode.
+                    with self:
+                        return kind.__torch_function__(func, types, args, kwargs)
+        if _autocast_enabled("cuda"):
+            args, kwargs = self.autocast.cast(func, args, kwargs)
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        device = kwargs.get("device") if kwargs else None
+        if kwargs and kwargs.get("pin_memory") and func in self._factories and (device is None or "cpu" in str(device)):
+            result = func(*args, **{**kwargs, "pin_memory": False})
+            self.interchange.note_pinned(result)
+            return result
+        if device is None and func in self._factories:
+            # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
+            device = torch.utils._device.CURRENT_DEVICE
+        if device is not None:
+            wanted = torch.device(device) if isinstance(device, str) else device
+            if isinstance(wanted, int) or wanted.type == "cuda":
+                kwargs = {**(kwargs or {}), "device": _META}
+                for name in ("pin_memory", "generator"):  # neither goes with meta tensors
+                    kwargs.pop(name, None)
+                return self._on(GPU, func, args, kwargs)
+            if wanted.type == "meta":
+                result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
+                for tensor in tensors_of(result):
+                    if not tensor.numel():
+                        self._recording.empty_meta.add(tensor.untyped_storage())
+                return result
+        for position, arg in enumerate(args):
+            if type(arg) is torch.device and arg.type == "cuda":
+                return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
+        mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and _in_place(func):
+            args = self._writable(func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if len(mismatches) != before and not _in_place(func) and any(t.requires_grad for t in tensors_of(result)):
+            # The breach is noted. On the way back the host tensor would be given a gradient on the card.
+            del result
+            return func(*self._moved(args), **self._moved(kwargs or {}))
+        return result
+
+    def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
+        """For tensors on the card, run what is registered for CUDA of these operators, which is Python code."""
+        for operator in operators:
+            run = functools.partial(self._run_cuda_kernel, operator)
+            self._handlers[operator] = run
+            if operator._overloadname == "default":
+                self._handlers[operator.overloadpacket] = run
+
+    def _run_cuda_kernel(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_of([*args, *kwargs.values()])
+        with self:
+            if any(self._believed(tensor) == GPU for tensor in tensors):
+                return operator.redispatch(_CUDA_KERNEL, *args, **kwargs)
+        return operator(*args, **kwargs)
+
+    def _writable(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
+        assignment cannot be taken back, so that it is tried without first."""
+        target = args[0]
+        if func is _Tensor.copy_:  # made to mix devices
+            return args
+        host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
+        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and self._believed(target) == GPU):
+            return args
+        mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        with torch.no_grad():
+            func(target.detach(), *(a.detach() if isinstance(a, _Tensor) else a for a in args[1:]), **kwargs)
+        return args if len(mismatches) == before else (target, *self._moved(args[1:]))
+
+    def _recurrent(self, op: str, func: Any, *args: Any) -> Any:
+        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's.
+
+        The lengths of packed sequences are integers, and always on the host.
+        """
+        tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
+        if {self._believed(tensor) for tensor in tensors if tensor.dim()} >= {GPU, HOST}:
+            with _NoTorchFunction():
+                self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
+            args = tuple(
+                arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg) for arg in args
+            )
+        return func(*args)
+
+    def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
+        """A composite's choice, made again with all tensors on the card if it mixed devices: see below."""
+        mismatches = self._recording.recorder.trace.mismatches
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = len(mismatches)
+            result = choose(*args, **kwargs)
+            if len(mismatches) != before and any(tensor.requires_grad for tensor in tensors_of(result)):
+                del result
+                return choose(*self._moved(args), **self._moved(kwargs))
+            return result
+
+        return call
+
+    def _moved(self, value: Any) -> Any:
+        """Arguments of a call that mixed devices, its host tensors moved where autograd sees it."""
+
+        def move(part: Any) -> Any:
+            if isinstance(part, _Tensor) and part.dim() and self._believed(part) == HOST:
+                return self._to(part, _CUDA)
+            return part
+
+        return tree_map(move, value)
+
+    def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`p.data = p.data.cuda()` changes the very tensor; between a real and a virtual one only a swap can."""
+        with _NoTorchFunction():
+            if tensor.is_meta == value.is_meta:
+                tensor.data = value
+                return
+            # The swap exchanges classes and attributes too (bitsandbytes' parameters have some); they stay.
+            other: torch.Tensor = value.detach().requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter):
+                other = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)  # type: ignore[attr-defined]
+                vars(other).update(vars(tensor))
+            if tensor.grad is not None:
+                # A module that moves its parameters puts the gradient's data into it next: it has to be there.
+                with _disable_current_modes():
+                    other.grad = torch.empty_like(other)
+        torch.utils.swap_tensors(tensor, other)
+
+    def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides
+        whether its parameters stay the same objects: between host and card they do, also if only one is virtual."""
+
+        def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+            with _NoTorchFunction():
+                one_is_virtual = tensor.is_meta != other.is_meta
+                believed = {self._recording.device_of(tensor), self._recording.device_of(other)}
+            return (one_is_virtual and "meta" not in believed) or original(tensor, other)
+
+        return compatible
+
+    def _on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
+        recording = self._recording
+        outer = recording.factory_device
+        recording.factory_device = device
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recording.factory_device = outer
+
+    def _make_device(self, *args: Any, **kwargs: Any) -> torch.device:
+        """A bare index is an index of CUDA devices."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], int):
+            return torch.device("cuda", args[0])
+        return torch.device(*args, **kwargs)
+
+    # -- tensors from data ------------------------------------------------------------------------------------------
+
+    def _tensor(
+        self, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, pin_memory: bool = False
+    ) -> torch.Tensor:
+        if isinstance(data, torch.Tensor):
+            target = self._device(data) if device is None else device
+            return self._to(data.detach(), target, dtype, copy=True).requires_grad_(requires_grad)
+        try:
+            result = torch.tensor(data, dtype=dtype, device=_CPU)
+        except (RuntimeError, TypeError):
+            result = torch.tensor(self._plain(data), dtype=dtype, device=_CPU)  # of a list that holds tensors
+        result = self._placed(result, device)
+        if pin_memory:
+            self.interchange.note_pinned(result)
+        return result.requires_grad_(requires_grad)
+
+    def _plain(self, data: Any) -> Any:
+        """Data with the numbers of the tensors in it."""
+        if isinstance(data, torch.Tensor):
+            return self.interchange.read(data).tolist()
+        return [self._plain(part) for part in data] if isinstance(data, (list, tuple)) else data
+
+    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if isinstance(data, torch.Tensor):
+            return self._to(data, self._device(data) if device is None else device, dtype)
+        return self._placed(torch.as_tensor(data, dtype=dtype, device=_CPU), device)
+
+    def _new_tensor(
+        self, tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False
+    ) -> torch.Tensor:
+        target = self._device(tensor) if device is None else device
+        return self._tensor(data, dtype=dtype or tensor.dtype, device=target, requires_grad=requires_grad)
+
+    def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
+        """A tensor just made on the host, on the device that was asked for."""
+        if device is None:
+            device = torch.utils._device.CURRENT_DEVICE
+        return tensor if device is None else self._to(tensor, device)
+
+    def _getitem(self, tensor: torch.Tensor, index: Any) -> Any:
+        if _has_list(index):
+            index = self._indices(tensor, index)
+        return _Tensor.__getitem__(tensor, index)
+
+    def _indices(self, tensor: torch.Tensor, index: Any) -> Any:
+        """Lists of numbers in an index become tensors beside `tensor` (python_variable_indexing.cpp,
+        sequenceToVariable), which C++ would make where no mode sees them."""
+        if isinstance(index, tuple):
+            return tuple(self._indices(tensor, part) if type(part) is list else part for part in index)
+        if not index or not all(type(part) in (int, bool) for part in index):
+            return index
+        return self._to(torch.tensor(index, device=_CPU), self._device(tensor))
+
+    def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if _has_list(index):
+            index = self._indices(tensor, index)
+        if isinstance(value, (bool, int, float)) and self._believed(tensor) == GPU:
+            # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
+            value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
+        elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
+            value = self._assignable(tensor, index, value)
+        _Tensor.__setitem__(tensor, index, value)
+
+    def _assignable(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
+        """`value` moved if assigning it mixes devices (a slice takes a host tensor, indices on the card do not).
+
+        Tried without autograd, since an assignment that autograd has seen cannot be taken back.
+        """
+        if self._believed(tensor) != GPU or self._believed(value) != HOST:
+            return value
+        mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        with torch.no_grad():
+            _Tensor.__setitem__(tensor.detach(), index, value.detach())
+        return value if len(mismatches) == before else self._moved(value)
+
+    def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Unknown numbers are finite (values.py): composites would compare them first, and lose that."""
+        result: torch.Tensor = func(tensor)
+        values = self._recording.values
+        with _NoTorchFunction(), _disable_current_modes():
+            if result.is_meta and result.numel() and values.get(tensor.detach()) is None and values.wants(result):
+                values.set(result, torch.full(result.shape, _NONFINITE[func], dtype=torch.bool))
+        return result
+
+    # -- what a tensor says of itself -------------------------------------------------------------------------------
+
+    def _believed(self, tensor: torch.Tensor) -> str:
+        with _NoTorchFunction():
+            return self._recording.device_of(tensor)
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        with _NoTorchFunction():
+            tensor = unwrapped(tensor)
+            if not tensor.is_meta:
+                return tensor.device
+            believed = self._recording.device_of(tensor)
+        return _CUDA if believed == GPU else _CPU if believed == HOST else _META
+
+    def _is_cuda(self, tensor: torch.Tensor) -> bool:
+        return self._believed(tensor) == GPU
+
+    def _is_cpu(self, tensor: torch.Tensor) -> bool:
+        return self._believed(tensor) == HOST
+
+    def _is_meta(self, tensor: torch.Tensor) -> bool:
+        return self._believed(tensor) == "meta"
+
+    def _get_device(self, tensor: torch.Tensor) -> int:
+        return 0 if self._believed(tensor) == GPU else -1
+
+    def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            name = str(tensor.dtype).removeprefix("torch.")
+            legacy = _LEGACY_TYPES.get(name, name)
+            return f"torch.cuda.{legacy}" if self._believed(tensor) == GPU else f"torch.{legacy}"
+        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+            names = {legacy: name for name, legacy in _LEGACY_TYPES.items()}
+            return self._to(tensor, _CUDA, getattr(torch, names[dtype.removeprefix("torch.cuda.")]))
+        return _Tensor.type(tensor, dtype, non_blocking)
+
+    # -- moves ------------------------------------------------------------------------------------------------------
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        other = args[0] if args and isinstance(args[0], torch.Tensor) else kwargs.get("other")
+        if other is not None:
+            device: Any = self._device(other)
+            dtype: Any = other.dtype
+            rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
+            copy = kwargs.get("copy", False)
+        else:
+            # Two flags by position are non_blocking and copy, and torch's parser does not take the second.
+            both = len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool)
+            copy = args[-1] if both else bool(kwargs.get("copy", False))
+            device, dtype, _, memory_format = _parse_to(
+                *(args[:-1] if both else args), **{name: value for name, value in kwargs.items() if name != "copy"}
+            )
+            rest = {"memory_format": memory_format} if memory_format is not None else {}
+        believed = self._device(tensor)
+        target = believed if device is None else device
+        dtype = dtype or tensor.dtype
+        if target.type == believed.type and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
+            return tensor
+        if target.type == believed.type:
+            # No move: torch does it, on whatever the tensor really is.
+            return _Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
+        device_argument = _META if target.type in ("cuda", "meta") else _CPU
+        wanted = GPU if target.type == "cuda" else "meta" if target.type == "meta" else HOST
+        kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
+        return self._on(
+            wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs}
+        )
+
+    def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        return self._to(tensor, _CUDA, **kwargs)
+
+    def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        return self._to(tensor, _CPU, **kwargs)
+
+    # -- reads ------------------------------------------------------------------------------------------------------
+
+    def repr_of(self, original: Callable[..., str]) -> Callable[..., str]:
+        """The replacement for `torch._tensor_str._str`, which takes all modes off before it looks at the data."""
+
+        def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
+            with _NoTorchFunction():
+                plain = type(tensor) in (_Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
+                virtual = plain and tensor.is_meta
+                device = self._recording.device_of(tensor) if virtual else "meta"
+                if device == "meta":
+                    return original(tensor, **kwargs)
+                known = self._recording.values.get(tensor.detach())
+                if known is None and tensor.dim() == 0:
+                    known = self.interchange.read(tensor)
+                if known is None:
+                    return f"tensor(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+                return f"{original(known, **kwargs)[:-1]}, device='{device}')"
+
+        return _str
+
+    def grouping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for `torch._C._group_tensors_by_device_and_dtype`, whose groups name their device.
+
+        Optimizers and gradient clipping choose by it the operators on whole lists. What is all "meta" may be of two
+        devices, and tensors of the host may be real or virtual.
+        """
+
+        def group(tensor_lists: Any, with_indices: bool = False) -> Any:
+            groups: dict[Any, Any] = {}
+            for (_, dtype), (lists, indices) in original(tensor_lists, with_indices).items():
+                for column, tensor in enumerate(lists[0]):
+                    key = (self._device(tensor), dtype)
+                    if key not in groups:
+                        groups[key] = ([[] for _ in lists], [])
+                    parts, numbers = groups[key]
+                    for part, members in zip(parts, lists, strict=True):
+                        if members:
+                            part.append(members[column])
+                    if indices:
+                        numbers.append(indices[column])
+            return groups
+
+        return group
+
+
+def _has_list(index: Any) -> bool:
+    return type(index) is list or (type(index) is tuple and any(type(part) is list for part in index))
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _parse_to(*args: Any, **kwargs: Any) -> Any:
+    """The arguments of a `.to()`; a bare index is an index of CUDA devices."""
+    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+        args = (torch.device("cuda", args[0]), *args[1:])
+    if isinstance(kwargs.get("device"), int):
+        kwargs["device"] = torch.device("cuda", kwargs["device"])
+    return torch._C._nn._parse_to(*args, **kwargs)
+
+
+@functools.cache
+def _answers_for_itself(kind: type) -> bool:
+    """Whether a tensor class has a Python `__torch_function__` of its own; that of a parameter is in C."""
+    own = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    return own is not None and own is not _PLAIN_TORCH_FUNCTION
+
+
+def python_functions_run_inside() -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
+    replacements = {
+        "has_torch_function": _overridden,
+        "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
+        "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
+    }
+    functions = {name: getattr(torch._C, _C_NAMES[name]) for name in replacements}
+    for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once
+        module = sys.modules.get(module_name)
+        if module is None:
+            continue
+        _ASKED.add(module_name)
+        if module_name == "torch" or module_name.startswith("torch."):
+            calls = [name for name in functions if vars(module).get(name) is functions[name]]
+            if calls:
+                _CALLS[module_name] = calls
+    for module_name, calls in _CALLS.items():
+        module = sys.modules.get(module_name)
+        for name in calls:
+            if module is not None and vars(module).get(name) is functions[name]:
+                yield module, name, replacements[name]
+
+
+_ASKED: set[str] = set()
+_CALLS: dict[str, list[str]] = {}
+"""Module -> which of torch's three questions about overriding it has imported, if any."""
+
+
+def _overridden(tensors: Any) -> bool:
+    """Whether a tensor subclass (not a mode) wants the call."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is _Tensor or kind is torch.nn.Parameter:
+            continue
+        handler = getattr(kind, "__torch_function__", None)
+        if handler not in (None, torch._C._disabled_torch_function_impl) and handler != _Tensor.__torch_function__:
+            return True
+    return False
+
+
+_RECURRENT: dict[str, Callable[..., Any]] = {
+    name: getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}
+_NONFINITE: dict[Any, bool] = {
+    torch.isfinite: True,
+    _Tensor.isfinite: True,
+    torch.isnan: False,
+    _Tensor.isnan: False,
+    torch.isinf: False,
+    _Tensor.isinf: False,
+}
+_C_NAMES = {
+    "has_torch_function": "_has_torch_function",
+    "has_torch_function_unary": "_has_torch_function_unary",
+    "has_torch_function_variadic": "_has_torch_function_variadic",
+}
+_LEGACY_TYPES = {
+    "float32": "FloatTensor",
+    "float64": "DoubleTensor",
+    "float16": "HalfTensor",
+    "bfloat16": "BFloat16Tensor",
+    "int64": "LongTensor",
+    "int32": "IntTensor",
+    "int16": "ShortTensor",
+    "int8": "CharTensor",
+    "uint8": "ByteTensor",
+    "bool": "BoolTensor",
+}

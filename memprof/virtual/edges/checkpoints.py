@@ -1,0 +1,319 @@
+"""`torch.save` and `torch.load`: checkpoints of tensors without data, and real ones loaded without reading them.
+
+A file has torch's own form. A storage of the virtual GPU, and a large one of the host, is an *empty shell* in it: its
+entry in the pickle says type, size and device, and its record is missing; the record's name says why, so that torch's
+own error says it wherever the file is opened without memprof. Numbers that are known (counters, random states) and the
+data of real tensors are in the file as they always are. Sharing and views are the pickle's, and come back.
+
+What is loaded goes storage by storage, as in torch: each is made on the host, then moved to where `map_location` wants
+it. Large storages of floating-point numbers and bytes are not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.serialization
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memprof.trace.events import GPU, HOST
+from memprof.virtual.calls import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
+from memprof.virtual.recording import RecordingMode
+
+_NoTorchFunction = torch._C.DisableTorchFunction
+_META = torch.device("meta")
+_FORM = torch.serialization
+_storage_to = torch.UntypedStorage.to
+_storage_cuda = torch.UntypedStorage.cuda
+
+EMPTY = "empty shell that memprof wrote on a virtual GPU: this file holds no weights"
+"""What stands in a file in place of data."""
+SHELLS = (
+    "Checkpoints are written as empty shells: names, shapes and types without the data of tensors that have none here. "
+    "On a virtual GPU they load as what they were; anywhere else, loading them is an error."
+)
+UNREAD = "Large tensors of checkpoints are not read: what they hold is unknown, like all that is computed from it."
+READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
+"""Types whose large storages are read all the same: tokens, indices and masks decide what a program does."""
+
+
+class Checkpoints:
+    """Files of torch's, for one virtual GPU."""
+
+    def __init__(self, recording: RecordingMode, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
+        self._recording = recording
+        self._mode = mode
+        self._assume = assume
+        self._dtype = torch.uint8
+        """Of the storage that is being loaded."""
+        self.saving = False
+        """Whether tensors are being pickled for a file of torch's, in which storages stand by themselves."""
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement)."""
+        yield _FORM, "_save", self._save
+        yield _FORM, "_load", self._load
+        yield _FORM, "_legacy_load", self._loading_old_files(_FORM._legacy_load)
+        yield torch, "save", self._in_new_form(torch.save)
+        yield _FORM, "save", torch.save
+        yield torch.UntypedStorage, "to", self._method(self._storage_to)
+        yield torch.UntypedStorage, "cuda", self._method(lambda storage, *args, **kwargs: self._to_card(storage))
+
+    @staticmethod
+    def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _in_new_form(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            # The old form has no place for a storage without data.
+            kwargs.pop("_use_new_zipfile_serialization", None)
+            original(obj, f, *args[:2], **kwargs)
+
+        return save
+
+    def _save(
+        self, obj: Any, file: Any, pickle_module: Any, pickle_protocol: Any, without_byte_order: bool = False
+    ) -> None:
+        """What `torch.serialization._save` does: a pickle, then one record for each storage."""
+        keys: dict[int, str] = {}
+        storages: dict[str, torch.UntypedStorage] = {}
+        dtypes: dict[int, torch.dtype] = {}
+
+        def persistent_id(value: Any) -> Any:
+            storage: torch.UntypedStorage
+            if isinstance(value, torch.storage.TypedStorage):
+                storage, dtype = value._untyped_storage, value.dtype
+                kind, count = getattr(torch, value._pickle_storage_type()), value._size()
+            elif torch.is_storage(value):
+                storage, dtype, kind, count = cast(Any, value), torch.uint8, torch.UntypedStorage, value.nbytes()
+            else:
+                return None
+            address = storage._cdata
+            if dtypes.setdefault(address, dtype) != dtype:
+                raise RuntimeError(
+                    "Cannot save multiple tensors or storages that view the same data as different types"
+                )
+            if address not in keys:
+                number = str(len(keys))
+                keys[address] = number if self._data(storage) is not None else f"{number}, an {EMPTY}"
+                storages[keys[address]] = storage
+            return "storage", kind, keys[address], self._location(storage), count
+
+        class Pickler(pickle_module.Pickler):  # type: ignore[misc]
+            def persistent_id(self, value: Any) -> Any:
+                return persistent_id(value)
+
+        pickled = io.BytesIO()
+        outer, self.saving = self.saving, True
+        try:
+            # A thread that writes checkpoints sees no modes, and would find tensors on the meta device.
+            with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self._mode:
+                Pickler(pickled, protocol=pickle_protocol).dump(obj)
+        finally:
+            self.saving = outer
+        records: list[tuple[str, Any]] = [("data.pkl", pickled.getvalue())]
+        if not without_byte_order:
+            records.append(("byteorder", sys.byteorder))
+        if any(self._data(storage) is None for storage in storages.values()):
+            self._assume(SHELLS)
+            records.append(("memprof", f"Each storage without a record is an {EMPTY}.\n"))
+        for name, content in records:
+            file.write_record(name, content, len(content))
+        for key, storage in storages.items():
+            self._write(file, f"data/{key}", storage)
+        # A class is a cycle, and this one sees the table: it must not keep the storages until the next collection.
+        storages.clear()
+
+    def _write(self, file: Any, name: str, storage: torch.UntypedStorage) -> None:
+        data = self._data(storage)
+        if self._location(storage).startswith("cuda"):
+            self._note_host_copy(storage.nbytes())
+        if data is not None:
+            with _NoTorchFunction(), _disable_current_modes():
+                file.write_record(name, data, data.nbytes())
+
+    def _data(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """What to write of `storage`: itself if it is real, the known numbers of a small one, else nothing."""
+        if storage.device.type != "meta":
+            return storage
+        if not storage.nbytes():
+            return torch.UntypedStorage(0)
+        known = self._recording.values.flat(storage._cdata)
+        if known is None or storage.nbytes() >= HOST_VIRTUAL_BYTES:
+            return None
+        with _NoTorchFunction():
+            data = known.untyped_storage()
+        return data if data.nbytes() == storage.nbytes() else None
+
+    def _location(self, storage: torch.UntypedStorage) -> str:
+        if storage.device.type != "meta":
+            return str(_FORM.location_tag(storage))
+        return "cuda:0" if self._recording.device_of_storage(storage) == GPU else "cpu"
+
+    def _note_host_copy(self, num_bytes: int) -> None:
+        """A storage of the card passes through host memory on its way to the file and from it."""
+        recorder = self._recording.recorder
+        index = recorder.allocate_hidden(num_bytes, "torch.save", recorder.place(sys._getframe(1)), HOST)
+        recorder.free_hidden(index)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load(
+        self,
+        file: Any,
+        map_location: Any,
+        pickle_module: Any,
+        pickle_file: str = "data.pkl",
+        overall_storage: Any = None,
+        **options: Any,
+    ) -> Any:
+        """What `torch.serialization._load` does; a mapped file (`overall_storage`) is read as any other."""
+        restore = _FORM._get_restore_location(map_location)
+        to_meta = map_location is not None and not callable(map_location) and str(map_location) == "meta"
+        loaded: dict[str, Any] = {}
+        records = set(file.get_all_records())
+        swap = "byteorder" in records and file.get_record("byteorder").decode() != sys.byteorder
+
+        def persistent_load(saved: Any) -> Any:
+            _, kind, key, location, count = saved
+            if key not in loaded:
+                dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+                num_bytes = count * dtype.itemsize
+                if to_meta:
+                    storage = torch.UntypedStorage(num_bytes, device="meta")
+                else:
+                    host = self._read(file, f"data/{key}", num_bytes, dtype, records, swap)
+                    with self._of(dtype):
+                        storage = restore(host, location)
+                loaded[key] = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+            return loaded[key]
+
+        class Unpickler(pickle_module.Unpickler):  # type: ignore[misc]
+            def find_class(self, module: str, name: str) -> Any:
+                if isinstance(name, str) and "Storage" in name:
+                    with contextlib.suppress(KeyError):
+                        return _FORM.StorageType(name)
+                return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
+
+        with _current_functions():
+            unpickler = Unpickler(io.BytesIO(file.get_record(pickle_file)), **options)
+            unpickler.persistent_load = persistent_load
+            _FORM._serialization_tls.map_location = map_location
+            try:
+                result = unpickler.load()
+            finally:
+                _FORM._serialization_tls.map_location = None
+                loaded.clear()
+        torch._utils._validate_loaded_sparse_tensors()
+        return result
+
+    def _read(
+        self, file: Any, name: str, num_bytes: int, dtype: torch.dtype, records: set[str], swap: bool
+    ) -> torch.UntypedStorage:
+        """The storage of a record on the host: real if it is worth reading, else without data."""
+        if name in records and (num_bytes < HOST_VIRTUAL_BYTES or dtype in READ):
+            with _NoTorchFunction(), _disable_current_modes():
+                data = file.get_storage_from_record(name, num_bytes, torch.UntypedStorage)
+                storage: torch.UntypedStorage = data._typed_storage()._untyped_storage
+                if swap:
+                    storage.byteswap(dtype)
+                if num_bytes >= HOST_COUNTED_BYTES:
+                    self._recording.record_real(data, "torch.load", self._place())
+            return storage
+        if name not in records and EMPTY not in name and num_bytes:
+            raise pickle.UnpicklingError(f"this checkpoint is damaged: it has no record {name!r}")
+        if name in records:
+            self._assume(UNREAD)
+        return self._new(num_bytes, dtype, HOST)
+
+    def _new(self, num_bytes: int, dtype: torch.dtype, device: str) -> torch.UntypedStorage:
+        with _NoTorchFunction():
+            with _disable_current_modes():
+                made = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_META)
+            self._recording.record([made], "torch.load", self._place(), device)
+            return made.untyped_storage()
+
+    def _place(self) -> Any:
+        return self._recording.recorder.place(sys._getframe(1))
+
+    @contextlib.contextmanager
+    def _of(self, dtype: torch.dtype) -> Iterator[None]:
+        outer, self._dtype = self._dtype, dtype
+        try:
+            yield
+        finally:
+            self._dtype = outer
+
+    # -- storages that move -------------------------------------------------------------------------------------------
+
+    def _storage_to(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
+        target = torch.device(device) if isinstance(device, str) else device
+        if isinstance(target, int) or target.type == "cuda":
+            return self._to_card(storage)
+        return _storage_to(storage, device=target, non_blocking=non_blocking)
+
+    def _to_card(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """A copy of `storage` on the card; its numbers are kept if they are few, or integers."""
+        values, dtype = self._recording.values, self._dtype
+        made = self._new(storage.nbytes(), dtype, GPU)
+        with _NoTorchFunction(), _disable_current_modes():
+            if storage.device.type == "meta":
+                known = values.flat(storage._cdata)
+            else:
+                known = torch.empty(0, dtype=dtype).set_(storage)  # type: ignore[call-overload]
+            copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
+            if known is not None and known.dtype == dtype and known.numel() == copy.numel() and values.wants(copy):
+                values.set(copy, known)
+        return made
+
+    def _loading_old_files(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Files from before torch 1.6 make their storages before they read them: read on the host, then moved."""
+
+        def load(f: Any, map_location: Any, pickle_module: Any, **options: Any) -> Any:
+            restore = _FORM._get_restore_location(map_location)
+            on_card: dict[int, torch.UntypedStorage] = {}
+
+            def place(storage: Any, location: str) -> Any:
+                untyped = getattr(storage, "_untyped_storage", storage)
+                result = restore(torch.UntypedStorage(0), location)
+                if getattr(result, "_untyped_storage", result).device.type == "meta":
+                    on_card[untyped._cdata] = untyped
+                return storage
+
+            with _current_functions():
+                return self._moved(original(f, place, pickle_module, **options), on_card)
+
+        return load
+
+    def _moved(self, value: Any, on_card: dict[int, torch.UntypedStorage]) -> Any:
+        if isinstance(value, torch.Tensor):
+            with _NoTorchFunction():
+                moves = not value.is_meta and value.untyped_storage()._cdata in on_card
+            return value.to("cuda") if moves else value
+        if isinstance(value, dict):
+            for key, part in value.items():  # in place: state dicts carry attributes
+                value[key] = self._moved(part, on_card)
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(self._moved(part, on_card) for part in value)
+        return value
+
+
+@contextlib.contextmanager
+def _current_functions() -> Iterator[None]:
+    """The unpickler of `weights_only` remembers the functions that were there when it was first asked."""
+    allowed = torch._weights_only_unpickler._get_allowed_globals
+    allowed.cache_clear()
+    try:
+        yield
+    finally:
+        allowed.cache_clear()

@@ -1,0 +1,206 @@
+"""Compiled and hand-written kernels: torch.compile, CUDA graphs, flex attention, Triton.
+
+There is no card to compile for. What torch.compile would have compiled runs eagerly, and the run's assumptions say so;
+flex attention allocates as its compiled kernel does; a Triton kernel is named at its first call and ends the run, or,
+where the caller of VirtualGpu vouches for the kernels, is not launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.watch.failure import KernelError, TracingError
+
+_EAGER = "torch.compile runs eagerly here: compiled code fuses operators and as a rule needs less."
+_GRAPHS = "CUDA graphs run as plain code here; the memory pool that a real graph keeps is not counted."
+_FUSED = {
+    "single_param_adam": (
+        "torchao's optimizers update each parameter in one compiled kernel: nothing is allocated beside their state."
+    )
+}
+"""Functions of torchao (torchao/optim/adam.py) that only write into their arguments, and are always compiled. Inductor
+makes one kernel of this one: all else is elementwise around two maxima over a block of state. Run eagerly it would hold
+a dozen float32 and int64 tensors of the parameter's size."""
+
+
+class CudaGraph:
+    """`torch.cuda.CUDAGraph`: captures nothing, for what is captured runs at once."""
+
+    assume: Callable[[str], None] = staticmethod(lambda sentence: None)
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.assume(_GRAPHS)
+
+    def pool(self) -> tuple[int, int]:
+        """The graph's pool."""
+        return (0, 0)
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    capture_begin = capture_end = replay = reset = instantiate = enable_debug_mode = debug_dump = _nothing
+
+
+def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that make a program run without compiling."""
+
+    def compile_(model: Any = None, **options: Any) -> Any:
+        """`torch.compile` as a function and as a decorator, with and without options."""
+        if getattr(model, "__name__", None) in _FUSED and model.__module__.partition(".")[0] == "torchao":
+            assume(_FUSED[model.__name__])
+            return lambda *args, **kwargs: None
+        assume(_EAGER)
+        return (lambda function: function) if model is None else model
+
+    def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        assume(_EAGER)
+
+    yield torch, "compile", compile_
+    yield nn.Module, "compile", compile_module
+    graph = type("CUDAGraph", (CudaGraph,), {"assume": staticmethod(assume)})
+    yield torch.cuda, "CUDAGraph", graph
+    yield torch.cuda.graphs, "CUDAGraph", graph
+    yield torch.cuda, "graph_pool_handle", lambda: (0, 0)
+    if not hasattr(torch._C, "_host_emptyCache"):  # a CPU build; torch.cuda.graph calls it
+        yield torch._C, "_host_emptyCache", lambda: None
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None:
+        yield fake.FakeTensorMode, "from_tensor", _no_tracing(fake.FakeTensorMode.from_tensor)
+    flex = sys.modules.get("torch._higher_order_ops.flex_attention")
+    if flex is not None:
+        yield flex.FlexAttentionHOP, "__call__", _flex_attention(assume)
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """What was compiled before runs eagerly inside; without dynamo loaded there is nothing that was."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def triton_patches(written: Callable[[torch.Tensor], None] | None = None) -> Iterator[tuple[Any, str, Any]]:
+    """The patches of Triton's launchers; nothing while Triton is not imported.
+
+    Args:
+        written: None: a kernel is named when it is launched, and the run ends. Else kernels are not launched, and this
+            is told of each tensor on the card that one was given: what it holds is not known from then on.
+    """
+    for module_name, names in _LAUNCHERS.items():
+        module = sys.modules.get(module_name)
+        for name, method in names.items():
+            launcher = getattr(module, name, None)
+            if launcher is not None and method in vars(launcher):
+                wrap = _subscript if method == "__getitem__" else _run
+                yield launcher, method, wrap(getattr(launcher, method), written)
+
+
+_LAUNCHERS = {
+    "triton.runtime.jit": {"KernelInterface": "__getitem__", "JITFunction": "run"},
+    "triton.runtime.autotuner": {"Autotuner": "run", "Heuristics": "run"},
+}
+"""A launch `kernel[grid](...)` is `KernelInterface.__getitem__`, and ends in `run` of one of these (triton/runtime);
+some releases make `run` an attribute of the instance, which the first of them precedes."""
+
+
+_Written = Callable[[torch.Tensor], None] | None
+
+
+def _subscript(original: Callable[..., Any], written: _Written) -> Callable[..., Any]:
+    def __getitem__(kernel: Any, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            if _without_data(kernel, args, kwargs, written):
+                return None
+            return original(kernel, grid)(*args, **kwargs)
+
+        return launch
+
+    return __getitem__
+
+
+def _run(original: Callable[..., Any], written: _Written) -> Callable[..., Any]:
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if _without_data(kernel, args, kwargs, written) else original(kernel, *args, **kwargs)
+
+    return run
+
+
+def _without_data(kernel: Any, args: Any, kwargs: Any, written: _Written) -> bool:
+    """Whether a kernel is given tensors without data, so that it cannot be launched.
+
+    Raises:
+        KernelError: it is, and kernels are not to be passed over.
+    """
+    with torch._C.DisableTorchFunction():
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_meta]
+    if not given:
+        return False
+    if written is not None:
+        for tensor in given:
+            written(tensor)
+        return True
+    function = kernel
+    while hasattr(function, "fn"):  # an autotuner has a kernel, a kernel a function
+        function = function.fn
+    name = getattr(function, "__qualname__", None) or getattr(kernel, "__name__", "kernel")
+    full = f"{getattr(function, '__module__', '')}.{name}".lstrip(".")
+    raise KernelError(f"the Triton kernel {full} was launched with tensors that have no data", full)
+
+
+def _no_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Fake tensors made from those "on cuda" abort the process where there is no card (no device guard exists)."""
+
+    def from_tensor(mode: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type == "cuda":
+            raise TracingError("tracing a model on the card (torch.export, FakeTensorMode) is not simulated")
+        return original(mode, tensor, *args, **kwargs)
+
+    return from_tensor
+
+
+# -- flex attention -------------------------------------------------------------------------------------------------
+
+
+def _flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:
+    def call(operator: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        assume("flex_attention allocates as its compiled kernel: output, logsumexp, delta in the backward.")
+        return _FlexAttention.apply(query, key, value)
+
+    return call
+
+
+class _FlexAttention(torch.autograd.Function):
+    """What the compiled kernel allocates (torch/_inductor/kernel/flex/flex_attention.py).
+
+    Forward: the output, laid out as the query, and a float32 logsumexp per query and head; backward: a float32 delta
+    like the logsumexp, and the three gradients. No score is ever written to memory. Gradients that a score_mod's own
+    buffers would get are not computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        """Output and logsumexp; the third result (maxima of the scores) is not made unless it is asked for."""
+        shape = (*query.shape[:-1], value.shape[-1])
+        out = torch.empty_like(query) if query.shape == shape else query.new_empty(shape)
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        maxima = query.new_empty(0, dtype=torch.float32)
+        ctx.mark_non_differentiable(lse, maxima)
+        return out, lse, maxima
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Gradients of query, key and value."""
+        query, key, value, _, lse = ctx.saved_tensors
+        delta = torch.empty_like(lse)
+        result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del delta
+        return result

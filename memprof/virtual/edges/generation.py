@@ -1,0 +1,49 @@
+"""Text generation of transformers where it asks for scores, which are not known here.
+
+Beam search ends as soon as no open beam can better a finished one. Of unknown scores that would be read as no
+(values.py), after the first token; here it goes on to the longest text that was asked for, which takes the most memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memprof.virtual.values import Values
+
+_NAME = "_beam_search_has_unfinished_sequences"
+_STOPPED = "next_token_hits_stopping_criteria"
+
+
+def patches(values: Values, assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement), once transformers.generation.utils is imported.
+
+    Args:
+        values: what is known.
+        assume: told what is assumed.
+    """
+    mixin = sys.modules["transformers.generation.utils"].GenerationMixin
+    original = getattr(mixin, _NAME, None)
+    if original is None or _STOPPED not in inspect.signature(original).parameters:  # releases differ
+        return
+    signature = inspect.signature(original)
+
+    def known(tensor: Any) -> Any:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return tensor if not isinstance(tensor, torch.Tensor) else values.get(tensor.detach())
+
+    def has_unfinished(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)  # for what it allocates
+        if known(result) is not None:
+            return result
+        assume("Beam search goes on to the longest text that it may make: scores are not known.")
+        stopped = known(signature.bind(*args, **kwargs).arguments[_STOPPED])
+        return stopped is None or not bool(stopped.all())
+
+    static = isinstance(inspect.getattr_static(mixin, _NAME), staticmethod)
+    yield mixin, _NAME, staticmethod(has_unfinished) if static else has_unfinished

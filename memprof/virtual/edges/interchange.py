@@ -1,0 +1,275 @@
+"""What programs do with tensors beside computing: pointers, numpy, DLPack, pickles, pinned and shared memory.
+
+A tensor of the virtual GPU, or a large one of the host, has no data. Each of these ways to reach it either gives what a
+real run gives, with numbers by the policy of values.py, or raises an error that says what cannot be done; none may end
+the process. Pointers lead to reserved pages that read as zeros, one range for each storage that was asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memprof.trace.events import GPU, HOST
+from memprof.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
+from memprof.virtual.edges.checkpoints import Checkpoints
+from memprof.virtual.edges.safetensors_files import SafetensorsFiles
+from memprof.virtual.recording import RecordingMode
+from memprof.watch.failure import KernelError
+
+_Tensor = torch.Tensor
+_META = torch.device("meta")
+_NoTorchFunction = torch._C.DisableTorchFunction
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in Python's mmap from 3.13 on
+_storage_data_ptr = torch.UntypedStorage.data_ptr
+
+
+class Interchange:
+    """The ways in which a program reaches a tensor's data, for one virtual GPU."""
+
+    def __init__(
+        self,
+        recording: RecordingMode,
+        move: Callable[[_Tensor, Any], _Tensor],
+        assume: Callable[[str], None],
+        mode: TorchFunctionMode,
+    ) -> None:
+        self._recording = recording
+        self._move = move
+        self.checkpoints = Checkpoints(recording, assume, mode)
+        self.safetensors = SafetensorsFiles(recording, assume)
+        self._pages: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[mmap.mmap | None, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def handlers(self) -> dict[Any, Callable[..., Any]]:
+        """Function -> replacement, for the function mode."""
+        return {
+            _Tensor.tolist: self._tolist,
+            _Tensor.numpy: self._numpy,
+            _Tensor.pin_memory: self._pin_memory,
+            _Tensor.is_pinned: self._is_pinned,
+            _Tensor.data_ptr: self._data_ptr,
+            torch.utils.dlpack.from_dlpack: self._from_dlpack,
+        }
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement) for what no function mode sees."""
+        yield torch.UntypedStorage, "data_ptr", _method(self._storage_ptr)
+        # Python's own methods of tensors, which no mode sees (devices.py); and a loader pins in a thread of its own.
+        methods = {
+            "pin_memory": self._pin_memory,
+            "is_pinned": self._is_pinned,
+            "share_memory_": self._share_memory,
+            "is_shared": self._is_shared,
+            "__array__": self._array,
+            "__dlpack__": self._dlpack,
+            "__dlpack_device__": self._dlpack_device,
+        }
+        for name, method in methods.items():
+            yield torch.Tensor, name, _method(method)
+        yield torch.utils.dlpack, "to_dlpack", self._dlpack
+        yield torch.utils.dlpack, "from_dlpack", self._from_dlpack
+        yield torch, "from_dlpack", self._from_dlpack
+        yield from self.checkpoints.patches()
+        yield from self.safetensors.patches()
+        yield torch.Tensor, "__reduce_ex__", _method(self._reduce)
+        for name, function in (
+            ("_rebuild_meta_tensor_no_storage", self._rebuild),
+            ("_rebuild_device_tensor_from_cpu_tensor", self._rebuild_known),
+        ):
+            yield torch._utils, name, _named_as(getattr(torch._utils, name), function)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def read(self, tensor: _Tensor) -> _Tensor:
+        """A real tensor to show the program; an unknown large one is one number, spread over the shape."""
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor
+            tensor = tensor.detach()
+            with _disable_current_modes():
+                values = self._recording.values
+                if tensor.numel() * tensor.element_size() < HOST_VIRTUAL_BYTES or values.get(tensor) is not None:
+                    return values.read(tensor)
+                return values.read(torch.empty((), dtype=tensor.dtype, device=_META)).expand(tensor.shape)
+
+    def _tolist(self, tensor: _Tensor) -> Any:
+        value = self.read(tensor)
+        with _NoTorchFunction():
+            return value.tolist()
+
+    def _numpy(self, tensor: _Tensor, *, force: bool = False) -> Any:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor.numpy(force=force)
+            if tensor.requires_grad and not force:
+                raise RuntimeError(
+                    "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+                )
+            if self._recording.device_of(tensor) == GPU and not force:
+                raise TypeError(
+                    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                    "memory first."
+                )
+            return self.read(tensor).numpy()
+
+    def _array(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return _array(tensor, *args, **kwargs)
+        array = self._numpy(tensor)
+        return array if not args or args[0] is None else array.astype(args[0], copy=False)
+
+    # -- pointers ---------------------------------------------------------------------------------------------------
+
+    def _data_ptr(self, tensor: _Tensor) -> int:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return tensor.data_ptr()
+            if not tensor.numel():
+                return 0
+            offset = int(tensor.storage_offset()) * tensor.element_size()
+            return self._storage_ptr(tensor.untyped_storage()) + offset
+
+    def _storage_ptr(self, storage: torch.UntypedStorage) -> int:
+        """Unique per storage and aligned: code compares addresses (tied weights) and checks alignment."""
+        if storage._cdata not in self._recording.recorder.live:
+            return _storage_data_ptr(storage)
+        known = self._pages.get(storage)
+        if known is None or (known[0] is not None and len(known[0]) < storage.nbytes()):
+            known = self._pages[storage] = _reserve(storage)
+        return known[1]
+
+    def _dlpack(self, tensor: _Tensor, **kwargs: Any) -> Any:
+        with _NoTorchFunction():
+            if tensor.is_meta and self._recording.device_of(tensor) == GPU:
+                raise KernelError("DLPack hands the tensor's data on the card to another library", "the DLPack export")
+            value = self.read(tensor)
+            with _disable_current_modes():
+                return _export(value, **kwargs)
+
+    def _dlpack_device(self, tensor: _Tensor) -> Any:
+        on_gpu = tensor.is_meta and self._recording.device_of(tensor) == GPU
+        return (2, 0) if on_gpu else (1, 0)  # kDLCUDA, kDLCPU of dlpack.h
+
+    def _from_dlpack(self, external: Any, **kwargs: Any) -> _Tensor:
+        if isinstance(external, _Tensor):
+            return external.detach()
+        with _NoTorchFunction():
+            return _from_dlpack(external, **kwargs)
+
+    # -- pinned and shared memory -------------------------------------------------------------------------------------
+
+    def _pin_memory(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> _Tensor:
+        """A copy in pinned memory: the source lives on beside it, as in a real run."""
+        with _NoTorchFunction():
+            if self._is_pinned(tensor):
+                return tensor
+            if tensor.is_meta and self._recording.device_of(tensor) == GPU:
+                raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+            pinned = tensor.clone(memory_format=torch.contiguous_format)
+            self.note_pinned(pinned)
+            return pinned
+
+    def note_pinned(self, tensors: Any) -> None:
+        """These were made in pinned memory."""
+        for tensor in tensors_of(tensors):
+            self._pinned.add(tensor.untyped_storage())
+
+    def _is_pinned(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> bool:
+        with _NoTorchFunction():
+            return tensor.untyped_storage() in self._pinned
+
+    def _share_memory(self, tensor: _Tensor) -> _Tensor:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return _share_memory(tensor)
+            self._shared.add(tensor.untyped_storage())  # on the card every tensor is shareable: nothing to do
+            return tensor
+
+    def _is_shared(self, tensor: _Tensor) -> bool:
+        with _NoTorchFunction():
+            if not tensor.is_meta:
+                return _is_shared(tensor)
+            return self._recording.device_of(tensor) == GPU or tensor.untyped_storage() in self._shared
+
+    # -- pickles ------------------------------------------------------------------------------------------------------
+
+    def _reduce(self, tensor: _Tensor, protocol: Any) -> Any:
+        """A pickle says what a tensor is, and its numbers where they are known."""
+        if self.checkpoints.saving:
+            return _reduce_ex(tensor, protocol)  # by its storage, under the modes: it is on the card
+        with _NoTorchFunction():
+            device = self._recording.device_of(tensor) if type(tensor) is _Tensor and tensor.is_meta else "meta"
+            if device == "meta":
+                return _reduce_ex(tensor, protocol)
+            known = self._recording.values.get(tensor.detach())
+            if known is not None:
+                known = known.clone()
+                return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
+                    known,
+                    tensor.dtype,
+                    device,
+                    tensor.requires_grad,
+                )
+            # A list of strides tells a host tensor from one of the card.
+            stride = list(tensor.stride()) if device == HOST else tensor.stride()
+            return torch._utils._rebuild_meta_tensor_no_storage, (
+                tensor.dtype,
+                tensor.size(),
+                stride,
+                tensor.requires_grad,
+            )
+
+    def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> _Tensor:
+        with _NoTorchFunction(), _disable_current_modes():
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
+        place = self._recording.recorder.place(sys._getframe(1))
+        self._recording.record([tensor], "pickle.loads", place, HOST if isinstance(stride, list) else GPU)
+        return tensor
+
+    def _rebuild_known(self, data: _Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> _Tensor:
+        with _NoTorchFunction():
+            return self._move(data, torch.device(device)).requires_grad_(requires_grad)
+
+
+_reduce_ex = _Tensor.__reduce_ex__
+_from_dlpack = torch.utils.dlpack.from_dlpack
+
+
+_array = _Tensor.__array__
+_share_memory = _Tensor.share_memory_
+_is_shared = _Tensor.is_shared
+_export = _Tensor.__dlpack__
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that becomes a method when it is made a class's attribute; bound ones do not."""
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
+    """Address space for a storage: pages that cost nothing until they are written to."""
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        pages = mmap.mmap(-1, max(1, storage.nbytes()), flags=flags)
+    except (OSError, ValueError, OverflowError, AttributeError):
+        return None, storage._cdata
+    return pages, ctypes.addressof(ctypes.c_char.from_buffer(pages))
+
+
+def _named_as(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement that pickles by the original's name."""
+    return functools.wraps(original)(lambda *args: function(*args))

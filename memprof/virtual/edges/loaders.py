@@ -1,0 +1,238 @@
+"""`DataLoader(num_workers=...)`: the batches of its worker processes, made in this process when they are asked for.
+
+A tensor of the virtual GPU has no data to send from process to process, and what another process allocates no recorder
+sees. So the workers are simulated: each has its own copy of the dataset object, its own random state and its own
+`get_worker_info()`, and they take turns as torch's own iterator has them take turns. Each sample comes as often, and
+the batches in the order, as they do with real workers; a batch is made when it is asked for and not ahead of time.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe, dataloader
+from torch.utils.data import _utils as utils
+
+from memprof.virtual.limits import HostOnly
+
+_COPIED_ELEMENTS = 1 << 16
+"""Containers of a dataset up to this length are copied for each worker: they may be state. Longer ones are data."""
+_IN_PROCESS = (
+    "Batches of DataLoader workers are made in the training process, one at a time when they are asked for: those that "
+    "workers keep ready (prefetch_factor for each) are not counted in host memory."
+)
+
+
+def patches(assume: Callable[[str], None], on_card: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that keep loaders from starting processes and threads."""
+
+    class InProcessIter(_InProcessIter):
+        host_only = HostOnly(on_card)
+
+        def __init__(self, loader: Any) -> None:
+            assume(_IN_PROCESS)
+            super().__init__(loader)
+
+    yield dataloader, "_MultiProcessingDataLoaderIter", InProcessIter
+
+
+@contextlib.contextmanager
+def collating_here() -> Iterator[None]:
+    """torch's own collate function, seeing a worker, would stack batches into shared memory, past the modes."""
+    functions = utils.collate.default_collate_fn_map
+    original = functions.get(torch.Tensor)
+    if original is None:
+        yield
+        return
+
+    def stack(batch: Any, **kwargs: Any) -> Any:
+        with _worker_info(None):
+            return original(batch, **kwargs)
+
+    functions[torch.Tensor] = stack
+    try:
+        yield
+    finally:
+        functions[torch.Tensor] = original
+
+
+class _InProcessIter(dataloader._BaseDataLoaderIter):  # type: ignore[misc]
+    """What `_MultiProcessingDataLoaderIter` yields, in its order."""
+
+    host_only: HostOnly
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._prefetch_factor = loader.prefetch_factor
+        init = loader.worker_init_fn
+        if isinstance(self._dataset, (IterDataPipe, MapDataPipe)):
+            init = _sharding(init, self._world_size, self._rank)
+        self._workers = [_Worker(self, number, init) for number in range(self._num_workers)]
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[no-untyped-call]
+        for worker in self._workers:
+            worker.active = True
+            worker.fetcher = None
+        self._turns = itertools.cycle(self._workers)
+        self._tasks: collections.deque[tuple[_Worker, Any]] = collections.deque()
+        # Workers work ahead: so many indices are drawn from the sampler before the first batch.
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._assign()
+
+    def _assign(self) -> None:
+        """Give the next index to the next worker that has not come to its end."""
+        try:
+            index = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            return
+        for worker in itertools.islice(self._turns, self._num_workers):
+            if worker.active:
+                self._tasks.append((worker, index))
+                return
+
+    def _next_data(self) -> Any:
+        while self._tasks:
+            worker, index = self._tasks.popleft()
+            if not worker.active:  # it was given the index before it came to its end
+                continue
+            try:
+                data = worker.fetch(index)
+            except StopIteration:
+                if self._dataset_kind != dataloader._DatasetKind.Iterable:
+                    raise
+                worker.active = False
+                self._assign()
+                continue
+            except BaseException:
+                self._assign()
+                raise
+            self._assign()
+            return utils.pin_memory.pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+        raise StopIteration
+
+
+class _Worker:
+    """One simulated worker process."""
+
+    def __init__(self, loader: Any, number: int, init: Callable[[int], None] | None) -> None:
+        self.active = True
+        self.fetcher: Any = None
+        self._number = number
+        self._init = init
+        self._host_only = loader.host_only
+        self._dataset = replica(loader._dataset)
+        self._fetching = (loader._dataset_kind, loader._auto_collation, loader._collate_fn, loader._drop_last)
+        self._seeds = loader._base_seed, number
+        self._random: Any = None
+        self._info = utils.worker.WorkerInfo(
+            id=number, num_workers=loader._num_workers, seed=loader._base_seed + number, dataset=self._dataset
+        )
+
+    def fetch(self, index: Any) -> Any:
+        """The batch (or the sample) that `index` asks for.
+
+        Raises:
+            StopIteration: this worker's part of an iterable dataset has ended.
+            MemprofError: it would use CUDA.
+        """
+        with _worker_info(self._info), self._random_state(), self._host_only:
+            if self._init is not None:
+                init, self._init = self._init, None
+                init(self._number)
+            if self.fetcher is None:
+                kind, collated, collate, drop_last = self._fetching
+                self.fetcher = dataloader._DatasetKind.create_fetcher(kind, self._dataset, collated, collate, drop_last)
+            return self.fetcher.fetch(index)
+
+    @contextlib.contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """This worker's random numbers, which a real worker has in its process."""
+        outside = _random_state()
+        if self._random is None:
+            _seed(*self._seeds)
+        else:
+            _set_random_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = _random_state()
+            _set_random_state(outside)
+
+
+def replica(dataset: Any) -> Any:
+    """`dataset` as a process of its own has it: what a worker sets on it, or on the datasets inside it, no other sees.
+
+    Data is shared: tensors, arrays, and containers that are too long to be state.
+    """
+    return _replica(dataset, {})
+
+
+def _replica(value: Any, done: dict[int, Any]) -> Any:
+    if id(value) in done:
+        return done[id(value)]
+    if type(value) in (list, dict, set, collections.deque) and len(value) <= _COPIED_ELEMENTS:
+        copied: Any
+        if isinstance(value, dict):
+            copied = done[id(value)] = {}
+            copied.update((key, _replica(part, done)) for key, part in value.items())
+        elif isinstance(value, list):
+            copied = done[id(value)] = []
+            copied.extend(_replica(part, done) for part in value)
+        else:
+            copied = done[id(value)] = value.copy()
+        return copied
+    if not isinstance(value, torch.utils.data.Dataset) or not hasattr(value, "__dict__"):
+        return value
+    try:
+        # As a fork has it: nothing that a class does when it is pickled.
+        copied = object.__new__(type(value))
+    except TypeError:  # a class that is partly in C
+        return value
+    done[id(value)] = copied
+    vars(copied).update((name, _replica(part, done)) for name, part in vars(value).items())
+    return copied
+
+
+def _sharding(init: Any, world_size: int, rank: int) -> Callable[[int], None]:
+    """Data pipes are sharded by the worker's number before the program's own function is called."""
+    return lambda number: dataloader._sharding_worker_init_fn(init, world_size, rank, number)
+
+
+@contextlib.contextmanager
+def _worker_info(info: Any) -> Iterator[None]:
+    outer = utils.worker._worker_info
+    utils.worker._worker_info = info
+    try:
+        yield
+    finally:
+        utils.worker._worker_info = outer
+
+
+def _seed(base_seed: int, number: int) -> None:
+    """As `_worker_loop` seeds (torch/utils/data/_utils/worker.py)."""
+    random.seed(base_seed + number)
+    torch.default_generator.manual_seed(base_seed + number)
+    if "numpy" in sys.modules and hasattr(utils.worker, "_generate_state"):
+        sys.modules["numpy"].random.seed(utils.worker._generate_state(base_seed, number))
+
+
+def _random_state() -> tuple[Any, torch.Tensor, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.default_generator.get_state(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_state(state: tuple[Any, torch.Tensor, Any]) -> None:
+    python, generator, numpy = state
+    random.setstate(python)
+    torch.default_generator.set_state(generator)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)

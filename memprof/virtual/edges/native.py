@@ -1,0 +1,80 @@
+"""Ways out of torch to code that needs a card: array interfaces, kernels compiled at run time, other allocators.
+
+Each ends the run at its first use, with the name of what was used. What other libraries (cupy, numba) and extensions
+raise by themselves when they find no card, failure.py recognises by its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+import torch.cuda.profiler
+
+from memprof.virtual.limits import not_yet
+from memprof.watch.failure import KernelError
+
+_array_interface: Any = torch.Tensor.__cuda_array_interface__
+
+
+def patches(on_card: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement)."""
+
+    def array_interface(tensor: torch.Tensor) -> Any:
+        if on_card(tensor):
+            raise KernelError(
+                "__cuda_array_interface__ hands the tensor's data on the card to another library",
+                "the CUDA array interface",
+            )
+        return _array_interface.fget(tensor)
+
+    yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
+    yield torch._C, "_cuda_jiterator_compile_and_launch_kernel", _kernel("torch.cuda.jiterator")
+    yield torch.cuda, "_compile_kernel", _kernel("torch.cuda._compile_kernel")
+    for owner in (torch.cuda, torch.cuda.memory):
+        for name, what in _ALLOCATORS.items():
+            if hasattr(owner, name):
+                yield owner, name, _allocator(what)
+    for owner in (torch.cuda, torch.cuda.profiler):
+        yield owner, "cudart", _runtime
+        yield owner, "check_error", lambda result: None
+
+
+def _kernel(name: str) -> Callable[..., NoReturn]:
+    def launch(*args: Any, **kwargs: Any) -> NoReturn:
+        raise KernelError(f"{name} compiles a kernel for a card that is not there", name)
+
+    return launch
+
+
+def _allocator(what: str) -> Callable[..., NoReturn]:
+    def make(*args: Any, **kwargs: Any) -> NoReturn:
+        raise not_yet(f"uses {what}", "leave it out here: the run is simulated with torch's caching allocator")
+
+    return make
+
+
+def _runtime() -> Any:
+    """`torch.cuda.cudart()`: calls that only tell the driver or a profiler something."""
+    success = SimpleNamespace(success=0)
+
+    def done(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    return SimpleNamespace(
+        cudaError=success,
+        cudaProfilerStart=done,
+        cudaProfilerStop=done,
+        cudaHostRegister=done,
+        cudaHostUnregister=done,
+        cudaMemGetInfo=lambda device=0: torch.cuda.mem_get_info(device),
+    )
+
+
+_ALLOCATORS = {
+    "MemPool": "a memory pool of its own (torch.cuda.MemPool)",
+    "CUDAPluggableAllocator": "an allocator of its own (CUDAPluggableAllocator)",
+    "caching_allocator_alloc": "the caching allocator without tensors (caching_allocator_alloc)",
+}

@@ -1,0 +1,163 @@
+"""Other processes: the virtual GPU belongs to the process that entered it.
+
+A forked child inherits the modes and the patches, and a copy of the recorder that nobody reads: there the virtual GPU
+is switched off before the child's own code runs. A child that is started anew has none. In both the program is told
+that there is a card, as it would be, and the first use of it is an error that names the line. Children that leave CUDA
+alone (tokenizing, decoding) are none the wiser.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import multiprocessing.process
+import multiprocessing.queues
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.utils._pytree import tree_leaves
+
+from memprof.virtual.devices import DeviceMode
+from memprof.virtual.edges.children import Elsewhere
+from memprof.virtual.limits import IN_CHILD, ON_HOST, SEND_NUMBERS, not_yet
+from memprof.virtual.recording import RecordingMode
+
+_SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
+_READ_AHEAD = frozenset({"transformers.core_model_loading"})
+"""Modules whose jobs for threads make tensors on the card."""
+_leave: Callable[[], None] | None = None
+_registered = False
+
+
+@contextlib.contextmanager
+def left_in_children(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` in every child that is forked inside."""
+    global _leave, _registered
+    if not _registered:
+        # It cannot be taken back: without an active GPU it does nothing.
+        os.register_at_fork(after_in_child=_after_fork)
+        _registered = True
+    _leave = leave
+    try:
+        yield
+    finally:
+        _leave = None
+
+
+def _after_fork() -> None:
+    if _leave is not None:
+        _leave()
+
+
+def switch_off(function_mode: DeviceMode, recording: RecordingMode) -> None:
+    """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing."""
+    function_mode.__class__ = _NoDeviceMode
+    recording.__class__ = _NoRecordingMode
+    refuse_cuda()
+
+
+def refuse_cuda() -> None:
+    """In a child: there is a card, and nobody can use it."""
+
+    def _lazy_init() -> None:
+        raise not_yet(IN_CHILD, ON_HOST)
+
+    # What Python and C++ both call before they touch the card.
+    torch.cuda._lazy_init = _lazy_init
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.is_initialized = lambda: False
+
+
+class _NoDeviceMode(DeviceMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class _NoRecordingMode(RecordingMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.is_meta and self.device_of(value) != "meta":
+                raise not_yet("uses, in another process, a tensor of the virtual GPU, which has no data", ON_HOST)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def patches(
+    assume: Callable[[str], None], is_virtual: Callable[[torch.Tensor], bool]
+) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) of what starts processes, and talks to them."""
+    start = multiprocessing.process.BaseProcess.start
+
+    def start_elsewhere(process: Any) -> None:
+        method = process._start_method or multiprocessing.get_start_method()
+        if process._target is not None and method != "fork":
+            process._target = Elsewhere(process._target)
+        start(process)
+
+    yield multiprocessing.process.BaseProcess, "start", start_elsewhere
+    for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
+        yield queue, "put", _putting(queue.put, is_virtual)
+    yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)
+    for name in ("spawn", "start_processes"):
+        yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume)
+
+
+def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
+    """A queue's own thread pickles what is put; there an error would be lost, and the other side would wait."""
+
+    def put(queue: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(part, torch.Tensor) and is_virtual(part) for part in tree_leaves(obj)):
+            raise not_yet("sends another process a tensor of the virtual GPU, which has no data", SEND_NUMBERS)
+        original(queue, obj, *args, **kwargs)
+
+    return put
+
+
+def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Threads see no card. Those of libraries that read weights ahead run at once instead, in this one: all tensors are
+    then read before the first is converted, which is as far ahead as threads can be."""
+
+    def submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(function, "__module__", None) not in _READ_AHEAD or not torch._C._len_torch_function_stack():
+            return original(pool, function, *args, **kwargs)
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    return submit
+
+
+def _inline(original: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
+    """`torch.multiprocessing.spawn` of as many processes as there are cards: of one, which may as well be this."""
+
+    def spawn(
+        fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any
+    ) -> Any:
+        if nprocs != 1:
+            return original(fn, args, nprocs, join, *rest, **options)
+        assume(_SPAWN_INLINE)
+        fn(0, *args)
+        return None if join else _Done()
+
+    return spawn
+
+
+class _Done:
+    """A process context whose process has ended."""
+
+    processes: tuple[Any, ...] = ()
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """All have ended."""
+        return True
+
+    def pids(self) -> list[int]:
+        """None are left."""
+        return []

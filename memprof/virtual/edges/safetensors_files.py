@@ -1,0 +1,282 @@
+"""Files of safetensors: written as empty shells, read by their header.
+
+A file begins with a header that names types, shapes and places. That is all that the virtual GPU needs of large
+tensors, so their data is not read. A shell's header gives tensors without data a type that no other reader knows, and
+which says what the file is; that reader's error repeats it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memprof.trace.events import GPU, HOST
+from memprof.virtual.calls import HOST_VIRTUAL_BYTES
+from memprof.virtual.edges.checkpoints import EMPTY, READ, SHELLS, UNREAD
+from memprof.virtual.names import bound_everywhere
+from memprof.virtual.recording import RecordingMode
+
+_NoTorchFunction = torch._C.DisableTorchFunction
+_META = torch.device("meta")
+_MARK = f", in an {EMPTY}"
+_LARGEST_HEADER = 100_000_000
+"""As safetensors itself refuses longer ones."""
+_OP = "safetensors"
+_TYPES: dict[str, torch.dtype] = {
+    **{code: dtype for code, dtype in safetensors.torch._TYPES.items() if dtype is not None},
+    **{code: getattr(torch, name) for code, name in {"F8_E8M0": "float8_e8m0fnu"}.items() if hasattr(torch, name)},
+}
+_CODES = {dtype: code for code, dtype in _TYPES.items()}
+_real_open = safetensors.safe_open
+_real_serialize = safetensors.serialize
+_real_serialize_file = safetensors.serialize_file
+
+
+class SafetensorsFiles:
+    """Files of safetensors, for one virtual GPU."""
+
+    def __init__(self, recording: RecordingMode, assume: Callable[[str], None]) -> None:
+        self._recording = recording
+        self.assume = assume
+        self.is_off = False
+        """Whether this is a forked child, in which files are read as they are."""
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement)."""
+        library = safetensors.torch
+        for name in ("_flatten_as_ptr", "_flatten"):  # releases differ
+            if hasattr(library, name):
+                yield library, name, self._flattening(getattr(library, name))
+        yield library, "serialize", self._serialize
+        yield library, "serialize_file", self._serialize_file
+
+    def opening(self) -> AbstractContextManager[None]:
+        """Inside, `safe_open` is ours."""
+        return bound_everywhere("safe_open", _real_open, self._open)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _flattening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def flatten(tensors: dict[str, torch.Tensor], *rest: Any) -> Any:
+            if not isinstance(tensors, dict) or not any(self._is_shell(tensor) for tensor in tensors.values()):
+                return original(tensors, *rest)
+            if hasattr(safetensors.torch, "_evaluate_tensors_for_save"):  # shared and sparse tensors are refused
+                safetensors.torch._evaluate_tensors_for_save(tensors)
+            for name, tensor in tensors.items():
+                if not tensor.is_contiguous():
+                    raise ValueError(
+                        f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. "
+                        "Call `.contiguous()` on it before saving."
+                    )
+            return _Shell(tensors)
+
+        return flatten
+
+    def _is_shell(self, tensor: Any) -> bool:
+        """Whether `tensor` is one of ours whose numbers are not known."""
+        with _NoTorchFunction():
+            virtual = isinstance(tensor, torch.Tensor) and tensor.is_meta and tensor.numel()
+            return bool(virtual) and self._recording.device_of(tensor) != "meta" and self._numbers(tensor) is None
+
+    def _numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        with _disable_current_modes():
+            large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES
+            return None if large and tensor.is_meta else self._recording.values.get(tensor.detach())
+
+    def _serialize(self, flat: Any, metadata: Any = None) -> bytes:
+        return self._shell(flat, metadata) if isinstance(flat, _Shell) else _real_serialize(flat, metadata=metadata)
+
+    def _serialize_file(self, flat: Any, filename: Any, metadata: Any = None) -> None:
+        if not isinstance(flat, _Shell):
+            _real_serialize_file(flat, filename, metadata=metadata)
+            return
+        with open(filename, "wb") as file:
+            file.write(self._shell(flat, metadata))
+
+    def _shell(self, flat: _Shell, metadata: dict[str, str] | None) -> bytes:
+        self.assume(SHELLS)
+        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        data: list[bytes] = []
+        recorder = self._recording.recorder
+        place = recorder.place(sys._getframe(1))
+        copies = []
+        at = 0
+        with _NoTorchFunction():
+            for name, tensor in flat.tensors.items():
+                if self._recording.device_of(tensor) == GPU:
+                    # All are copied to the host before the first is written.
+                    copies.append(recorder.allocate_hidden(tensor.nbytes, _OP, place, HOST))
+                numbers = self._numbers(tensor)
+                content = b""
+                if numbers is not None:
+                    with _disable_current_modes():
+                        content = bytes(numbers.contiguous().reshape(-1).view(torch.uint8).numpy())
+                code = _CODES[tensor.dtype]
+                header[name] = {
+                    "dtype": code if numbers is not None else code + _MARK,
+                    "shape": list(tensor.shape),
+                    "data_offsets": [at, at + len(content)],
+                }
+                data.append(content)
+                at += len(content)
+        for index in copies:
+            recorder.free_hidden(index)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text + b"".join(data)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _open(self, filename: Any, framework: str, device: Any = "cpu", **options: Any) -> Any:
+        """`safetensors.safe_open`."""
+        header = _header(filename) if framework in ("pt", "torch", "pytorch") and not self.is_off else None
+        if header is None:
+            return _real_open(filename, framework, device, **options)
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        is_shell = any(_MARK in entry["dtype"] for name, entry in header.items() if name != "__metadata__")
+        return _File(self, header, target, filename if is_shell else _real_open(filename, "pt", **options))
+
+    def make(self, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor whose data is not read."""
+        with _NoTorchFunction():
+            with _disable_current_modes():
+                made = torch.empty(shape, dtype=dtype, device=_META)
+            if device.type != "meta":
+                place = self._recording.recorder.place(sys._getframe(1))
+                self._recording.record([made], _OP, place, GPU if device.type == "cuda" else HOST)
+        return made
+
+    def place(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor that was read, where it is wanted."""
+        with _NoTorchFunction():
+            self._recording.record_real(tensor, _OP, self._recording.recorder.place(sys._getframe(1)))
+        return tensor if device.type == "cpu" else tensor.to(device)
+
+
+class _Shell:
+    """Tensors on their way into a file."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+
+class _File:
+    """An open file. `source` is the real one, or a shell's path."""
+
+    def __init__(self, files: SafetensorsFiles, header: dict[str, Any], device: torch.device, source: Any) -> None:
+        self._files = files
+        self._metadata = header.get("__metadata__")
+        self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self._device = device
+        self._source = source
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if isinstance(self._source, _real_open):
+            self._source.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        """The names, in order."""
+        return sorted(self._entries)
+
+    def offset_keys(self) -> list[str]:
+        """The names as they lie in the file."""
+        return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the writer noted."""
+        return self._metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`."""
+        return _Slice(self, name, self._entry(name))[...]
+
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All of them."""
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
+    def get_slice(self, name: str) -> _Slice:
+        """The tensor `name`, not read yet."""
+        return _Slice(self, name, self._entry(name))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        if name not in self._entries:
+            raise safetensors.SafetensorError(f"File does not contain tensor {name}")
+        entry: dict[str, Any] = self._entries[name]
+        return entry
+
+    def read(self, name: str, dtype: torch.dtype, entry: dict[str, Any], index: Any) -> torch.Tensor:
+        """`tensor[index]` on the device that the file was opened for."""
+        shape = entry["shape"]
+        with _NoTorchFunction(), _disable_current_modes():
+            layout = torch.empty(shape, dtype=dtype, device=_META)[index]
+            large = layout.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES and dtype not in READ
+            if large or _MARK in entry["dtype"]:
+                tensor = None
+            elif isinstance(self._source, _real_open):
+                tensor = self._source.get_tensor(name)[index]
+            else:
+                tensor = _numbers(self._source, entry["data_offsets"], dtype).reshape(shape)[index]
+        if tensor is None:
+            if _MARK not in entry["dtype"]:
+                self._files.assume(UNREAD)
+            return self._files.make(layout.shape, dtype, self._device)
+        return self._files.place(tensor, self._device)
+
+
+class _Slice:
+    """A tensor of a file, to be indexed: what is not asked for is not read."""
+
+    def __init__(self, file: _File, name: str, entry: dict[str, Any]) -> None:
+        self._file = file
+        self._name = name
+        self._entry = entry
+        self._code = entry["dtype"].removesuffix(_MARK)
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self._entry["shape"])
+
+    def get_dtype(self) -> str:
+        """Its type, as the format names it."""
+        return str(self._code)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._file.read(self._name, _TYPES[self._code], self._entry, index)
+
+
+def _header(filename: Any) -> dict[str, Any] | None:
+    """A file's header, shell or not; None if it is none that we can read: safetensors says what is wrong with it."""
+    try:
+        with open(os.fspath(filename), "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LARGEST_HEADER:
+                return None
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error):
+        return None
+    if not isinstance(header, dict):
+        return None
+    codes = [entry.get("dtype") for name, entry in header.items() if name != "__metadata__"]
+    return header if all(isinstance(code, str) and code.removesuffix(_MARK) in _TYPES for code in codes) else None
+
+
+def _numbers(filename: Any, offsets: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """The data of one entry of a shell."""
+    with open(os.fspath(filename), "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        file.seek(8 + length + offsets[0])
+        content = bytearray(file.read(offsets[1] - offsets[0]))
+    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)

@@ -1,0 +1,169 @@
+"""The work of a run: what each operator computes, what it reads and writes, and what crosses the bus.
+
+Counted operator by operator from the shapes of its tensors, so that a run with a remedy can be compared with one
+without it. Operations of attention and convolutions are counted by torch's own formulas (torch/utils/flop_counter.py),
+causal attention by half of them: its kernels leave out what the mask hides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memprof.trace.events import GPU, HOST, Work
+from memprof.virtual.calls import Call, Kind, Operator, tensors_of
+
+if TYPE_CHECKING:
+    from memprof.watch.recorder import Recorder
+
+_aten = torch.ops.aten
+_COPIES = frozenset({_aten._to_copy, _aten.copy_})
+_TOUCHES_NOTHING = frozenset(
+    {
+        _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.resize_,
+        _aten.set_,
+    }
+)  # fmt: skip
+"""Memory that is made and neither read nor written."""
+_OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
+
+
+class Meter:
+    """Counts equal calls while the run goes on, and says afterwards what they amount to.
+
+    Args:
+        recorder: knows the phase that is running, and gets the result.
+        device_of: the device that the program believes a tensor to be on.
+    """
+
+    def __init__(self, recorder: Recorder, device_of: Callable[[torch.Tensor], str]) -> None:
+        self._recorder = recorder
+        self._device_of = device_of
+        self._costs: list[tuple[Any, ...]] = []
+        self._known: dict[Any, int | None] = {}
+        """What a call is known by -> its place in `_costs`; None if it costs nothing."""
+        self._counts: dict[int, list[int]] = {}
+        """Phase -> for each place in `_costs`, how often."""
+
+    def count(self, operator: Operator, call: Call, result: Any) -> None:
+        """One call of an operator that is no view."""
+        try:
+            # The key alone does not tell devices; only a few calls are on the host, and a copy goes either way.
+            key: Any = tuple(call.key)
+            if call.on_host:
+                key = (call.on_gpu and self._device_of(call.tensors[0]), *key)
+            place = self._known.get(key, -1)
+        except TypeError:  # an unhashable argument
+            key, place = None, -1
+        if place == -1:
+            cost = self._cost(operator, call, result)
+            place = None
+            if cost is not None:
+                place = len(self._costs)
+                self._costs.append(cost)
+            if key is not None:
+                self._known[key] = place
+        if place is not None:
+            counts = self._counts.setdefault(self._recorder.phase_index, [])
+            if place >= len(counts):
+                counts.extend([0] * (place + 1 - len(counts)))
+            counts[place] += 1
+
+    def _cost(self, operator: Operator, call: Call, result: Any) -> tuple[Any, ...] | None:
+        """Operator, device, dtype, operations, bytes read and written, bytes to the card, bytes from it."""
+        outputs = tensors_of(result)
+        inputs = [tensor for tensor in call.tensors if not any(tensor is made for made in outputs)]
+        device = call.device or next((self._device_of(made) for made in outputs if made.is_meta), None)
+        if operator.packet in _COPIES and call.tensors:
+            target = outputs[0] if operator.packet is _aten._to_copy and outputs else call.tensors[0]
+            ends = self._device_of(call.tensors[-1]), self._device_of(target)
+            if HOST in ends and GPU in ends:
+                crossing = _num_bytes(target)
+                return (operator.name, GPU, _dtype(target), 0, 0, *((crossing, 0) if ends[1] == GPU else (0, crossing)))
+        if device not in (GPU, HOST) or operator.packet in _TOUCHES_NOTHING:
+            return None
+        if operator.kind is Kind.IN_PLACE and operator.packet not in _OVERWRITES:
+            inputs = call.tensors  # what it writes it has read
+            outputs = [*outputs, *(tensors_of(call.args[0]) if not outputs and call.args else [])]
+        moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, outputs))
+        main = (call.tensors or outputs)[0]
+        return operator.name, device, _dtype(main), _operations(call, result), moved, 0, 0
+
+    def finish(self) -> list[Work]:
+        """All that was counted."""
+        index = self._recorder.op_index
+        totals: Counter[tuple[int, tuple[Any, ...]]] = Counter()
+        for phase, counts in self._counts.items():
+            for cost, count in zip(self._costs, counts, strict=False):
+                if count:
+                    totals[phase, cost] += count
+        return [
+            Work(phase, index(op), device, dtype, operations, moved, to_device, to_host, calls)
+            for (phase, (op, device, dtype, operations, moved, to_device, to_host)), calls in totals.items()
+        ]
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """What there is to read: an expanded tensor is smaller in memory than its shape says."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+_PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot})
+
+
+@functools.cache
+def _formulas() -> dict[Any, Any]:
+    from torch.utils.flop_counter import flop_registry
+
+    products = dict.fromkeys(_PRODUCTS, _product)
+    grouped = {_aten._grouped_mm: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}
+    return {**flop_registry, **products, **grouped}
+
+
+def _product(*args: Any, **kwargs: Any) -> int:
+    """A product of matrices: each number of the left one meets each column of the right one."""
+    left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+    return 2 * left.numel() * int(right.shape[-1] if right.dim() > 1 else 1)
+
+
+def _grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+    """Each row meets one matrix of several."""
+    return 2 * left.numel() * int(right.shape[-1])
+
+
+@functools.cache
+def _causal_place(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
+
+
+def _operations(call: Call, result: Any) -> int:
+    formula = _formulas().get(call.func.overloadpacket)
+    if formula is None:
+        return 0
+    try:
+        operations = int(formula(*call.args, **call.kwargs, out_val=result))
+    except (TypeError, ValueError, IndexError, AttributeError):
+        return 0  # torch's formula does not know this overload
+    place = _causal_place(call.func)
+    if place is not None:
+        causal = call.args[place] if place < len(call.args) else call.kwargs.get("is_causal", False)
+        query, key = _query_and_key(call)
+        if causal and query == key:
+            operations //= 2
+    return operations
+
+
+def _query_and_key(call: Call) -> tuple[int, int]:
+    """Their lengths: where they differ, a causal mask hides less than half."""
+    names = [argument.name for argument in call.func._schema.arguments]
+    query, key = call.args[names.index("query")], call.args[names.index("key")]
+    return query.shape[-2], key.shape[-2]

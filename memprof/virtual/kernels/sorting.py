@@ -1,0 +1,201 @@
+"""Scratch memory of operators that sort, select and scan: CUB's, and the buffers that torch puts around it.
+
+CUB computes its sizes from launch policies that differ by card: the tile sizes here are those of compute capability 8.0
+(cub/device/dispatch/dispatch_radix_sort.cuh, dispatch_scan.cuh). They move the bookkeeping (a few per cent of a sort's
+scratch), not the second copies of keys and values, which are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from memprof.virtual.card import Card
+from memprof.virtual.kernels.copies import contiguous
+
+_aten = torch.ops.aten
+
+_ALIGNMENT = 256
+_DIGITS = 256
+_DIGIT_BITS = 8
+_SINGLE_TILE_ITEMS = 256 * 9
+_ONESWEEP_THREADS = 384
+_ONESWEEP_ITEMS = 21
+_MAX_PORTION = (1 << 28) - 1
+_SCAN_TILE = 128 * 15
+_SMALL_SORT = 4096
+_INT_MAX = 2**31 - 1
+
+
+def _together(sizes: list[int]) -> int:
+    """Several buffers in one allocation (cub's alias_temporaries)."""
+    total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+    return total + _ALIGNMENT - 1 if total else 1
+
+
+def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
+    """Bytes that DeviceRadixSort takes for `count` keys of `bits` significant bits; nothing of note up to one tile."""
+    if count <= _SINGLE_TILE_ITEMS:
+        return 1
+    widest = max(key_bytes, value_bytes)
+    items = max(1, min(_ONESWEEP_ITEMS * 4 // widest, _ONESWEEP_ITEMS * 2))
+    threads = min(_ONESWEEP_THREADS, -(-(48 * 1024 // (widest * items)) // 32) * 32)
+    tile = threads * items
+    passes = -(-bits // _DIGIT_BITS)
+    portion = _MAX_PORTION // tile * tile
+    portions = -(-count // portion)
+    blocks = -(-min(count, portion) // tile)
+    twice = passes > 1
+    return _together(
+        [
+            portions * passes * _DIGITS * 4,
+            blocks * _DIGITS * 4,
+            count * key_bytes if twice else 0,
+            count * value_bytes if twice else 0,
+            portions * passes * 4,
+        ]
+    )
+
+
+def scan_scratch(count: int, item_bytes: int) -> int:
+    """Bytes that DeviceScan and DeviceSelect take: a status word for every tile."""
+    word = 8 if item_bytes <= 4 else 16
+    return _together([(-(-count // _SCAN_TILE) + 32) * word])
+
+
+def num_bits(largest: int) -> int:
+    """Significant bits of keys up to `largest` (cub.cuh, get_num_bits)."""
+    return max(1, largest.bit_length())
+
+
+def _dim(args: Any, position: int, rank: int, default: int = -1) -> int:
+    value = args[position] if len(args) > position and isinstance(args[position], int) else default
+    return value % rank if rank else 0
+
+
+def _sort_buffers(data: torch.Tensor, dim: int) -> list[int]:
+    """native/cuda/Sort.cpp and SortStable.cu: of the whole, in segments, or in place for up to 4,096 values."""
+    length = data.shape[dim] if data.dim() else 1
+    count, item = data.numel(), data.element_size()
+    if not count:
+        return []
+    if length <= _SMALL_SORT:
+        return [8 * length]
+    buffers: list[int] = []
+    dense_last = data.stride(dim) == 1 and _is_dense(data)
+    if not dense_last:
+        buffers.append(count * item)
+        if dim != data.dim() - 1:  # neither result has the sorted dimension last: both are made so first
+            buffers += [count * item, 8 * count]
+    segments = min(count, _INT_MAX) // length
+    at_once = segments * length
+    if segments == 1 or length >= 1_000_000:
+        return [*buffers, 8 * length, radix_sort_scratch(length, item, 8, 8 * item)]
+    if segments < 128:
+        # (segment, position) pairs twice, the sorted keys, and the larger of two sorts' scratch, one after the other.
+        return [*buffers, 8 * at_once, 8 * at_once, at_once * item, radix_sort_scratch(at_once, item, 8, 8 * item)]
+    return [*buffers, 8 * at_once, _together([at_once * item, at_once * 8])]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def sort(args: Any, card: Card) -> list[int]:
+    """`sort` and `argsort`; a dimension given by keyword (stable sorts) is taken to be the last."""
+    return _sort_buffers(args[0], _dim(args, 1, args[0].dim()))
+
+
+_TOPK_BLOCK_THREADS = 256
+_TOPK_REGISTERS = 40 * _TOPK_BLOCK_THREADS
+_REGISTERS_PER_SM = 65_536
+_MULTIBLOCK = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
+
+
+def topk(args: Any, card: Card) -> list[int]:
+    """native/cuda/TensorTopK.cu: long slices are searched by several blocks; a sort of the k follows for k > 4,096."""
+    data, k = args[0], args[1]
+    dim = _dim(args, 2, data.dim())
+    length = data.shape[dim] if data.dim() else 1
+    if not length or not k:
+        return []
+    slices = data.numel() // length
+    least = next((length for most, length in _MULTIBLOCK if slices <= most), 400)
+    copied = contiguous(data)
+    sorts = len(args) < 5 or args[4]
+    tail = [16 * slices * k, slices * k * data.element_size(), 8 * k] if sorts and k > _SMALL_SORT else []
+    if length < least:
+        return copied + tail
+    per_sm = min(_REGISTERS_PER_SM // _TOPK_REGISTERS, 32)
+    items = -(-(length * slices) // (card.num_sms * per_sm * _TOPK_BLOCK_THREADS))
+    per_block = max(4, min(items, 64)) * _TOPK_BLOCK_THREADS
+    blocks = slices * -(-length // per_block)
+    radix = max(4, data.element_size())
+    return [
+        *copied,
+        slices * data.element_size(),
+        4 * slices,
+        8 * slices,
+        2 * slices * radix,
+        blocks * _DIGITS * 2,
+        4 * blocks,
+        4 * blocks,
+        scan_scratch(blocks, 4),
+        *tail,
+    ]
+
+
+def scan(args: Any, card: Card) -> list[int]:
+    """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs.
+
+    Integers and booleans are cast to int64 first (native/ReduceOps.cpp, impl_func_cum_ops).
+    """
+    data = args[0]
+    if not data.numel():
+        return []
+    copied = []
+    if not data.is_floating_point() and not data.is_complex() and data.dtype is not torch.int64:
+        copied.append(8 * data.numel())
+        data = torch.empty_like(data, dtype=torch.int64, device="meta")
+    copied += contiguous(data)
+    dim = _dim(args, 1, data.dim())
+    alone = data.dim() > 0 and data.numel() == data.shape[dim]
+    return copied + ([scan_scratch(data.numel(), data.element_size())] if alone else [])
+
+
+def nonzero(count: int) -> list[int]:
+    """The number found, and CUB's scratch to count and then to select (native/cuda/Nonzero.cu)."""
+    return [4, scan_scratch(count, 4)] if count else []
+
+
+def multinomial(args: Any, card: Card) -> list[int]:
+    """Exponential variates like the probabilities; for many draws with replacement sums of them (Distributions.cpp)."""
+    weights, draws = args[0], args[1]
+    replacement = len(args) > 2 and args[2]
+    if replacement and draws > 1:
+        # Cumulative, normalised probabilities (native/cuda/MultinomialKernel.cu).
+        return 2 * [weights.numel() * weights.element_size()]
+    return [weights.numel() * weights.element_size()]
+
+
+def randperm(args: Any, card: Card) -> list[int]:
+    """The range, random keys twice, and a sort by them (native/cuda/Randperm.cpp)."""
+    count = args[0]
+    if not isinstance(count, int) or count <= 0:
+        return []
+    bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
+    key = 4 if bits <= 32 else 8
+    return [8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits)]
+
+
+TEMPORARIES: dict[Any, Any] = {
+    _aten.topk: topk,
+    _aten.cumsum: scan,
+    _aten.cumprod: scan,
+    _aten._logcumsumexp: scan,
+    _aten.multinomial: multinomial,
+    _aten.randperm: randperm,
+    _aten.sort: sort,
+}

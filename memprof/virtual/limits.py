@@ -1,0 +1,61 @@
+"""What a program does that the virtual GPU cannot follow yet: one error, which names the program's own line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from memprof.errors import MemprofError
+from memprof.virtual.calls import tensors_of
+from memprof.watch.recorder import Recorder
+
+IN_WORKER = "uses CUDA in a worker process of a DataLoader"
+IN_CHILD = "uses CUDA in another process"
+ON_HOST = "have the other process make host tensors, and move them to the card in the process that trains"
+SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
+
+
+def not_yet(what: str, hint: str) -> MemprofError:
+    """The error for what the program's innermost line does."""
+    return MemprofError(f"not yet: {program_line()} {what}", hint=hint)
+
+
+def refuse_sharded(kinds: Any) -> None:
+    """Tensors of a device mesh ask for operators on fake tensors, of devices that are not there.
+
+    Raises:
+        MemprofError: `kinds`, the classes of an operator's tensors, has such a tensor's.
+    """
+    if any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.") for kind in kinds):
+        raise not_yet(
+            "uses DTensor (fully_shard, tensor parallelism)",
+            "with one process it shards nothing: leave it out, or use DistributedDataParallel",
+        )
+
+
+def program_line() -> str:
+    """The line that runs now: `file:line function`, outside torch and memprof."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if Recorder.is_program(frame.f_code):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the program"
+
+
+class HostOnly(TorchFunctionMode):
+    """Code that a real run executes in a process without a card: whatever gives a tensor on the card ends the run."""
+
+    def __init__(self, on_card: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self._on_card = on_card
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if any(self._on_card(tensor) for tensor in tensors_of(result)):
+            raise not_yet(IN_WORKER, ON_HOST)
+        return result

@@ -1,0 +1,384 @@
+"""`torch.cuda` as the program sees it on the virtual GPU: one card, with the chosen one's name, size and capability."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.backends.cudnn.rnn
+
+from memprof.catalog import Gpu
+from memprof.trace.events import Trace
+from memprof.virtual.card import cudnn_version, max_threads_per_sm, torch_release
+from memprof.virtual.kernels.recurrent import MODES, is_acceptable
+from memprof.virtual.torch_cuda.driver import Properties, driver_patches, rng_state, shared_memory_bytes
+from memprof.watch.recorder import Recorder
+
+_OF_MEMORY = (
+    "empty_cache",
+    "mem_get_info",
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_stats",
+    "memory_stats_as_nested_dict",
+    "reset_accumulated_memory_stats",
+    "reset_peak_memory_stats",
+)
+"""What the program asks of the allocator."""
+_FRACTION = "per_process_memory_fraction"
+_OF_RANDOM = (
+    "get_rng_state",
+    "get_rng_state_all",
+    "initial_seed",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+)
+
+
+class _Device(contextlib.nullcontext[None]):
+    """`with torch.cuda.device(0)`: there is one card, and it is current."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
+class _Stream:
+    """A CUDA stream or event: on the virtual GPU everything happens at once and in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+        self.stream_id = 0
+        self.device_index = 0
+        self.device = torch.device("cuda", 0)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds between two events: no time passes on the virtual GPU."""
+        return 0.0
+
+    def is_capturing(self) -> bool:
+        """No graph is being captured."""
+        return False
+
+    def query(self) -> bool:
+        """Everything has completed."""
+        return True
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
+
+
+def _distinct(value: Any) -> Any:
+    """An object of its own for each name: torch.compile's tables, built on import, hold one rule for one function."""
+    if isinstance(value, type):
+        return type(value.__name__, (value,), {})
+    return lambda *args, **kwargs: value(*args, **kwargs)
+
+
+class MemoryStatistics(Protocol):
+    """What the program's caching allocator would say now; it is not known here, and given from above."""
+
+    def stats(self) -> dict[str, int]:
+        """The flat dictionary of `torch.cuda.memory_stats()`."""
+
+    def reset_peak(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats()`."""
+
+    def reset_accumulated(self) -> None:
+        """As `torch.cuda.reset_accumulated_memory_stats()`."""
+
+    def refusal(self) -> str | None:
+        """What torch.OutOfMemoryError says if there is no room for the request that is the trace's last event."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """As `torch.cuda.memory._snapshot()`."""
+
+
+class AllocatorSettings(Protocol):
+    """The caching allocator's settings, as the program reads and sets them."""
+
+    def get(self) -> str:
+        """The text that was set last; empty for torch's defaults."""
+
+    def set(self, alloc_conf: str) -> None:
+        """As PYTORCH_CUDA_ALLOC_CONF."""
+
+
+class UnusedSettings:
+    """Settings where there is no allocator: a text."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def get(self) -> str:
+        """What was set last."""
+        return self._text
+
+    def set(self, alloc_conf: str) -> None:
+        """Remembered."""
+        self._text = alloc_conf
+
+
+class _LivingTensors:
+    """Statistics without an allocator: the bytes of the tensors that are alive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def stats(self) -> dict[str, int]:
+        """Allocated, active, requested and reserved are the same."""
+        found: dict[str, int] = {}
+        for kind in ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes"):
+            found[f"{kind}.all.current"] = self._recorder.live_bytes
+            found[f"{kind}.all.peak"] = self._recorder.peak_bytes
+        found["num_ooms"] = found["num_alloc_retries"] = 0
+        return found
+
+    def reset_peak(self) -> None:
+        """From here on."""
+        self._recorder.peak_bytes = self._recorder.live_bytes
+
+    def reset_accumulated(self) -> None:
+        """Nothing is accumulated."""
+
+    def refusal(self) -> str | None:
+        """There is always room."""
+        return None
+
+    def snapshot(self) -> dict[str, Any]:
+        """There are no segments."""
+        return {"segments": [], "device_traces": [], "allocator_settings": {}, "external_annotations": []}
+
+
+class Memory:
+    """The statistics of a run, made when they are first asked for, and again when the settings have changed.
+
+    Args:
+        recorder: who writes the trace.
+        make: see VirtualGpu.
+    """
+
+    def __init__(self, recorder: Recorder, make: Callable[[Trace], MemoryStatistics] | None) -> None:
+        self._recorder = recorder
+        self._make = make
+        self._made: MemoryStatistics | None = None
+
+    @property
+    def now(self) -> MemoryStatistics:
+        """What answers now."""
+        if self._made is None:
+            self._made = _LivingTensors(self._recorder) if self._make is None else self._make(self._recorder.trace)
+        return self._made
+
+    def settings_changed(self) -> None:
+        """The next answer follows other settings."""
+        self._made = None
+
+
+def cuda_facade(
+    gpu: Gpu,
+    recorder: Recorder,
+    context_bytes: int,
+    memory: Memory,
+    settings: AllocatorSettings,
+) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that make `torch.cuda` describe `gpu`.
+
+    Args:
+        gpu: the card.
+        recorder: who writes the trace.
+        context_bytes: what the CUDA context takes of the card.
+        memory: what answers questions about memory.
+        settings: of the caching allocator.
+    """
+    major, minor = gpu.compute_capability
+    properties = Properties(
+        name=gpu.name,
+        major=major,
+        minor=minor,
+        total_memory=gpu.total_bytes,
+        multi_processor_count=gpu.num_sms,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=max_threads_per_sm(gpu.compute_capability),
+        L2_cache_size=gpu.l2_bytes or 0,
+        gcnArchName=f"sm_{major}{minor}",
+        uuid="00000000-0000-0000-0000-000000000000",
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+        **shared_memory_bytes(gpu.compute_capability),
+    )
+
+    def returning(value: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    def one(name: str) -> Callable[..., int]:
+        return lambda device=None: memory.now.stats()[name]
+
+    def reset_peak(device: Any = None) -> None:
+        memory.now.reset_peak()
+
+    def reset_accumulated(device: Any = None) -> None:
+        memory.now.reset_accumulated()
+
+    def empty_cache() -> None:
+        recorder.empty_cache()
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        reserved = memory.now.stats()["reserved_bytes.all.current"]
+        return max(0, gpu.total_bytes - context_bytes - reserved), gpu.total_bytes
+
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        return collections.defaultdict(int, memory.now.stats())
+
+    def nested_stats(device: Any = None) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for name, value in memory.now.stats().items():
+            *path, last = name.split(".")
+            inner = nested
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[last] = value
+        return nested
+
+    @contextlib.contextmanager
+    def stream(stream: Any) -> Iterator[None]:
+        yield
+
+    fraction = 1.0
+
+    def set_fraction(value: float, device: Any = None) -> None:
+        nonlocal fraction
+        if not isinstance(value, float):
+            raise TypeError("Invalid type for fraction argument, must be `float`")
+        if not 0 <= value <= 1:
+            raise ValueError(f"Invalid fraction value: {value}. Allowed range: 0~1")
+        fraction = value
+        kept = [part for part in settings.get().split(",") if part and not part.startswith(_FRACTION)]
+        settings.set(",".join([*kept, f"{_FRACTION}:{value}"]))
+
+    nothing = returning(None)
+    cuda: dict[str, Any] = {
+        "is_available": returning(True),
+        "is_initialized": returning(True),
+        "is_bf16_supported": returning(True),
+        "device_count": returning(1),
+        "current_device": returning(0),
+        "set_device": nothing,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "synchronize": nothing,
+        "empty_cache": empty_cache,
+        "ipc_collect": nothing,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "seed": nothing,
+        "seed_all": nothing,
+        "initial_seed": returning(0),
+        "get_rng_state": lambda device=None: rng_state(),
+        "set_rng_state": nothing,
+        "get_rng_state_all": lambda: [rng_state()],
+        "set_rng_state_all": nothing,
+        "get_device_name": returning(gpu.name),
+        "get_device_capability": returning((major, minor)),
+        "get_device_properties": returning(properties),
+        "get_arch_list": returning([f"sm_{major}{minor}"]),
+        "mem_get_info": mem_get_info,
+        "memory_allocated": one("allocated_bytes.all.current"),
+        "max_memory_allocated": one("allocated_bytes.all.peak"),
+        "memory_reserved": one("reserved_bytes.all.current"),
+        "max_memory_reserved": one("reserved_bytes.all.peak"),
+        "reset_peak_memory_stats": reset_peak,
+        "reset_accumulated_memory_stats": reset_accumulated,
+        "memory_stats": memory_stats,
+        "memory_stats_as_nested_dict": nested_stats,
+        "set_per_process_memory_fraction": set_fraction,
+        "get_per_process_memory_fraction": lambda device=None: fraction,
+        "list_gpu_processes": returning("no processes are running"),
+        "utilization": returning(0),
+        "memory_usage": returning(0),
+        "device_memory_used": lambda device=None: gpu.total_bytes - mem_get_info()[0],
+        "temperature": returning(0),
+        "power_draw": returning(0),
+        "clock_rate": returning(0),
+        "device": _Device,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": stream,
+        "set_stream": nothing,
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "is_current_stream_capturing": returning(False),
+    }
+    for name, value in cuda.items():
+        yield torch.cuda, name, _distinct(value)
+        for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):
+            # torch.cuda.memory_summary, and who imports them from there
+            if vars(module).get(name) is not None:
+                yield module, name, _distinct(value)
+        if name in _OF_RANDOM:
+            yield torch.cuda.random, name, _distinct(value)
+    yield torch.Tensor, "record_stream", _distinct(nothing)
+    # DataParallel calls it, with the one card that there is.
+    yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)
+    yield from driver_patches()
+    accelerator: dict[str, Any] = {
+        "is_available": returning(True),
+        "current_accelerator": returning(torch.device("cuda")),
+        "device_count": returning(1),
+        "current_device_index": returning(0),
+        "current_device_idx": returning(0),
+        "set_device_index": nothing,
+        "set_device_idx": nothing,
+        "empty_host_cache": nothing,
+        "current_stream": lambda device=None: _Stream(),
+        "set_stream": nothing,
+        "synchronize": nothing,
+        "empty_cache": empty_cache,
+        "get_memory_info": mem_get_info,
+        **{name: cuda[name] for name in _OF_MEMORY if name not in ("empty_cache", "mem_get_info")},
+    }
+    for name, value in accelerator.items():
+        if hasattr(torch.accelerator, name):  # releases differ
+            yield torch.accelerator, name, _distinct(value)
+        if hasattr(getattr(torch.accelerator, "memory", None), name):
+            yield torch.accelerator.memory, name, _distinct(value)
+    nvtx = SimpleNamespace(
+        rangePushA=returning(0), rangePop=returning(0), rangeStartA=returning(0), rangeEnd=nothing, markA=nothing
+    )
+    yield torch.cuda.nvtx, "_nvtx", nvtx
+    yield torch.cuda.memory, "_record_memory_history", _distinct(nothing)
+    # What memory_snapshot, _snapshot and _dump_snapshot read.
+    yield torch._C, "_cuda_memorySnapshot", lambda *args: memory.now.snapshot()
+    yield torch.cuda.memory, "_set_allocator_settings", _distinct(settings.set)
+    for name, value in (
+        ("_accelerator_setAllocatorSettings", settings.set),
+        ("_accelerator_getAllocatorSettings", settings.get),
+    ):
+        if hasattr(torch._C, name):  # releases differ
+            yield torch._C, name, value
+    yield torch.cuda, "device_of", _Device
+    yield torch.backends.cudnn, "is_available", returning(True)
+    yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
+    yield torch.backends.cudnn, "is_acceptable", is_acceptable
+    yield torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: MODES[mode.lower()]
+    yield torch, "_use_cudnn_rnn_flatten_weight", returning(True)

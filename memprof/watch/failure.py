@@ -1,0 +1,213 @@
+"""Why a run ended before its time: an exception turned into a `Failure`, with operator, module and line.
+
+Everything is read off the traceback, so that a run which does not fail pays nothing for it: the dispatch mode's frame
+holds the operator, the innermost wrapped module call the module.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Iterator
+from types import CodeType, TracebackType
+
+import torch
+
+from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
+from memprof.watch.modules import MODULE_CALL
+from memprof.watch.recorder import Recorder
+
+
+class KernelError(RuntimeError):
+    """A kernel below torch was called: it needs data and a device. `kernel` is its name."""
+
+    def __init__(self, message: str, kernel: str) -> None:
+        super().__init__(message)
+        self.kernel = kernel
+
+
+class TracingError(RuntimeError):
+    """A model on the card is traced (torch.export), on torch's own tensors without data."""
+
+
+_DOING = {
+    PhaseKind.MODEL: "building the model",
+    PhaseKind.OPTIMIZER: "building the optimizer",
+    PhaseKind.INPUTS: "making the inputs",
+    PhaseKind.OTHER: "the program's own code",
+}
+_NO_META = (
+    re.compile(r"([\w.]+::[\w.]+): attempted to run this operator with Meta tensors"),
+    re.compile(r"Could not run '([\w.]+::[\w.]+)' (?:from|with arguments from)"),
+    re.compile(r"no fake impl registered for <CustomOpDef\(([\w.]+::[\w.]+)\)>"),
+)
+"""How torch says that an operator has no kernel for tensors without data (torch/csrc/autograd, Dispatcher.cpp,
+torch/_library/custom_ops.py)."""
+_NO_CARD = re.compile(
+    r"Could not run 'aten::.* from the 'CUDA' backend|Torch not compiled with CUDA enabled|Found no NVIDIA driver|"
+    r"PyTorch is not linked with support for cuda"
+)
+"""How torch says that there is no card; the virtual one is there for the thread that entered it, and its backward."""
+_NO_DATA = "Cannot copy out of meta tensor"
+"""What a thread that does not see the virtual card is told of a tensor on it."""
+_CANNOT = re.compile(
+    r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
+)
+_NEEDS_DATA = re.compile(
+    r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
+    r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
+    r"CUDA_HOME|no CUDA-capable device|cudaError",
+    re.IGNORECASE,
+)
+"""How extensions and Triton refuse tensors whose data is not on a real card."""
+
+
+def describe(
+    error: BaseException,
+    recorder: Recorder,
+    phase: tuple[PhaseKind, int],
+    unknown_read: tuple[int, str] | None,
+    dispatch: CodeType,
+) -> Failure:
+    """The failure that `error` is.
+
+    Args:
+        error: what was raised.
+        recorder: of the run.
+        phase: kind and step in which it was raised.
+        unknown_read: index of the line that last read an unknown value, and what it was told.
+        dispatch: code of the dispatch mode's method, whose frames name operators.
+    """
+    op: str | None = None
+    module = NONE
+    lines: list[str] = []
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        frame = step.tb_frame
+        if frame.f_code is dispatch:
+            func, place = frame.f_locals.get("func"), frame.f_locals.get("place")
+            op = None if func is None else func._schema.name.replace("::", ".")
+            if place is not None and place.module != NONE:
+                module = place.module
+        elif frame.f_code is MODULE_CALL:
+            index = frame.f_locals.get("index")
+            module = module if index is None else index  # None: it raised before the module was known
+        elif recorder.is_program(frame.f_code):
+            lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
+        step = step.tb_next
+    message = (str(error).strip().splitlines() or [""])[0]
+    kind, named = _kind(error, str(error))
+    read = None
+    if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
+        where, told = unknown_read
+        line = recorder.trace.sources[where]
+        if any(_same_function(line, other) for other in lines):
+            kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
+    phase_kind, number = phase
+    doing = _DOING.get(phase_kind, phase_kind.value)
+    return Failure(
+        kind=kind,
+        phase=f"{doing} of step {number}" if number else doing,
+        error=type(error).__name__,
+        message=message,
+        op=named or op,
+        module=None if module == NONE else recorder.trace.modules[module].path,
+        source=lines[-1] if lines else None,
+        read=read,
+    )
+
+
+def finds_no_card(error: BaseException) -> bool:
+    """Whether a thread that raised `error` wanted the virtual card, which it does not see."""
+    return bool(_NO_CARD.search(str(error))) or _NO_DATA in str(error)
+
+
+def ended_by_refusal(error: BaseException | None) -> bool:
+    """Whether `error` is, or was raised because of, a card that was full."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def measured_failure(error: BaseException, phase: Phase | None) -> Failure:
+    """The failure that `error` is, raised on a real device in `phase`."""
+    text = str(error)
+    full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
+    lines = [
+        f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno} {step.tb_frame.f_code.co_name}"
+        for step in _steps(error.__traceback__)
+        if Recorder.is_program(step.tb_frame.f_code)
+    ]
+    doing = "the program's own code"
+    if phase is not None:
+        doing = _DOING.get(phase.kind, phase.kind.value) + (f" of step {phase.step}" if phase.step else "")
+    return Failure(
+        kind=FailureKind.OUT_OF_MEMORY if full else FailureKind.ERROR,
+        phase=doing,
+        error=type(error).__name__,
+        message=(text.strip().splitlines() or [""])[0],
+        op=None,
+        module=None,
+        source=lines[-1] if lines else None,
+        read=None,
+    )
+
+
+def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
+    """The kind, and the operator that the message names."""
+    if isinstance(error, KernelError):
+        return FailureKind.CUSTOM_KERNEL, error.kernel
+    if isinstance(error, TracingError):
+        return FailureKind.TRACING, None
+    if _NO_CARD.search(text):
+        return FailureKind.OTHER_THREAD, None
+    for pattern in _NO_META:
+        match = pattern.search(text)
+        if match:
+            return FailureKind.NO_META_KERNEL, match[1].replace("::", ".")
+    if isinstance(error, (NotImplementedError, RuntimeError, BufferError, TypeError)) and _CANNOT.search(text):
+        return FailureKind.NO_META_KERNEL, None
+    if _NEEDS_DATA.search(text):
+        return FailureKind.CUSTOM_KERNEL, None
+    return FailureKind.ERROR, None
+
+
+def _may_decide(error: BaseException) -> bool:
+    """Whether another number could have spared the program this error.
+
+    What is misspelt, not installed or of another version of a library is so with any number. What a branch that was not
+    taken would have set is not: a variable, or an object where None is.
+    """
+    if isinstance(error, (ImportError, SyntaxError)):
+        return False
+    if isinstance(error, AttributeError):
+        return error.obj is None
+    if isinstance(error, NameError) and not isinstance(error, UnboundLocalError):
+        *_, last = _steps(error.__traceback__)
+        return any(
+            instruction.opname in ("STORE_NAME", "STORE_GLOBAL") and instruction.argval == error.name
+            for instruction in dis.get_instructions(last.tb_frame.f_code)
+        )
+    if isinstance(error, KeyError):  # the column of a batch, the field of a configuration
+        return not (error.args and isinstance(error.args[0], str) and error.args[0].isidentifier())
+    return True
+
+
+def _same_function(line: str, other: str) -> bool:
+    """Whether two sources `file:line function` are in one function: a decision follows what was read there."""
+    return _function(line) == _function(other)
+
+
+def _function(line: str) -> tuple[str, str]:
+    place, _, name = line.rpartition(" ")
+    return place.rpartition(":")[0], name

@@ -1,0 +1,183 @@
+"""Watches a program that names no phases of its own for memory that piles up, and asks at once who keeps it.
+
+The trace alone says what piles up. Who keeps it can only be seen while the program runs: the list is gone when the
+function that filled it has returned. So what is alive is summed up now and then (at the ends of the first few steps and
+calls, then ever more rarely), and only where a sum grew twice in a row are the program's own objects searched.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.trace.events import GPU, NONE, Forward, PhaseKind
+from memprof.watch.holders import Search
+from memprof.watch.recorder import Recorder
+
+MIN_CALL_BYTES = 64 << 10
+"""What calls of a model leave behind is looked into from this on; a decoder's tokens are less."""
+
+MAX_SEARCHES = 8
+"""In one run. Each looks through all objects of the process, some tens of milliseconds."""
+
+_MAX_DEPTH = 4
+"""Of the containers in what a module returns."""
+_sequence_number = torch._C._autograd._get_sequence_nr
+_Key = tuple[int, int]
+"""Operator and line: what makes the counterparts of one tensor in other steps."""
+
+
+class GrowthWatch:
+    """What one `VirtualGpu` tells of its program's calls and phases.
+
+    Args:
+        recorder: of the run; what is found goes into its trace.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._search = Search(recorder)
+        self._phase = PhaseKind.OTHER
+        self._loop_begin = NONE
+        """The first storage of the first step."""
+        self._steps = _Looks()
+        self._calls: dict[int, _Looks] = {}
+        """Of calls without a backward between them, by module."""
+        self._calls_begin = 0
+        self._outputs: set[int] = set()
+        self._call: tuple[int, int, int, bool, int] | None = None
+        self._searches = 0
+        self._has_sums = False
+        """Whether running sums were found."""
+        self._explained: set[_Key] = set()
+        """What has been searched for."""
+
+    # -- what is told -----------------------------------------------------------------------------------------------
+
+    def phase_begins(self, kind: PhaseKind) -> None:
+        """A phase was recognised."""
+        before, self._phase = self._phase, kind
+        if kind is PhaseKind.BACKWARD:
+            self._calls.clear()
+            self._outputs.clear()
+        if before is PhaseKind.OPTIMIZER_STEP and kind is not PhaseKind.OPTIMIZER_STEP:
+            self._step_ended()
+
+    def call_begins(self, module: nn.Module, index: int) -> None:
+        """A module is called from outside all others, not in a backward pass."""
+        trace = self._recorder.trace
+        if self._loop_begin == NONE:
+            self._loop_begin = len(trace.storages)
+        if not self._calls:
+            self._calls_begin = len(trace.storages)
+        self._call = (len(trace.events), index, self._recorder.caller(), module.training, _sequence_number())
+
+    def call_returned(self, result: Any) -> None:
+        """That call returns `result`."""
+        if self._call is None:
+            return
+        (begin, module, source, training, number), self._call = self._call, None
+        with torch._C.DisableTorchFunction():
+            outputs = {self._recorder.index_of(tensor) for tensor in _tensors(result)} - {NONE}
+        trace = self._recorder.trace
+        nodes = _sequence_number() - number
+        made = tuple(sorted(outputs))
+        trace.forwards.append(Forward(begin, len(trace.events), module, source, training, nodes, made))
+        self._outputs |= outputs
+        looks = self._calls.setdefault(module, _Looks())
+        # In training, what calls leave is for a backward that may still come.
+        if not (nodes and training) and looks.is_due():
+            grown = looks.grown(self._held(self._calls_begin, self._left_by_calls(nodes)), MIN_CALL_BYTES)
+            self._explain(grown, self._calls_begin)
+
+    def run_ends(self) -> None:
+        """The program has come to its end, and its variables are still there."""
+        if self._loop_begin != NONE and self._steps.count >= 2:
+            self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
+
+    # -- what is done -----------------------------------------------------------------------------------------------
+
+    def _step_ended(self) -> None:
+        if self._loop_begin == NONE:
+            return
+        self._search.step_ended()
+        if self._steps.is_due():
+            self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
+            if not self._has_sums and self._steps.count in (2, _Looks.FIRST):
+                sums = self._search.running_sums()
+                self._has_sums = bool(sums)
+                self._recorder.trace.holders += sums
+
+    def _left_by_calls(self, nodes: int) -> Iterator[int]:
+        """What piles up between calls: outputs, and what the program makes of them. What modules keep for themselves (a
+        KV cache) is theirs; of a call with gradients, the graph is not."""
+        storages = self._recorder.trace.storages
+        for index in self._recorder.live.values():
+            if nodes or storages[index].module == NONE or index in self._outputs:
+                yield index
+
+    def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
+        """Bytes on the card by key, of what was made from `first` on and has no role."""
+        trace = self._recorder.trace
+        held: dict[_Key, int] = defaultdict(int)
+        for index in self._recorder.live.values() if among is None else among:
+            if index >= first and index not in trace.owners:
+                storage = trace.storages[index]
+                if storage.device == GPU:
+                    held[storage.op, storage.source] += storage.num_bytes
+        return held
+
+    def _explain(self, grown: set[_Key], first: int) -> None:
+        """Look for who keeps these, and note it in the trace."""
+        grown -= self._explained
+        if not grown or self._searches == MAX_SEARCHES:
+            return
+        self._searches += 1
+        self._explained |= grown
+        trace = self._recorder.trace
+        targets: dict[int, _Key] = {}
+        for index in self._recorder.live.values():
+            storage = trace.storages[index]
+            key = (storage.op, storage.source)
+            if index >= first and key in grown and index not in trace.owners and storage.device == GPU:
+                targets[index] = key
+        trace.holders += self._search.holders_of(targets)
+
+
+class _Looks:
+    """Sums of what is held at the ends of the first rounds, and then ever more rarely."""
+
+    FIRST = 3
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Rounds so far."""
+        self._held: list[dict[_Key, int]] = []
+
+    def is_due(self) -> bool:
+        """Another round has ended: whether to look."""
+        self.count += 1
+        return self.count <= self.FIRST or self.count & (self.count - 1) == 0
+
+    def grown(self, held: dict[_Key, int], least: int = 1) -> set[_Key]:
+        """What has grown at each of the last two looks, this one among them, if some of it did by `least` bytes."""
+        self._held = [*self._held[-2:], held]
+        if len(self._held) < 3:
+            return set()
+        first, second, third = self._held
+        rises = {key: min(third[key] - second.get(key, 0), second.get(key, 0) - first.get(key, 0)) for key in third}
+        grown = {key: rise for key, rise in rises.items() if rise > 0}
+        return set(grown) if any(rise >= least for rise in grown.values()) else set()
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors of what a module returned."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part, depth + 1)

@@ -1,0 +1,334 @@
+"""Who keeps tensors alive: the variable, the attribute or the container, by the name that the program has for it.
+
+Python knows who refers to an object, but for the variables of functions that are running: those are read off the
+frames.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import inspect
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from memprof.trace.events import NONE, Holder
+from memprof.watch.recorder import Recorder
+from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
+
+MAX_DEPTH = 5
+"""Containers in containers, up to a name."""
+
+MAX_OBJECTS = 50_000
+"""Of one depth; more is a sign that the search has left the program."""
+
+MAX_NODES = 200_000
+"""Autograd nodes that are counted."""
+
+_SUM_NODES = 2_000
+"""Of a running sum's graph, nearest first: the sums of several steps are among them."""
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_PASSED_OVER = (types.ModuleType, types.FrameType, type, types.MethodType, types.BuiltinFunctionType, types.CodeType)
+_IN_FORWARD_ORDER = 1 << 62
+"""Nodes that accumulate gradients have a sequence number beyond all others, for they run first."""
+
+
+@dataclass(slots=True)
+class _Name:
+    """What the program calls an object."""
+
+    text: str
+    code: CodeType | None
+    """Of the function whose variable it is."""
+    owner: type | None = None
+    """Of an attribute: the class."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """A named object, and the tensors beneath it, by id."""
+
+    held: Any
+    depth: int
+    tensors: set[int]
+    names: list[_Name] = field(default_factory=list)
+
+
+class Search:
+    """Looks through the program's objects; it keeps none of them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._step_ends: list[int] = []
+        """Autograd's sequence number at the end of each step."""
+
+    def step_ended(self) -> None:
+        """A step has ended."""
+        self._step_ends.append(torch._C._autograd._get_sequence_nr())
+
+    def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
+        """Who keeps these storages (by index, with what their counterparts have in common), the fullest first.
+
+        Of counterparts, the one holder that has most of them is named: the last of them is in a variable as well. A
+        variable that is the tensor itself counts where that is the only one, as in `all = torch.cat([all, out])`.
+        """
+        with torch._C.DisableTorchFunction():
+            tensors = self._tensors_of(targets)
+            variables = _Variables(self._recorder)
+            found = _climb(tensors, variables)
+            sizes = self._recorder.trace.storages
+            # The nearest name of those that hold as much.
+            order = sorted(
+                found, key=lambda o: (-sum(sizes[i].num_bytes for i in {tensors[t][1] for t in o.tensors}), o.depth)
+            )
+            explained: set[object] = set()
+            result = []
+            for one in order:
+                storages = {tensors[t][1] for t in one.tensors}
+                keys = {targets[index] for index in storages}
+                if issubclass(type(one.held), torch.Tensor):
+                    keys = {key for key in keys if all(i in storages for i, other in targets.items() if other == key)}
+                if keys - explained:
+                    explained |= keys
+                    roots = [tensors[t][0] for t in one.tensors]
+                    result.append(self._holder(one, storages, roots, variables))
+            return result
+
+    def running_sums(self) -> list[Holder]:
+        """Variables, and attributes of variables, whose graph goes back over several steps: `total = total + loss`."""
+        with torch._C.DisableTorchFunction():
+            variables = _Variables(self._recorder)
+            result: list[Holder] = []
+            seen: set[int] = set()
+            for name, value in variables.tensors():
+                if value.grad_fn is None or id(value.grad_fn) in seen:
+                    continue
+                seen.add(id(value.grad_fn))
+                if len(self._steps_of(_nodes([value], _SUM_NODES))) < len(self._step_ends):
+                    continue
+                found = _Found(value, 0, set(), [name])
+                result.append(self._holder(found, {self._recorder.index_of(value)} - {NONE}, [value], variables))
+            return result
+
+    def _tensors_of(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
+        """The tensor objects of these storages, by id, and whose storage each is."""
+        result = {}
+        for value in gc.get_objects():
+            if issubclass(type(value), torch.Tensor):
+                index = self._recorder.index_of(value)
+                if index in targets:
+                    result[id(value)] = (value, index)
+        return result
+
+    def _steps_of(self, nodes: list[Any]) -> set[int]:
+        """The steps in which these nodes were made."""
+        numbers = [node._sequence_nr() for node in nodes]
+        return {bisect.bisect_left(self._step_ends, n + 1) for n in numbers if n < _IN_FORWARD_ORDER}
+
+    def _holder(self, found: _Found, storages: set[int], roots: list[torch.Tensor], variables: _Variables) -> Holder:
+        held, kind = found.held, ""
+        if not isinstance(held, torch.Tensor):
+            kind = type(held).__name__
+        lines = [(name, _line_that_fills(name)) for name in found.names]
+        name, line = next(((name, line) for name, line in lines if line is not None), (found.names[0], None))
+        where = line
+        if where is None and name.code is not None:
+            where = line_of_code(name.code)
+        elif where is None and name.owner is not None:
+            where = line_of_class(name.owner)
+        nodes = _nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
+        return Holder(
+            event=len(self._recorder.trace.events),
+            kind=kind,
+            name=name.text,
+            source=where,
+            fills=line is not None,
+            limit=held.maxlen if isinstance(held, deque) else None,
+            storages=tuple(sorted(storages)),
+            nodes=len(nodes),
+            node_steps=len(self._steps_of(nodes)),
+            batches=variables.batches,
+        )
+
+
+class _Variables:
+    """The variables of the functions that are running, innermost first, and the globals of their modules."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.names: dict[int, list[_Name]] = {}
+        """By the id of the value."""
+        self.batches: int | None = None
+        self._tensors: list[tuple[_Name, torch.Tensor]] = []
+        loaders: dict[int, DataLoader[Any]] = {}
+        seen_globals: set[int] = set()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if recorder.is_program(code):
+                values = _locals(frame)
+                self._add(values, code)
+                if not loaders:
+                    loaders = {id(v): v for v in values.values() if _is_loader(v)}
+                if code.co_flags & inspect.CO_OPTIMIZED and id(frame.f_globals) not in seen_globals:
+                    seen_globals.add(id(frame.f_globals))
+                    self._add(dict(frame.f_globals), code)
+            frame = frame.f_back
+        if len(loaders) == 1:
+            try:
+                self.batches = len(next(iter(loaders.values())))
+            except (TypeError, NotImplementedError):  # of a data set without length
+                self.batches = None
+
+    def tensors(self) -> Iterator[tuple[_Name, torch.Tensor]]:
+        """Those that are tensors, and tensors that are attributes of the program's objects."""
+        yield from self._tensors
+
+    def _add(self, values: dict[str, Any], code: CodeType) -> None:
+        for name, value in values.items():
+            kind = type(value)
+            if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
+                continue
+            self.names.setdefault(id(value), []).append(_Name(name, code))
+            if issubclass(kind, torch.Tensor):
+                self._tensors.append((_Name(name, code), value))
+            elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
+                for attribute, part in _attributes(value).items():
+                    if issubclass(type(part), torch.Tensor):
+                        self._tensors.append((_Name(f"{kind.__name__}.{attribute}", None, kind), part))
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether it is a data loader, or says so of itself, as accelerate's wrappers do."""
+    kind = type(value)
+    return issubclass(kind, DataLoader) or ("DataLoader" in kind.__name__ and isinstance(value, DataLoader))
+
+
+def _locals(frame: FrameType) -> dict[str, Any]:
+    """A function's variables. Before Python 3.13 the frame keeps what it is asked for, and with it what the function
+    lets go of later; so that is emptied, unless the program has asked for it as well."""
+    asked = frame.f_locals
+    values = dict(asked)
+    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13)
+    # References: the frame's, `asked`, and the call's argument.
+    if is_copy and sys.getrefcount(asked) <= 3:
+        asked.clear()
+    return values
+
+
+def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
+    """Everything with a name above these tensors, within MAX_DEPTH."""
+    own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables._tensors)}
+    own.update(id(pair) for pair in tensors.values())
+    own.update(id(pair) for pair in variables._tensors)
+    level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
+    beneath: dict[int, set[int]] = {key: {key} for key in level}
+    found: dict[int, _Found] = {}
+
+    def name(value: Any, called: _Name, depth: int) -> None:
+        one = found.setdefault(id(value), _Found(value, depth, beneath[id(value)]))
+        one.names.append(called)
+
+    for depth in range(MAX_DEPTH):
+        for key, value in level.items():
+            for called in variables.names.get(key, ()):
+                name(value, called, depth)
+        own.add(id(level))
+        referrers = gc.get_referrers(*level.values())
+        own.add(id(referrers))
+        above: dict[int, Any] = {}
+        own.add(id(above))
+        for referrer in referrers:
+            kind = type(referrer)
+            if id(referrer) in own or issubclass(kind, _PASSED_OVER) or kind is _Found or kind is _Variables:
+                continue
+            if kind is types.FunctionType:
+                for variable, cell in zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=True):
+                    if id(cell) in beneath and (held := _content(cell)) is not None and id(held) in beneath:
+                        name(held, _Name(variable, referrer.__code__), depth)
+                continue
+            if kind is dict and (module := _module_of(referrer)) is not None:
+                for variable, value in list(referrer.items()):
+                    if id(value) in level:
+                        name(value, _Name(f"{module}.{variable}", None), depth)
+                continue
+            if kind is types.GeneratorType:
+                if referrer.gi_frame is not None:
+                    for variable, value in _locals(referrer.gi_frame).items():
+                        if id(value) in level:
+                            name(value, _Name(variable, referrer.gi_code), depth)
+                continue
+            parts: set[int] = set()
+            for child in gc.get_referents(referrer):
+                if id(child) in level:
+                    parts |= beneath[id(child)]
+            if parts:
+                above[id(referrer)] = referrer
+                beneath[id(referrer)] = beneath.get(id(referrer), set()) | parts
+            if not issubclass(kind, _CONTAINERS):
+                for attribute, value in _attributes(referrer).items():
+                    if id(value) in beneath and not attribute.startswith("__"):
+                        name(value, _Name(f"{kind.__name__}.{attribute}", None, kind), depth)
+        del referrers
+        level = above
+        if not level or len(level) > MAX_OBJECTS:
+            break
+    return list(found.values())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """An object's own attributes; those that are computed are not asked for."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return dict(attributes) if type(attributes) is dict else {}
+
+
+def _module_of(namespace: dict[Any, Any]) -> str | None:
+    """The module whose globals these are."""
+    module = namespace.get("__name__")
+    if not isinstance(module, str) or module not in sys.modules:
+        return None
+    return module if getattr(sys.modules[module], "__dict__", None) is namespace else None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _line_that_fills(name: _Name) -> str | None:
+    """`file:line function`, read off the source code."""
+    variable = name.text.rpartition(".")[2]
+    if name.code is not None:
+        return line_that_fills(name.code, variable, attribute=False)
+    if name.owner is None:
+        return None
+    for part in vars(name.owner).values():
+        if isinstance(part, types.FunctionType):
+            line = line_that_fills(part.__code__, variable, attribute=True)
+            if line is not None:
+                return line
+    return None
+
+
+def _nodes(roots: list[torch.Tensor], most: int) -> list[Any]:
+    """The autograd nodes that hang on these tensors, nearest first, up to `most`."""
+    queue = deque(root.grad_fn for root in roots)
+    seen: dict[Any, None] = {}
+    while queue and len(seen) < most:
+        node = queue.popleft()
+        if node is not None and node not in seen:
+            seen[node] = None
+            queue.extend(following for following, _ in node.next_functions)
+    return list(seen)

@@ -1,0 +1,338 @@
+"""The recorder: turns births and deaths of storages into a Trace.
+
+It knows nothing of how a run is made. The virtual GPU tells it of every new storage; it watches the storage's Python
+object, which torch keeps alive exactly as long as the storage, so that a free is seen where it really happens: when the
+last reference dies, be it Python's, autograd's or a container's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from memprof.trace.events import (
+    NONE,
+    DeviceMismatch,
+    Event,
+    EventKind,
+    Owner,
+    Phase,
+    PhaseKind,
+    Storage,
+    Trace,
+)
+from memprof.watch.modules import ModuleTracker
+from memprof.watch.wrappers import unwrapped
+
+_TORCH_DIR = str(torch.__path__[0])
+_MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
+_OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
+_sequence_number = torch._C._autograd._get_sequence_nr
+_current_node = torch._C._current_autograd_node
+_current_graph_task = torch._C._current_graph_task_id
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that remembers which one it was."""
+
+    __slots__ = ("address", "index")
+
+    address: int
+    index: int
+
+
+class Place:
+    """Where in the program an operator runs: indices as in `Storage`."""
+
+    __slots__ = ("forward_event", "module", "source")
+
+    def __init__(self, module: int, source: int, forward_event: int) -> None:
+        self.module = module
+        self.source = source
+        self.forward_event = forward_event
+
+
+class Recorder:
+    """Collects one Trace."""
+
+    def __init__(self, modules: ModuleTracker) -> None:
+        self.trace = Trace(modules=modules.table)
+        self.modules = modules
+        modules.listener = self._module_event
+        self.live: dict[int, int] = {}
+        """Address of a living storage object -> its index in the trace."""
+        self.on_death: Callable[[int], None] = lambda address: None
+        self.refusal: Callable[[], str | None] | None = None
+        """Asked after each request for memory on the card: what torch.OutOfMemoryError is to say, or None."""
+        self.counts_hidden = True
+        """Whether memory that no tensor shows is recorded."""
+        self._temporaries: set[int] = set()
+        """Hidden memory that is given back within an operator, also one that raises."""
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._refs: dict[int, _StorageRef] = {}
+        self._op_index: dict[str, int] = {}
+        self._source_index: dict[tuple[CodeType, int], int] = {}
+        self._is_foreign: dict[CodeType, bool] = {}
+        self._forward_sequence: list[int] = []
+        self._forward_places: list[Place] = []
+        self._phase = NONE
+        self._closed = False
+        self._node = NONE
+        self._node_start = 0
+        self.begin_phase(PhaseKind.OTHER, 0, 0)
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        """From here on, events belong to this phase."""
+        self._phase = len(self.trace.phases)
+        self.trace.phases.append(Phase(kind, step, micro_batch))
+        self.trace.events.append(Event(EventKind.PHASE, self._phase))
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that is running."""
+        return self.trace.phases[self._phase]
+
+    @property
+    def phase_index(self) -> int:
+        """Its index in the trace."""
+        return self._phase
+
+    def _module_event(self, kind: EventKind, module: int) -> None:
+        if not self._closed:
+            self.trace.events.append(Event(kind, module))
+
+    # -- births and deaths ------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        storage: torch.UntypedStorage,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: str,
+        op: str,
+        place: Place,
+    ) -> int:
+        """A new storage was born; returns its index. Its death is noted when its last reference goes."""
+        address = storage._cdata
+        index = self._append(storage.nbytes(), shape, dtype, device, op, place, hidden=False)
+        ref = _StorageRef(storage, self._died)
+        ref.address = address
+        ref.index = index
+        self._refs[index] = ref
+        self.live[address] = index
+        return index
+
+    def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str, *, keep: bool = False) -> int:
+        """Memory that a library takes and no tensor shows; the caller frees it with `free_hidden` before its operator
+        returns, or (`keep`) later or never."""
+        if not self.counts_hidden:
+            return NONE
+        index = self._append(num_bytes, (num_bytes,), torch.uint8, device, op, place, hidden=True)
+        if not keep:
+            self._temporaries.add(index)
+        return index
+
+    def free_hidden(self, index: int) -> None:
+        """The library gave back what `allocate_hidden` returned as `index`."""
+        if index != NONE:
+            self._temporaries.discard(index)
+            self._append_free(index)
+
+    def release(self, index: int) -> None:
+        """The memory of a living storage was given back although the storage lives on (it was resized)."""
+        ref = self._refs.pop(index)
+        self.live.pop(ref.address, None)
+        self._append_free(index)
+
+    def empty_cache(self) -> None:
+        """The program called torch.cuda.empty_cache()."""
+        if not self._closed:
+            self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
+
+    def _append(
+        self,
+        num_bytes: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: str,
+        op: str,
+        place: Place,
+        *,
+        hidden: bool,
+    ) -> int:
+        trace = self.trace
+        index = len(trace.storages)
+        trace.storages.append(
+            Storage(
+                num_bytes,
+                tuple(shape),
+                _DTYPE_NAMES[dtype],
+                device,
+                self.op_index(op),
+                place.module,
+                place.source,
+                self._phase,
+                place.forward_event,
+                hidden,
+            )
+        )
+        trace.events.append(Event(EventKind.ALLOC, index))
+        if device != "cpu":
+            self.live_bytes += num_bytes
+            if self.live_bytes > self.peak_bytes:
+                self.peak_bytes = self.live_bytes
+            if self.refusal is not None and (message := self.refusal()) is not None:
+                self._refuse(index, message)
+        return index
+
+    def _refuse(self, index: int, message: str) -> None:
+        """The card has no room for what was just asked for."""
+        self.trace.refused.append(index)
+        self._append_free(index)
+        for taken in sorted(self._temporaries, reverse=True):
+            self.free_hidden(taken)
+        raise torch.OutOfMemoryError(message)
+
+    def _died(self, ref: Any) -> None:
+        if self._closed or self._refs.pop(ref.index, None) is None:
+            return
+        if self.live.get(ref.address) == ref.index:
+            del self.live[ref.address]
+            self.on_death(ref.address)
+        self._append_free(ref.index)
+
+    def _append_free(self, index: int) -> None:
+        self.trace.events.append(Event(EventKind.FREE, index))
+        storage = self.trace.storages[index]
+        if storage.device != "cpu":
+            self.live_bytes -= storage.num_bytes
+
+    def stop(self) -> None:
+        """Record nothing from now on, and still know which storages were living."""
+        self._closed = True
+
+    def close(self) -> None:
+        """Stop watching: what dies from now on (the caller's own clean-up) is not part of the run."""
+        self.stop()
+        self._refs.clear()
+        self.live.clear()
+        self._forward_places.clear()
+        self._forward_sequence.clear()
+
+    # -- what a storage turned out to be ----------------------------------------------------------------------------
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Index in the trace of the living storage below `tensor`, which may be any that the program has; NONE if that
+        is not known."""
+        try:
+            return self.live.get(unwrapped(tensor).untyped_storage()._cdata, NONE)
+        except (NotImplementedError, RuntimeError):  # it has none: sparse, or a subclass around others
+            return NONE
+
+    def own(self, tensor: torch.Tensor, owner: Owner) -> None:
+        """`tensor`'s storage has a role. The first role stays, so that a tied weight keeps its first name."""
+        index = self.index_of(tensor)
+        if index != NONE:
+            self.trace.owners.setdefault(index, owner)
+
+    def made_outside_modules(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in memory of this run that no module's code allocated."""
+        index = self.index_of(tensor)
+        return index != NONE and self.trace.storages[index].module == NONE
+
+    def mismatch(self, finding: DeviceMismatch) -> None:
+        """An operator was given tensors on different devices."""
+        self.trace.mismatches.append(finding)
+
+    # -- where the program is ---------------------------------------------------------------------------------------
+
+    def op_index(self, op: str) -> int:
+        """Index of an operator's name in the trace."""
+        index = self._op_index.get(op)
+        if index is None:
+            index = self._op_index[op] = len(self.trace.ops)
+            self.trace.ops.append(op)
+        return index
+
+    def place(self, frame: FrameType | None) -> Place:
+        """Where the program is; `frame` is the innermost frame to consider.
+
+        In a backward pass an operator is attributed to the forward operator that it differentiates, found by the
+        autograd node's sequence number. Modules that run inside a backward pass (recomputation) count as themselves.
+        """
+        module = self.modules.current
+        if module == NONE and _current_graph_task() != -1:
+            node = _current_node()
+            if node is not None:
+                number = node._sequence_nr()
+                if number != self._node:
+                    self._node = number
+                    self._node_start = len(self.trace.storages)
+                position = bisect.bisect_right(self._forward_sequence, number)
+                if position < len(self._forward_places):
+                    return self._forward_places[position]
+                variable = getattr(node, "variable", None)
+                if variable is not None:
+                    return Place(self.modules.module_of(variable), NONE, NONE)
+                return Place(NONE, self._source(frame), NONE)
+        return Place(module, self._source(frame), NONE)
+
+    def made_by_node(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the autograd node that is running made `storage`."""
+        return self.live.get(storage._cdata, NONE) >= self._node_start
+
+    def note_forward(self, place: Place) -> None:
+        """An operator ran forward here: backward operators with its sequence number will be attributed to it."""
+        number = _sequence_number()
+        sequence = self._forward_sequence
+        if not sequence or sequence[-1] < number:
+            sequence.append(number)
+            self._forward_places.append(Place(place.module, place.source, len(self.trace.events)))
+
+    def _source(self, frame: FrameType | None) -> int:
+        is_foreign = self._is_foreign
+        while frame is not None:
+            code = frame.f_code
+            foreign = is_foreign.get(code)
+            if foreign is None:
+                foreign = is_foreign[code] = self.is_program(code)
+            if foreign:
+                key = (code, frame.f_lineno)
+                index = self._source_index.get(key)
+                if index is None:
+                    index = self._source_index[key] = len(self.trace.sources)
+                    self.trace.sources.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+                return index
+            frame = frame.f_back
+        return NONE
+
+    @staticmethod
+    def is_program(code: CodeType) -> bool:
+        """Whether this is the program's code, neither torch's nor memprof's (whose own workloads are programs)."""
+        name = code.co_filename
+        return not (
+            name.startswith((_TORCH_DIR, "<frozen", "<string>"))
+            or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
+        )
+
+    def caller(self) -> int:
+        """Index of the line outside torch and memprof that is running now."""
+        return self._source(sys._getframe(1))
+
+
+class _DtypeNames(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_DTYPE_NAMES = _DtypeNames()

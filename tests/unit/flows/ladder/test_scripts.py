@@ -1,0 +1,37 @@
+"""Runs of a script with remedies: what is not a process of its own is told as if it were."""
+
+from memprof.catalog import find_gpu
+from memprof.flows import profile as pipeline
+from memprof.flows.ladder.scripts import Request, ScriptRuns
+from memprof.remedies.fixes import parse_fixes
+from memprof.script import Program, StopRule
+from tests.unit.findings.builder import Builder
+
+NAMES = ("expandable-segments", "activation-checkpointing")
+
+
+def _recorded(fixes):
+    b = Builder()
+    b.new(1 << 20)
+    gpu = find_gpu("rtx-4090")
+    b.trace.facts.update(
+        command="run",
+        target={},
+        program={"command": ["a.py"], "ended": "exit", "exit_code": 0, "steps": 0, "fixes": [*map(str, fixes)]},
+        device=pipeline.device_facts(gpu),
+        allocator=pipeline.allocator_settings("").facts(),
+    )
+    return b.trace, pipeline.analyze(b.trace)
+
+
+def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
+    monkeypatch.setattr(ScriptRuns, "_run", lambda self, fixes: _recorded(fixes))
+    request = Request(Program("a.py"), StopRule(), find_gpu("rtx-4090"))
+    runs = ScriptRuns(request, NAMES, lambda doing: None)
+    for names in (NAMES[:1], NAMES):
+        run = runs.with_fixes(parse_fixes(",".join(names)))
+        assert run.document.program["fixes"] == [*names]
+        # The capture that --save keeps gives the same report.
+        assert pipeline.analyze(run.trace) == run.document
+        assert run.document.allocator["alloc_conf"] == "expandable_segments:True"
+    assert runs.original.document.program["fixes"] == [] and not runs.original.document.allocator["alloc_conf"]

@@ -1,0 +1,48 @@
+import bisect
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memprof.flows.recommend.bisection import find_limit
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=80), st.integers(-5, 60000), st.data())
+@settings(max_examples=200, deadline=None)
+def test_finds_the_last_that_fits(rises, available, data):
+    needs = [sum(rises[: place + 1]) for place in range(len(rises))]
+    asked = []
+    begin = data.draw(st.integers(1, len(needs)))
+
+    def needed(number):
+        asked.append(number)
+        return needs[number - 1]
+
+    limit = find_limit(needed, available, low=1, high=len(needs), begin=begin)
+    expected = bisect.bisect_right(needs, available)
+    assert limit.largest == (expected or None)
+    assert limit.first_too_large == (expected + 1 if expected < len(needs) else None)
+    assert len(asked) == len(set(asked))
+    if expected:
+        # Both sides of the answer were tried, not inferred.
+        assert expected in asked
+        assert expected == len(needs) or expected + 1 in asked
+
+
+@pytest.mark.parametrize("grain", [1, 256])
+def test_a_straight_line_takes_few_runs(grain):
+    asked = []
+
+    def needed(number):
+        asked.append(number)
+        return 16_000_000_000 + 450_000 * number
+
+    limit = find_limit(needed, 24_000_000_000, low=grain, high=grain * 4000, grain=grain, begin=8 * grain)
+    exact = (24_000_000_000 - 16_000_000_000) // 450_000 // grain * grain
+    assert limit.largest == min(exact, grain * 4000)
+    assert limit.first_too_large == (None if exact > grain * 4000 else limit.largest + grain)
+    assert len(asked) <= 14
+
+
+def test_nothing_fits():
+    assert find_limit(lambda number: 10, 5, low=1, high=9).largest is None

@@ -1,0 +1,101 @@
+"""The code to paste runs as it is, on the CPU."""
+
+import warnings
+
+import pytest
+
+from memprof.flows import profile as pipeline
+from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec
+from memprof.flows.recommend.snippet import command, snippets
+from memprof.spec import TargetSpec
+
+PLANS = {
+    "full": Plan(Goal.FULL, "amp", "bfloat16", "adamw"),
+    "full-lean": Plan(Goal.FULL, "half", "bfloat16", "adamw", Activations.CHECKPOINTED, chunked_loss=True),
+    "full-cpu": Plan(Goal.FULL, "float32", "bfloat16", "adamw-cpu", Activations.BOTH, chunked_loss=True),
+    "full-float16": Plan(Goal.FULL, "amp", "float16", "adamw", Activations.OFFLOADED),
+    "lora": Plan(Goal.LORA, "half", "bfloat16", "adamw", Activations.CHECKPOINTED, chunked_loss=True),
+    "infer": Plan(Goal.INFER, "half", "bfloat16"),
+}
+
+
+def _spec(plan, model, **changes):
+    base = base_spec(plan.goal, TargetSpec(model=str(model), context_length=32, **changes))
+    return plan.spec(base, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["pytorch", "transformers"])
+@pytest.mark.parametrize("name", PLANS)
+def test_runs(name, kind, tiny, tmp_path, monkeypatch, capsys):
+    plan = PLANS[name]
+    scripts = snippets(plan, _spec(plan, tiny), 2)
+    if kind not in scripts:
+        assert plan.goal is Goal.INFER
+        return
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that the script uses
+        exec(compile(scripts[kind], "script", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    if kind == "pytorch" and plan.goal is not Goal.INFER:
+        losses = [float(line.split()[1]) for line in printed.splitlines() if line[:2] in ("0 ", "1 ")]
+        # Two steps were taken, of a model that knows nothing: ln 512 is 6.2.
+        assert len(losses) == 2 and all(5.5 < loss < 7.5 for loss in losses)
+    if kind == "transformers":
+        assert "train_loss" in printed
+
+
+def test_quantized_scripts_load_with_bitsandbytes():
+    plan = Plan(Goal.QLORA, "nf4", "bfloat16", "adamw")
+    spec = _spec(plan, "llama-3.1-8b")
+    script = snippets(plan, spec, 4)["transformers"]
+    assert 'bnb_4bit_quant_type="nf4"' in script
+    assert "prepare_model_for_kbit_training" in script
+    assert "gradient_accumulation_steps=4" in script
+    compile(script, "script", "exec")
+
+
+def test_model_of_a_size_alone_is_built_from_its_configuration():
+    plan = PLANS["full"]
+    spec = plan.spec(TargetSpec(model="3M", model_is_size=True, context_length=16), 1)
+    script = snippets(plan, spec, 1)["pytorch"]
+    assert "AutoConfig.for_model" in script and "from_pretrained" not in script
+    compile(script, "script", "exec")
+
+
+def test_a_model_of_the_users_own_has_no_script():
+    assert snippets(PLANS["full"], TargetSpec(model="train.py:build", context_length=8), 1) == {}
+
+
+def test_the_command_is_the_same_run(tiny):
+    """What `memprof profile` would run by the command is what was run."""
+    import shlex
+
+    from memprof.cli import main
+
+    plan = PLANS["lora"]
+    spec = _spec(plan, tiny, gpu="rtx-4090")
+    words = shlex.split(command(plan, spec, 2))
+    assert words[:2] == ["memprof", "profile"]
+    import typer
+
+    group = typer.main.get_command(main.app)
+    context = group.commands["profile"].make_context("profile", words[2:])
+    options = context.params
+    assert options["fix"].split(",") == list(spec.fixes)
+    assert options["gradient_accumulation"] == 2 and options["batch_size"] == 2
+    assert options["dtype"] == "bfloat16" and options["adapter"] == "lora"
+
+
+def test_the_script_takes_what_was_said(tiny):
+    """The plain script, run on the virtual card, comes to the peak of the run that it is from."""
+    import memprof
+
+    plan = PLANS["full-lean"]
+    spec = _spec(plan, tiny, gpu_vram_bytes=8 << 30)
+    _, document = pipeline.profile(spec)
+    with memprof.virtual_gpu(vram=8) as gpu:
+        exec(compile(snippets(plan, spec, 2)["pytorch"], "script", "exec"), {"__name__": "__main__"})
+    said, taken = document.peak.allocated_bytes, gpu.report().peak.allocated_bytes
+    assert abs(taken - said) <= 0.01 * said, (said, taken)

@@ -1,0 +1,241 @@
+"""What differs between two runs is found, and what does not is not."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from memprof.errors import UsageError
+from memprof.report.documents.comparison import DIFFERS, ONLY_IN_A, ONLY_IN_B, SAME
+from memprof.report.matching.comparison_build import build_comparison
+from memprof.report.matching.runs import run_of_report
+from memprof.report.matching.tolerance import Tolerance, parse_tolerance
+from memprof.report.terminal.comparison import render_text
+from tests.golden.test_report import training_run
+from tests.unit.report.runs import MIB, facts, on_cpu, report_of, run_of, traces
+
+RELAXED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXACT = Tolerance()
+
+
+def training(**target):
+    trace = training_run()
+    trace.facts = facts(**target)
+    return trace
+
+
+def totals(comparison):
+    return {row.name: row for row in comparison.totals}
+
+
+@RELAXED
+@given(traces())
+def test_a_run_does_not_differ_from_itself(trace):
+    report = report_of(trace)
+    capture = run_of_report(report, "a", "memprof capture")
+    through_json = run_of_report(json.loads(json.dumps(report)), "b", "memprof report")
+    for other in (capture, through_json):
+        found = build_comparison(capture, other, EXACT)
+        assert found.no_difference and found.within and not found.settings
+        assert {row.status for row in found.stages} == {SAME}
+        assert "All 9 totals that are compared are equal, to the byte." in render_text(found, explain=True)
+
+
+@RELAXED
+@given(traces(), traces())
+def test_differences_balance_and_turn_with_the_sides(first, second):
+    a, b = run_of(first), run_of(second)
+    found, back = build_comparison(a, b, EXACT), build_comparison(b, a, EXACT)
+    for name, row in totals(found).items():
+        assert row.difference_bytes == -totals(back)[name].difference_bytes == b.totals[name] - a.totals[name]
+    held = [sum(one.bytes * one.count for one in run.tensors if one.category != "library workspace") for run in (a, b)]
+    assert sum(row.difference_bytes for row in found.tensors) == held[1] - held[0]
+    only = [
+        sum(row.bytes * row.count for row in rows if row)
+        for rows in ([row.a for row in found.tensors], [row.b for row in found.tensors])
+    ]
+    assert only[0] + found.same_tensors_bytes == held[0] and only[1] + found.same_tensors_bytes == held[1]
+    assert sum(row.difference_bytes for row in found.categories) == sum(b.categories.values()) - sum(
+        a.categories.values()
+    )
+    assert {row.status for row in found.stages} == {
+        {ONLY_IN_A: ONLY_IN_B, ONLY_IN_B: ONLY_IN_A}.get(row.status, row.status) for row in back.stages
+    }
+    # Largest differences first.
+    for rows in (found.tensors, found.categories):
+        sizes = [abs(row.difference_bytes) for row in rows]
+        assert sizes == sorted(sizes, reverse=True)
+    for width in (80, 110):
+        assert max(map(len, render_text(found, width=width, explain=True).splitlines())) <= width
+
+
+@RELAXED
+@given(traces())
+def test_a_cpu_has_the_same_state_to_the_byte(trace):
+    card = run_of(copy.deepcopy(trace))
+    host = run_of(on_cpu(trace))
+    found = build_comparison(card, host, EXACT)
+    rows = totals(found)
+    for name in ("parameters", "gradients", "optimizer state", "buffers"):
+        assert rows[name].compared and rows[name].difference_bytes == 0
+    assert found.within and rows["all tensors"].difference_bytes == 0
+    assert not rows["allocated"].compared and rows["reserved"].b_bytes is None
+    assert (found.kernels_a.kind, found.kernels_b.kind) == ("CUDA kernels", "CPU kernels")
+    assert "library workspace" not in {row.category for row in (*found.categories, *found.tensors)}
+
+
+def test_kernels_own_memory_of_one_side_stands_apart():
+    card, host = training(), on_cpu(training())
+    workspace = next(i for i, one in enumerate(host.storages) if one.hidden)
+    host.storages[workspace] = host.storages[workspace]._replace(num_bytes=3 * MIB, shape=(3 * MIB,))
+    found = build_comparison(run_of(card), run_of(host), EXACT)
+    assert (found.kernels_a.bytes, found.kernels_b.bytes) == (8519680, 3 * MIB)
+    assert not found.tensors
+    text = render_text(found)
+    assert "A: CUDA kernels, 8.12 MiB: cublas workspace 8.12 MiB" in text
+    assert "B: CPU kernels, 3.00 MiB: cublas workspace 3.00 MiB" in text
+
+
+def test_stages_are_matched_and_the_others_named():
+    longer = training()
+    # The second of two steps is cut off the other one.
+    cut = training()
+    begin = next(t for t, e in enumerate(cut.events) if e.kind.name == "PHASE" and cut.phases[e.ref].step == 2)
+    del cut.events[begin:]
+    del cut.storages[1 + max(event.ref for event in cut.events if event.kind.name == "ALLOC") :]
+    cut.owners = {index: owner for index, owner in cut.owners.items() if index < len(cut.storages)}
+    found = build_comparison(run_of(longer), run_of(cut), EXACT)
+    status = {(row.name, row.step): row.status for row in found.stages}
+    assert status["layer 1", 1] == SAME and status["layer 1", 2] == ONLY_IN_A
+    assert {one for (_, step), one in status.items() if step < 2} == {SAME}
+    text = render_text(found)
+    assert "only in A: inputs of step 2, embedding of step 2, layers 0-2 of step 2" in text
+
+
+def test_what_is_not_the_same_about_a_tensor():
+    a, b = training(), training()
+    for index, storage in enumerate(b.storages):
+        if storage.dtype == "float32" and storage.shape == (1, 4096, 2048):  # kept by the layers, in half precision
+            b.storages[index] = storage._replace(dtype="bfloat16", num_bytes=storage.num_bytes // 2)
+    half = [i for i, one in enumerate(b.storages) if (one.shape, one.dtype) == ((4096, 64000), "bfloat16")]
+    logits = half[-1]
+    b.ops.append("aten.addmm")
+    b.storages[logits] = b.storages[logits]._replace(op=len(b.ops) - 1)
+    ids = next(i for i in reversed(range(len(b.storages))) if b.storages[i].dtype == "int64")
+    b.storages[ids] = b.storages[ids]._replace(shape=(2, 4096), num_bytes=65536)
+    found = build_comparison(run_of(a), run_of(b), EXACT)
+    by_status = {row.status: row for row in found.tensors}
+    assert set(by_status) == {"dtype", "operator", "shape"}
+    kept = by_status["dtype"]
+    assert (kept.a.count, kept.a.dtype, kept.b.dtype) == (3, "float32", "bfloat16")
+    assert kept.difference_bytes == -3 * 4096 * 2048 * 2
+    assert (by_status["operator"].a.op, by_status["operator"].b.op) == ("aten.mm", "aten.addmm")
+    assert by_status["operator"].difference_bytes == 0
+    assert by_status["shape"].difference_bytes == 32768
+    assert {row.status for row in found.stages} == {SAME, DIFFERS}
+
+
+def test_how_many_there_are():
+    a, b = training(), training()
+    layers = [i for i, one in enumerate(b.storages) if one.shape == (1, 4096, 2048)]
+    begin = next(t for t, e in enumerate(b.events) if e.kind.name == "ALLOC" and e.ref == layers[-1])
+    free = next(t for t, e in enumerate(b.events) if e.kind.name == "FREE" and e.ref == layers[-1])
+    del b.events[free]
+    b.events.insert(begin + 1, type(b.events[0])(b.events[free].kind.FREE, layers[-1]))
+    found = build_comparison(run_of(a), run_of(b), EXACT)
+    rows = {row.status: row for row in found.tensors}
+    assert (rows["count"].a.count, rows["count"].b.count) == (3, 2)
+
+
+def test_settings_come_first_and_unset_is_like_unknown():
+    a = run_of(training(fixes=[], amp=None, steps=2))
+    b = run_of(training(fixes=["chunked-loss"], steps=2, evaluate=False, gradient_accumulation=1))
+    found = build_comparison(a, b, EXACT)
+    assert [(row.name, row.a, row.b) for row in found.settings] == [("fixes", [], ["chunked-loss"])]
+    assert found.within
+    assert "fixes    -  chunked-loss" in render_text(found)
+
+
+def test_two_releases_of_torch_with_other_settings():
+    """The same requests: only what is reserved may differ."""
+    a, b = training(), training()
+    b.facts["allocator"] = {
+        "torch": "2.11.0", "alloc_conf": "expandable_segments:True", "alloc_conf_from": "--alloc-conf",
+    }  # fmt: skip
+    found = build_comparison(run_of(a), run_of(b), EXACT)
+    assert {row.name for row in found.settings} == {"torch", "alloc_conf"}
+    rows = totals(found)
+    assert rows["all tensors"].difference_bytes == rows["allocated"].difference_bytes == 0
+    assert rows["reserved"].difference_bytes < 0 and not found.within
+    steps = {row.name: row for row in found.reserved}
+    assert steps["reserved"].difference_bytes == rows["reserved"].difference_bytes
+    assert steps["free in segments"].difference_bytes < 0
+    assert not found.tensors
+
+
+def test_reports_of_earlier_releases_lack_some_totals():
+    report = report_of(training())
+    del report["model_state"], report["bridge"]
+    old = run_of_report(report, "old.json", "memprof report")
+    found = build_comparison(old, run_of(training()), EXACT)
+    assert found.within and not totals(found)["parameters"].compared
+    assert "earlier memprof" in render_text(found)
+    assert "Reserved memory and fragmentation: only one has any." in render_text(found)
+
+
+def test_findings_come_and_go_and_some_have_no_bytes():
+    a, b = run_of(training()), run_of(training())
+    a.findings = {"logits-explosion": 5 * MIB, "beyond-positions": None, "fragmentation": MIB, "kept": None}
+    b.findings = {"logits-explosion": 2 * MIB, "kept": None, "device-mismatch": None}
+    found = build_comparison(a, b, EXACT)
+    assert [row.id for row in found.findings] == [
+        "logits-explosion", "fragmentation", "beyond-positions", "device-mismatch",
+    ]  # fmt: skip
+    text = render_text(found)
+    for line in (
+        "logits-explosion: 5.00 MiB -> 2.00 MiB", "beyond-positions: only in A\n", "fragmentation: only in A, 1.00 MiB",
+        "device-mismatch: only in B\n",
+    ):  # fmt: skip
+        assert line in text
+    report = report_of(training())
+    report["findings"] = [{"id": "x", "bytes": None}, {"id": "y", "bytes": 3}, {"id": "y", "bytes": 4}]
+    assert run_of_report(report, "f", "memprof report").findings == {"x": None, "y": 7}
+
+
+def test_simulated_and_measured_do_not_share_what_others_use():
+    measured = training()
+    measured.source = "measured"
+    found = build_comparison(run_of(training()), run_of(measured), EXACT)
+    assert not totals(found)["device used"].compared and totals(found)["reserved"].compared
+
+
+@pytest.mark.parametrize(
+    ("text", "a", "b", "allowed"),
+    [
+        ("0", 100, 100, True), ("0", 100, 101, False), ("0.1%", 100_000, 100_100, True),
+        ("0.1%", 100_000, 100_101, False), ("0.1%", 100_000, 99_899, False), ("16MiB", 0, 16 * MIB, True),
+        ("16MiB", 16 * MIB + 1, 0, False), ("4096", 0, 4096, True), ("4096", 0, 4097, False), ("5%", 0, 1, False),
+    ],
+)  # fmt: skip
+def test_tolerances(text, a, b, allowed):
+    assert parse_tolerance(text).allows(a, b) is allowed
+
+
+@pytest.mark.parametrize("text", ["", "-1", "-1%", "%", "many", "1.5", "16 furlongs", "nan%", "0x10"])
+def test_what_is_no_tolerance(text):
+    with pytest.raises(UsageError, match="not a tolerance"):
+        parse_tolerance(text)
+
+
+def test_within_a_tolerance_differences_are_still_shown():
+    a, b = run_of(training()), run_of(training())
+    b.totals["parameters"] += 100
+    found = build_comparison(a, b, parse_tolerance("1KiB"))
+    row = totals(found)["parameters"]
+    assert found.within and row.within and row.difference_bytes == 100
+    assert "+100 bytes  within" in render_text(found)
+    assert "All 9 totals that are compared are within 1KiB." in render_text(found)
+    assert not build_comparison(a, b, EXACT).within

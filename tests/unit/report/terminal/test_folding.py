@@ -1,0 +1,104 @@
+"""Rows that come again and again are shown once in text; the JSON has them all."""
+
+from __future__ import annotations
+
+from memprof.flows import profile as pipeline
+from memprof.report.documents.report import Document
+from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, shown_stages
+from memprof.report.terminal.report import render_text
+from memprof.trace.events import ModuleRole, PhaseKind
+from tests.unit.findings.builder import Builder
+
+MIB = 1 << 20
+
+
+def document(b: Builder) -> Document:
+    b.trace.facts = {
+        "command": "run",
+        "target": {},
+        "device": {"name": "Card", "total_bytes": 9999 * MIB, "usable_bytes": 9900 * MIB, "context_bytes": 99 * MIB},
+    }
+    return pipeline.analyze(b.trace)
+
+
+def call(b: Builder, size: int, *, keeps: bool = False) -> None:
+    """A forward of two children, outside steps."""
+    b.phase(PhaseKind.FORWARD, 0)
+    b.enter("first", "Linear", ModuleRole.CHILD)
+    made = b.new(size // 4)
+    b.leave()
+    b.enter("second", "ReLU", ModuleRole.CHILD)
+    other = b.new(size // 4)
+    b.leave()
+    b.free(*[other] if keeps else [made, other])
+
+
+def shown(b: Builder) -> list[tuple[str, int, int]]:
+    return [(row.name, row.count, row.turns) for row in shown_stages(document(b)) if row.name != "parameters"][1:]
+
+
+def test_repeated_forwards_are_shown_once() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    for _ in range(32):
+        call(b, 8 * MIB)
+    whole = document(b)
+    assert len([row for row in whole.stages if row.name == "first Linear"]) == 32
+    assert shown(b) == [("first Linear", 1, 32), ("second ReLU", 1, 32), ("own code", 1, 32)]
+    table, legend, _ = render_text(whole).partition("(xN): these rows came N times")
+    assert table.count("Linear") == 1 and "first Linear (x32)" in table and legend
+
+
+def test_what_costs_more_stays_by_itself() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    for size in (8, 8, 8, 40, 8, 8):
+        call(b, size * MIB)
+    assert [(turns, name) for name, _, turns in shown(b) if name == "first Linear"] == [
+        (times, "first Linear") for times in (3, 1, 2)
+    ]
+
+
+def test_two_models_that_take_turns() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    for _ in range(20):
+        call(b, 8 * MIB)
+        call(b, 40 * MIB)
+    assert [turns for *_, turns in shown(b)] == [20] * 6
+
+
+def test_rounds_that_all_differ_are_one_group_if_there_are_many() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    sizes = [8 * MIB * (1 + number * number) for number in range(MAX_GROUPS_OF_ROUNDS + 2)]
+    for size in sizes:
+        call(b, size)
+    assert [turns for *_, turns in shown(b)] == [len(sizes)] * 3
+    peaks = {row.name: row.peak_bytes for row in shown_stages(document(b))}
+    assert peaks["second ReLU"] == document(b).peak.allocated_bytes
+
+
+def test_what_piles_up_is_in_the_last_row() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    for _ in range(10):
+        call(b, 8 * MIB, keeps=True)
+    last = shown_stages(document(b))[-1]
+    assert last.turns == 10 and last.allocated_bytes == (4 * 64 + 10 * 8) * MIB
+
+
+def test_whole_steps_that_cost_the_same_are_one_row() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    for step in range(1, 7):
+        b.phase(PhaseKind.BACKWARD, step)
+        b.free(b.new((64 if step in (1, 6) else 16) * MIB))
+        b.phase(PhaseKind.OPTIMIZER_STEP, step)
+        b.free(b.new(4 * MIB))
+    assert shown(b) == [
+        ("step 1, all of it", 1, 1),
+        ("steps 2-5, all of it", 4, 1),
+        ("backward", 1, 1),
+        ("optimizer step", 1, 1),
+    ]

@@ -1,0 +1,153 @@
+"""`memprof.virtual_gpu`: what a program is told of its memory while it runs is what the report says afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memprof
+from memprof.allocator import Settings, replay_trace
+from memprof.catalog import custom_gpu
+from memprof.errors import UsageError
+from memprof.flows.profile import allocator_settings, live_allocator
+from memprof.trace.events import EventKind
+from memprof.trace.snapshot_file import parse_snapshot
+from memprof.virtual import VirtualGpu
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def train(steps: int = 2) -> None:
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1000)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.empty(2048, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_program_sees_the_values_of_the_replay() -> None:
+    with memprof.virtual_gpu("a100-40gb", alloc_conf="") as gpu:
+        train()
+        reserved, most_reserved = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+        most_allocated = torch.cuda.max_memory_allocated("cuda:0")
+        stats = dict(torch.cuda.memory_stats())
+        nested = torch.cuda.memory_stats_as_nested_dict()
+        summary = torch.cuda.memory_summary()
+        free, total = torch.cuda.mem_get_info()
+        asked = len(gpu.trace.events)
+    trace = gpu.trace
+    del trace.events[asked:]
+    whole = replay_trace(trace, release=Settings.resolve("", torch.__version__, environ={}).release)
+    assert stats == whole.stats
+    assert (reserved, most_reserved) == (whole.reserved[-1], whole.peak_reserved.num_bytes)
+    assert most_allocated == whole.peak_allocated.num_bytes < most_reserved
+    assert nested["reserved_bytes"]["all"]["peak"] == most_reserved and nested["num_ooms"] == 0
+    assert "GPU reserved memory" in summary
+    report = gpu.report().to_json()
+    assert report["peak"]["reserved_bytes"] == most_reserved
+    assert total - free == reserved + report["device"]["context_bytes"]
+
+
+def test_a_program_takes_snapshots_of_its_memory(tmp_path: Path) -> None:
+    with memprof.virtual_gpu("a100-40gb", alloc_conf=""):
+        assert torch.cuda.memory_snapshot() == []
+        train()
+        kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        segments = torch.cuda.memory_snapshot()
+        assert sum(segment["total_size"] for segment in segments) == torch.cuda.memory_reserved()
+        assert sum(segment["allocated_size"] for segment in segments) == torch.cuda.memory_allocated()
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    blocks = [block for segment in segments for block in segment["blocks"] if block["size"] == kept.nbytes]
+    assert [Path(frame["filename"]).name for block in blocks for frame in block["frames"][1:]] == ["test_library.py"]
+    written = parse_snapshot((tmp_path / "snapshot.pickle").read_bytes())
+    assert sum(segment.size for segment in written.segments) == sum(segment["total_size"] for segment in segments)
+    assert len(written.traces[0]) > len(blocks)
+
+
+def test_a_snapshot_after_a_request_that_was_refused() -> None:
+    """The program has gone on without it, and so has its cache."""
+    gpu = custom_gpu(GIB)
+    settings = allocator_settings("")
+    with VirtualGpu(gpu, memory=lambda trace: live_allocator(trace, gpu, settings), refuses=True):
+        kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        assert kept.is_cuda
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+        snapshot = torch.cuda.memory._snapshot()
+        assert sum(segment["total_size"] for segment in snapshot["segments"]) == torch.cuda.memory_reserved()
+    assert [event["size"] for event in snapshot["device_traces"][0] if event["action"] == "oom"] == [2 * GIB]
+
+
+def test_an_emptied_cache_lowers_what_is_reserved() -> None:
+    with memprof.virtual_gpu("a100-40gb") as gpu:
+        kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 130 * MIB and torch.cuda.memory_allocated() == 30 * MIB
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 30 * MIB and torch.cuda.max_memory_reserved() == 130 * MIB
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_reserved() == kept.nbytes
+    assert [event.kind for event in gpu.trace.events].count(EventKind.EMPTY_CACHE) == 1
+    assert gpu.report().stages[-1].reserved_bytes <= 130 * MIB
+
+
+def test_settings_reach_program_and_report() -> None:
+    with memprof.virtual_gpu("a100-40gb", alloc_conf="expandable_segments:True") as gpu:
+        tensor = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+        other = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 40 * MIB
+        del tensor, other
+    report = gpu.report().to_json()
+    assert report["peak"]["reserved_bytes"] == 40 * MIB
+    assert report["allocator"]["alloc_conf"] == "expandable_segments:True"
+
+
+def test_the_environment_decides_where_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with memprof.virtual_gpu("a100-40gb") as gpu:
+        torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+    report = gpu.report().to_json()
+    assert report["allocator"]["alloc_conf_from"] == "PYTORCH_CUDA_ALLOC_CONF"
+    assert any("expandable_segments:True" in sentence for sentence in report["assumptions"])
+
+
+def test_bad_settings_are_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="expandable_segments is 'true'"):
+        memprof.virtual_gpu("a100-40gb", alloc_conf="expandable_segments:true")
+
+
+def test_nothing_is_replayed_for_a_program_that_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("memprof.api.live_allocator", fail)
+    with memprof.virtual_gpu("a100-40gb"):
+        train(1)
+        torch.cuda.empty_cache()
+        with pytest.raises(AssertionError, match="asked"):
+            torch.cuda.memory_reserved()
+
+
+def test_what_a_program_feeds_its_models_is_input():
+    """Made in the loop or kept beside the model; what a model makes and another is given is not."""
+    with memprof.virtual_gpu("rtx-4090") as gpu:
+        first, second = nn.Linear(64, 64, bias=False).cuda(), nn.Linear(64, 64, bias=False).cuda()
+        kept = torch.zeros(1000, 64, device="cuda")
+        for _ in range(2):
+            batch = torch.randn(128, 64, device="cuda")
+            between = first(batch).detach()
+            (second(between).sum() + second(kept[:8]).sum()).backward()
+    categories = gpu.report().peak.categories
+    assert categories["inputs"] == (1000 + 128) * 64 * 4
+    assert "unattributed" not in categories

@@ -1,0 +1,220 @@
+"""`torch.distributed` with one process on the virtual GPU: identities, DDP's own buckets, and a clear end for more."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memprof.catalog import find_gpu
+from memprof.errors import MemprofError
+from memprof.trace.events import GPU, EventKind
+from memprof.virtual import VirtualGpu
+
+CARD = find_gpu("a100-80gb")
+CUDA = torch.device("cuda", 0)
+MIB = 1 << 20
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+    # New names of collectives; the old ones are those that programs use.
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with VirtualGpu(CARD, workspaces=False) as virtual:
+        dist.init_process_group("nccl")
+        yield virtual
+    assert not dist.is_initialized()
+
+
+def large_on_card(gpu: VirtualGpu, since: int) -> list[tuple[EventKind, int]]:
+    """Allocations and frees of at least a mebibyte."""
+    trace = gpu.trace
+    return [
+        (event.kind, trace.storages[event.ref].num_bytes)
+        for event in trace.events[since:]
+        if event.kind in (EventKind.ALLOC, EventKind.FREE)
+        and trace.storages[event.ref].device == GPU
+        and trace.storages[event.ref].num_bytes >= MIB
+    ]
+
+
+# -- starting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"backend": "nccl", "init_method": "tcp://10.0.0.1:1", "rank": 0, "world_size": 1},
+        {"backend": "nccl", "init_method": "tcp://10.0.0.1:1?rank=0&world_size=1"},
+        {"backend": "nccl", "rank": 0, "world_size": 1, "device_id": CUDA},
+        {"backend": "gloo", "rank": 0, "world_size": 1},
+        {"backend": "cpu:gloo,cuda:nccl", "rank": 0, "world_size": 1},
+        {"rank": 0, "world_size": 1},
+    ],
+)
+def test_ways_to_start(arguments: Any) -> None:
+    hook = sys.excepthook
+    names = set(vars(dist.Backend))
+    with VirtualGpu(CARD) as gpu:
+        dist.init_process_group(**arguments)
+        asked = arguments.get("backend", "nccl")
+        assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == (asked, 0, 1)
+        tensor = torch.ones(3, device="cuda")
+        dist.all_reduce(tensor)
+        dist.barrier()
+        assert dist.is_nccl_available()
+    assert not dist.is_initialized() and sys.excepthook is hook
+    assert set(vars(dist.Backend)) - names <= {"FAKE"}  # torch's own, made when it is first wanted
+    assert "memprof" not in str(vars(dist.Backend)).lower()
+    assert any(line.startswith("torch.distributed runs with one process") for line in gpu.trace.assumptions)
+
+
+def test_a_program_that_ends_its_group() -> None:
+    with VirtualGpu(CARD):
+        for _ in range(2):
+            dist.init_process_group("nccl", rank=0, world_size=1)
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("said", ["argument", "environment", "address"])
+def test_more_processes_are_not_possible_yet(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    arguments: dict[str, Any] = {}
+    if said == "environment":
+        monkeypatch.setenv("WORLD_SIZE", "8")
+    elif said == "argument":
+        arguments = {"rank": 1, "world_size": 8}
+    else:
+        arguments = {"init_method": "tcp://10.0.0.1:1?rank=0&world_size=8"}
+    with (
+        VirtualGpu(CARD),
+        pytest.raises(MemprofError, match=r"not yet: .*test_distributed\.py.* a group of 8 processes"),
+    ):
+        dist.init_process_group("nccl", **arguments)
+
+
+def test_what_is_missing_torch_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    with VirtualGpu(CARD), pytest.raises(ValueError, match="environment variable RANK expected"):
+        dist.init_process_group("nccl")
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_give_back_what_they_are_given(gpu: VirtualGpu) -> None:
+    tensor = torch.arange(4, device="cuda")
+    for change in (dist.all_reduce, lambda t: dist.broadcast(t, 0), lambda t: dist.reduce(t, 0)):
+        change(tensor)
+        assert tensor.tolist() == [0, 1, 2, 3]
+    for collect in (
+        lambda out: dist.all_gather([out], tensor),
+        lambda out: dist.all_gather_into_tensor(out, tensor),
+        lambda out: dist.reduce_scatter(out, [tensor]),
+        lambda out: dist.reduce_scatter_tensor(out, tensor),
+        lambda out: dist.all_to_all_single(out, tensor),
+        lambda out: dist.all_to_all([out], [tensor]),
+        lambda out: dist.gather(tensor, [out], 0),
+        lambda out: dist.scatter(out, [tensor], 0),
+    ):
+        out = torch.zeros(4, dtype=torch.long, device="cuda")
+        collect(out)
+        assert out.tolist() == [0, 1, 2, 3]
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None and work.wait() and work.get_future().value()[0] is tensor
+    objects: list[Any] = [None]
+    dist.all_gather_object(objects, {"loss": 2})
+    dist.broadcast_object_list(objects, 0)
+    assert objects == [{"loss": 2}]
+    host = torch.ones(2)
+    dist.all_reduce(host, group=dist.new_group(backend="gloo"))
+    assert host.tolist() == [1, 1] and dist.get_backend(dist.new_group([0])) == "nccl"
+
+
+def test_nccl_gathers_into_one_tensor_first(gpu: VirtualGpu) -> None:
+    tensor, out = torch.zeros(MIB, device="cuda"), torch.zeros(MIB, device="cuda")
+    since = len(gpu.trace.events)
+    flat = [(EventKind.ALLOC, 4 * MIB), (EventKind.FREE, 4 * MIB)]
+    dist.all_gather([out], tensor)
+    assert large_on_card(gpu, since) == flat
+    dist.reduce_scatter(out, [tensor])
+    assert large_on_card(gpu, since) == flat * 2
+    dist.all_gather_into_tensor(out, tensor)
+    dist.all_reduce(tensor)
+    assert large_on_card(gpu, since) == flat * 2
+
+
+def test_collectives_in_a_graph(gpu: VirtualGpu) -> None:
+    import torch.distributed.nn.functional as functional
+
+    tensor = torch.ones(4, 4, device="cuda", requires_grad=True)
+    (functional.all_reduce(tensor).sum() + torch.stack(functional.all_gather(tensor)).sum()).backward()
+    assert tensor.grad is not None and tensor.grad.device == CUDA
+
+
+# -- data parallelism -------------------------------------------------------------------------------------------------
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8))).to("cuda")  # 8 x 4 MiB
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_of_ddp(gpu: VirtualGpu, views: bool) -> None:
+    model = layers()
+    parameters = 32 * MIB
+    assert torch.cuda.memory_allocated() == parameters
+    parallel = nn.parallel.DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=views)
+    # All gradients in one bucket, until their order is known.
+    assert torch.cuda.memory_allocated() == parameters + 32 * MIB
+    inputs = torch.ones(2, 1024, device="cuda")
+    parallel(inputs).sum().backward()
+    gradients = 0 if views else 32 * MIB
+    assert torch.cuda.memory_allocated() == parameters + 32 * MIB + gradients + inputs.nbytes
+    since = len(gpu.trace.events)
+    parallel(inputs)
+    # Rebuilt in the order of arrival: the first bucket is full with one layer (1 MiB), the others hold up to 25 MiB.
+    made = [num_bytes for kind, num_bytes in large_on_card(gpu, since) if kind is EventKind.ALLOC]
+    assert made == [4 * MIB, 28 * MIB]
+    for _ in range(2):
+        parallel(inputs).sum().backward()
+    gc.collect()
+    assert torch.cuda.memory_allocated() == parameters + 32 * MIB + gradients + inputs.nbytes
+    assert all(p.grad is not None and p.grad.device == CUDA for p in model.parameters())
+    assert gpu.trace.mismatches == []
+
+
+def test_ddp_trains_and_saves(gpu: VirtualGpu) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    parallel = nn.parallel.DistributedDataParallel(nn.Linear(64, 64).cuda(), find_unused_parameters=True)
+    parallel.register_comm_hook(None, fp16_compress_hook)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    for _ in range(2):
+        with parallel.no_sync():
+            parallel(torch.ones(2, 64, device="cuda")).sum().backward()
+        parallel(torch.ones(2, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert list(parallel.module.state_dict()) == ["weight", "bias"]
+
+
+def test_sharding_of_whole_modules(gpu: VirtualGpu) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    sharded = FullyShardedDataParallel(layers(), device_id=0)
+    sharded(torch.ones(2, 1024, device="cuda")).sum().backward()
+    assert all(p.grad is not None for p in sharded.parameters())
+    with pytest.raises(MemprofError, match=r"not yet: .*uses DTensor"):
+        fully_shard(layers())

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import torch
+import transformers
+
+from memprof.catalog import find_gpu
+from memprof.trace.events import PhaseKind
+from memprof.virtual import VirtualGpu
+
+
+def test_beam_search_goes_on_to_the_longest_text():
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=None, bos_token_id=1,
+    )  # fmt: skip
+    original = vars(transformers.GenerationMixin)["_beam_search_has_unfinished_sequences"]
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        model = transformers.LlamaForCausalLM(config).to("cuda").eval()
+        prompt = torch.randint(1, 50, (2, 4), device="cuda")
+        model.generate(prompt, max_new_tokens=7, num_beams=3, do_sample=False)
+        keys = {storage.shape for storage in gpu.trace.storages if gpu.trace.op(storage) == "aten.cat"}
+        # Six of the seven tokens are fed back: the cache ends with 4 + 6 positions, for 2 x 3 beams and 2 heads.
+        assert (6, 2, 10, 8) in keys and (6, 2, 11, 8) not in keys
+        assert any(phase.kind is PhaseKind.DECODE for phase in gpu.trace.phases)
+        assert any("longest text" in said for said in gpu.trace.assumptions)
+    assert vars(transformers.GenerationMixin)["_beam_search_has_unfinished_sequences"] is original

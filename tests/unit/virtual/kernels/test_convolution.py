@@ -1,0 +1,219 @@
+"""Convolutions and batch norm on the virtual GPU: layouts, and what CUDA keeps and takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu():
+    with VirtualGpu(find_gpu("rtx-4090"), workspaces=False) as gpu:
+        yield gpu
+
+
+def made(gpu, first, *, op="", hidden=None):
+    """Sizes of the storages since number `first`, of one operator."""
+    return [
+        storage.num_bytes
+        for storage in gpu.trace.storages[first:]
+        if op in gpu.trace.op(storage) and hidden in (None, storage.hidden)
+    ]
+
+
+def count(gpu):
+    return len(gpu.trace.storages)
+
+
+# -- convolution -------------------------------------------------------------------------------------------------------
+
+
+def test_a_convolution_of_contiguous_tensors_takes_its_output_only(gpu):
+    layer = nn.Conv2d(3, 16, 5, padding=2).cuda()
+    data = torch.randn(16, 3, 64, 64, device="cuda")
+    first = count(gpu)
+    result = layer(data)
+    assert made(gpu, first) == [4 * MIB]  # and the bias is added in place, as a recording shows
+    assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("where", ["input", "weight"])
+def test_one_channels_last_tensor_makes_the_output_channels_last_and_copies_the_other(gpu, where):
+    layer = nn.Conv2d(4, 8, 3, bias=False).cuda()
+    data = torch.randn(2, 4, 10, 10, device="cuda")
+    if where == "input":
+        data = data.contiguous(memory_format=torch.channels_last)
+        copy, order = 4 * layer.weight.numel(), 1
+    else:
+        layer = layer.to(memory_format=torch.channels_last)
+        copy, order = 4 * data.numel(), 0
+    first = count(gpu)
+    result = layer(data)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    # The input is copied before the output is made, the weight after it.
+    sizes = [4 * result.numel()]
+    sizes.insert(order, copy)
+    assert made(gpu, first) == sizes
+    assert made(gpu, first, hidden=True) == [copy]
+
+
+def test_float64_is_never_channels_last(gpu):
+    layer = nn.Conv2d(4, 8, 3).cuda().double().to(memory_format=torch.channels_last)
+    data = torch.randn(2, 4, 10, 10, device="cuda", dtype=torch.float64)
+    assert layer(data).is_contiguous()
+
+
+def test_without_cudnn_a_convolution_is_contiguous(gpu):
+    layer = nn.Conv2d(4, 8, 3).cuda().to(memory_format=torch.channels_last)
+    with torch.backends.cudnn.flags(enabled=False):
+        assert layer(torch.randn(2, 4, 10, 10, device="cuda")).is_contiguous()
+    assert not any("workspace" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_gradients_are_in_the_layout_of_the_convolution(gpu):
+    layer = nn.Conv2d(4, 8, 3, padding=1).cuda().to(memory_format=torch.channels_last)
+    data = torch.randn(2, 4, 10, 10, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
+    result = layer(data)
+    first = count(gpu)
+    result.backward(torch.ones_like(result))
+    assert data.grad.is_contiguous(memory_format=torch.channels_last)
+    assert layer.weight.grad.is_contiguous(memory_format=torch.channels_last)
+    sizes = made(gpu, first, op="convolution_backward", hidden=False)
+    assert sizes == [4 * data.numel(), 4 * layer.weight.numel(), 4 * 8]
+
+
+def test_a_contiguous_gradient_is_copied_into_the_layout_of_the_input(gpu):
+    layer = nn.Conv2d(4, 8, 3, padding=1, bias=False).cuda().to(memory_format=torch.channels_last)
+    result = layer(torch.randn(2, 4, 10, 10, device="cuda").contiguous(memory_format=torch.channels_last))
+    grad = torch.ones(result.shape, device="cuda")
+    first = count(gpu)
+    result.backward(grad)
+    assert made(gpu, first, op="convolution_backward") == [4 * grad.numel(), 4 * layer.weight.numel()]
+
+
+def test_a_depthwise_convolution_makes_the_gradient_of_its_weight_first(gpu):
+    layer = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False).cuda()
+    data = torch.randn(2, 8, 10, 10, device="cuda", requires_grad=True)
+    result = layer(data)
+    first = count(gpu)
+    result.backward(torch.ones_like(result))
+    assert made(gpu, first, op="convolution_backward") == [4 * 8 * 9, 4 * data.numel()]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "result"),
+    [
+        (nn.Conv1d(4, 8, 3, padding=1), (2, 4, 10), (2, 8, 10)),
+        (nn.Conv3d(4, 8, 3, padding=1), (2, 4, 6, 6, 6), (2, 8, 6, 6, 6)),
+        (nn.ConvTranspose2d(4, 8, 2, stride=2), (2, 4, 5, 5), (2, 8, 10, 10)),
+        (nn.ConvTranspose1d(4, 8, 4, stride=2, padding=1), (2, 4, 5), (2, 8, 10)),
+        (nn.Conv2d(4, 8, 3, groups=2, dilation=2, padding=2), (2, 4, 9, 9), (2, 8, 9, 9)),
+    ],
+)
+def test_convolutions_of_every_rank_train(gpu, layer, shape, result):
+    layer = layer.cuda()
+    data = torch.randn(shape, device="cuda", requires_grad=True)
+    output = layer(data)
+    assert output.shape == result
+    assert output.is_contiguous()
+    output.sum().backward()
+    assert data.grad.shape == shape
+    assert layer.weight.grad.shape == layer.weight.shape
+    assert layer.bias.grad.shape == layer.bias.shape
+
+
+def test_a_transposed_signal_is_copied_before_a_convolution_over_one_dimension(gpu):
+    layer = nn.Conv1d(4, 8, 1, bias=False).cuda()
+    data = torch.randn(2, 10, 4, device="cuda").transpose(1, 2)
+    first = count(gpu)
+    assert layer(data).is_contiguous()
+    assert made(gpu, first) == [4 * 80, 4 * 160]
+
+
+def test_wrong_channels_are_torchs_own_error(gpu):
+    with pytest.raises(RuntimeError):
+        nn.Conv2d(4, 8, 3).cuda()(torch.randn(2, 5, 10, 10, device="cuda"))
+
+
+# -- batch norm --------------------------------------------------------------------------------------------------------
+
+
+def test_cudnn_batch_norm_takes_what_was_recorded(gpu):
+    # A recording of torch 2.3: output, mean and inverse deviation of 16 channels, and the gradients of all three.
+    layer = nn.BatchNorm2d(16).cuda()
+    data = torch.randn(16, 16, 64, 64, device="cuda", requires_grad=True)
+    first = count(gpu)
+    result = layer(data)
+    assert made(gpu, first, op="cudnn_batch_norm") == [4 * MIB, 64, 64]
+    first = count(gpu)
+    result.backward(torch.ones_like(result))
+    assert made(gpu, first, op="cudnn_batch_norm_backward") == [4 * MIB, 64, 64]
+
+
+def test_cudnn_batch_norm_keeps_float32_statistics_for_float16(gpu):
+    layer = nn.BatchNorm2d(16).cuda()
+    first = count(gpu)
+    assert layer(torch.randn(2, 16, 8, 8, device="cuda", dtype=torch.float16)).dtype is torch.float16
+    assert made(gpu, first, op="cudnn_batch_norm") == [2 * 2 * 16 * 64, 64, 64]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_own_batch_norm_keeps_float32_statistics(gpu, dtype, training):
+    layer = nn.BatchNorm2d(16).cuda().train(training)
+    data = torch.randn(2, 16, 8, 8, device="cuda", dtype=dtype)
+    first = count(gpu)
+    with torch.backends.cudnn.flags(enabled=dtype is torch.bfloat16):  # cuDNN's is never taken in bfloat16
+        layer(data)
+    assert made(gpu, first, op="native_batch_norm") == [dtype.itemsize * 2048, 64, 64]
+
+
+def test_cudnn_batch_norm_keeps_no_statistics_in_evaluation_and_computes_them_backward(gpu):
+    layer = nn.BatchNorm2d(16).cuda().eval()
+    data = torch.randn(2, 16, 8, 8, device="cuda", requires_grad=True)
+    first = count(gpu)
+    result = layer(data)
+    assert made(gpu, first) == [8192]
+    result.sum().backward()
+    assert data.grad.shape == data.shape
+    assert layer.weight.grad.shape == (16,)
+
+
+def test_channels_last_batch_norm_of_torchs_own_stages_its_sums(gpu):
+    layer = nn.BatchNorm2d(16).cuda()
+    data = torch.randn(8, 16, 64, 64, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    first = count(gpu)
+    layer(data)
+    # 32,768 values for a channel: 32 rows of values for 512 threads in 16 columns, 16 a thread: 64 rows of blocks.
+    assert made(gpu, first, hidden=True) == [4 * 4 * 16 * 64, 4]
+
+
+def test_batch_norm_keeps_the_layout_of_its_input(gpu):
+    data = torch.randn(2, 16, 8, 8, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+    result = nn.BatchNorm2d(16).cuda()(data)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    result.backward(torch.ones(result.shape, device="cuda"))
+    assert data.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_instance_norm_is_batch_norm_of_one_sample(gpu):
+    layer = nn.InstanceNorm2d(4, affine=True, track_running_stats=True).cuda()
+    data = torch.randn(2, 4, 8, 8, device="cuda", requires_grad=True)
+    first = count(gpu)
+    result = layer(data)
+    assert made(gpu, first, op="cudnn_batch_norm") == [4 * data.numel(), 32, 32]
+    result.sum().backward()
+    assert data.grad.shape == data.shape
+    assert layer.weight.grad.shape == (4,)
+
+
+def test_batch_norm_of_features_alone_is_torchs_own(gpu):
+    first = count(gpu)
+    nn.BatchNorm1d(16).cuda()(torch.randn(8, 16, device="cuda"))
+    assert made(gpu, first, op="native_batch_norm") == [512, 64, 64]

@@ -1,0 +1,271 @@
+"""Formulas of hidden memory, against sizes of real recordings and of the kernels' own source."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memprof
+from memprof.catalog import find_gpu
+from memprof.ledger.ledger import build_ledger
+from memprof.virtual import VirtualGpu
+from memprof.virtual.card import Card, max_threads_per_sm
+from memprof.virtual.kernels import copies, hidden, norms, sorting
+from memprof.virtual.kernels.hidden import CublasWorkspace
+from memprof.virtual.kernels.reductions import Reduction, reduction_buffers
+
+MIB = 1 << 20
+SMS = 128
+THREADS = 1536
+CARD = Card((8, 9), SMS, THREADS, (2, 11))
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def buffers(tensor: torch.Tensor, dims: list[int], sms: int = SMS, threads: int = THREADS) -> list[int]:
+    return Reduction.of(tensor, dims, 4).buffers(sms, threads)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "expected"),
+    [
+        # Bias-like gradients of medium and xl transformers, torch 2.11 recordings: (batch, length, width) -> (width,).
+        ((4, 256, 1024), [0, 1], [8_388_608, 32]),
+        ((4, 512, 1024), [0, 1], [16_777_216, 32]),
+        ((4, 512, 2560), [0, 1], [41_943_040, 80]),
+        # A torch 2.6 recording: batch 10, length 200, width 512.
+        ((10, 200, 512), [0, 1], [8_388_608, 16]),
+        # The same at length 100 and the medium model at length 128: no buffer was recorded.
+        ((10, 100, 512), [0, 1], []),
+        ((4, 128, 1024), [0, 1], []),
+        # A row sum, one output per 1,024 contiguous values, is not split.
+        ((4, 512, 1024), [-1], []),
+    ],
+)
+def test_a_split_reduction_takes_what_was_recorded(
+    shape: tuple[int, ...], dims: list[int], expected: list[int]
+) -> None:
+    assert buffers(empty(*shape), dims) == expected
+
+
+def test_a_reduction_over_the_rows_of_a_transposed_tensor_takes_what_was_recorded() -> None:
+    # Torch 2.6 recording of 512 tokens, with the token dimension fastest: over a vocabulary of 10,000, by sum and by
+    # max (which keeps an index: 16 bytes for 4), and over a width of 2,560.
+    assert buffers(empty(10_000, 512).t(), [1]) == [41_156_608, 16]
+    assert Reduction.of(empty(10_000, 512).t(), [1], 16).buffers(SMS, THREADS) == [164_626_432, 16]
+    assert buffers(empty(2560, 512).t(), [1]) == [10_485_760, 16]
+
+
+def test_a_sum_of_everything_takes_what_was_recorded() -> None:
+    # A torch 2.6 recording: the sum of 524,288 float32 values, 1,024 for each of 512 threads, is made by 64 blocks.
+    assert buffers(empty(524_288), [0]) == [256, 4]
+    # Another: the mean of 1,966,080 values, and whether any of as many booleans is true, took 576 and 144 bytes, which
+    # are 144 blocks: three of 512 threads on each of 48 multiprocessors.
+    assert buffers(empty(1_966_080), [0], 48, 1536) == [576, 4]
+    assert Reduction.of(empty(1_966_080, dtype=torch.bool), [0], 1).buffers(48, 1536) == [144, 4]
+
+
+@pytest.mark.parametrize(("sms", "threads", "blocks"), [(128, 1536, 384), (132, 2048, 528), (40, 1024, 80)])
+def test_a_sum_of_everything_is_split_over_the_blocks_that_the_card_runs(sms: int, threads: int, blocks: int) -> None:
+    # One output: blocks of 512 threads, so 3, 4 and 2 of them on a multiprocessor.
+    assert buffers(empty(1 << 23), [0], sms, threads) == [4 * blocks, 4]
+
+
+def test_a_sum_of_everything_is_split_by_16_values_a_thread_when_that_is_fewer_blocks() -> None:
+    # 1,048,576 / (512 threads) = 2,048 values a thread: 128 blocks of 16.
+    assert buffers(empty(1 << 20), [0]) == [512, 4]
+
+
+def test_outputs_that_are_not_a_multiple_of_four_are_made_by_twos_or_one_by_one() -> None:
+    # 1,022 outputs by twos: 511 columns of at most 256 threads, 32 x 8 of them; 2,048 / 8 = 256 values, 16 blocks.
+    assert buffers(empty(2048, 1022), [0]) == [4 * 1022 * 16 * 32 * 2, 4 * 16]
+    # 1,023 outputs: 32 x 16 threads in 32 columns; 3 blocks on each of 128 multiprocessors are 384, 12 for a column.
+    assert buffers(empty(4096, 1023), [0]) == [4 * 1023 * 12 * 32, 4 * 32]
+
+
+def test_dimensions_that_are_one_walk_through_memory_are_merged() -> None:
+    assert Reduction.of(empty(4, 512, 1024), [0, 1], 4).reduced == ((2048, 1024),)
+    assert Reduction.of(empty(4, 1, 1024), [0, 2], 4).reduced == ((4096, 1),)
+    assert Reduction.of(empty(4, 512, 1024), None, 4) == Reduction(((4 * 512 * 1024, 1),), (), 4, 4)
+    assert Reduction.of(empty(()), None, 4).buffers(SMS, THREADS) == []
+
+
+def test_kept_dimensions_are_in_the_order_of_the_result_and_reduced_ones_by_stride() -> None:
+    tensor = empty(6, 5, 4, 3).permute(3, 2, 1, 0)  # strides 1, 3, 12, 60 of sizes 3, 4, 5, 6
+    assert Reduction.of(tensor, [0, 1], 4).reduced == ((12, 1),)
+    assert Reduction.of(tensor, [0, 1], 4).kept == ((6, 60), (5, 12))
+    expanded = empty(7, 1, 3).expand(7, 5, 3)
+    assert Reduction.of(expanded, None, 4).reduced == ((3, 1), (5, 0), (7, 3))
+
+
+def test_a_tensor_beyond_32_bit_offsets_is_reduced_in_halves() -> None:
+    # Of 2 GiB of float32 the last value begins below 2 ** 31 bytes; with one more there are two launches.
+    assert len(Reduction.of(empty(1 << 29), None, 4).split()) == 1
+    parts = Reduction.of(empty((1 << 29) + 1), None, 4).split()
+    assert [part.reduced for part in parts] == [((1 << 28, 1),), (((1 << 28) + 1, 1),)]
+
+
+def test_launches_that_follow_one_another_hold_one_buffer_at_a_time() -> None:
+    """Liger-Kernel's published jsd rows (H100 PCIe): twice the vocabulary, from 2 GiB to 4 GiB, rises by the tensors
+    alone and not by another staging buffer."""
+    card = Card.of(find_gpu("h100-pcie"))
+    one, two = (reduction_buffers(empty(8192, vocabulary), None, 4, card) for vocabulary in (65_536, 131_072))
+    assert one == two != []
+
+
+@pytest.mark.parametrize(
+    ("capability", "threads"),
+    [((7, 0), 2048), ((7, 5), 1024), ((8, 0), 2048), ((8, 6), 1536), ((8, 9), 1536), ((9, 0), 2048), ((12, 0), 1536)],
+)
+def test_the_threads_of_a_multiprocessor_are_those_of_the_programming_guide(
+    capability: tuple[int, int], threads: int
+) -> None:
+    assert max_threads_per_sm(capability) == threads
+
+
+def hidden_sizes(run: object, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[int]:
+    with memprof.virtual_gpu("rtx-4090") as card:
+        tensors = [torch.zeros(shape, device="cuda", dtype=dtype) for shape in shapes]
+        run(*tensors)  # type: ignore[operator]
+    trace = card.trace
+    return [storage.num_bytes for storage in trace.storages if storage.hidden]
+
+
+def test_reductions_of_a_run_take_their_buffers() -> None:
+    shape = (4, 512, 1024)
+    assert hidden_sizes(lambda x: x.sum((0, 1)), shape) == [16_777_216, 32]
+    assert hidden_sizes(lambda x: x.mean((0, 1)), shape) == [16_777_216, 32]
+    assert hidden_sizes(lambda x: x.sum((0, 1)), shape, dtype=torch.bfloat16) == [16_777_216, 32]
+    assert hidden_sizes(lambda x: x.amax((0, 1)), shape) == [16_777_216, 32]
+    assert hidden_sizes(lambda x: x.argmax(), shape) == [16 * 256, 4]  # 2 ** 21 / 512 = 4,096 values, 256 blocks
+    assert hidden_sizes(lambda x: x.max(), shape) == [4 * 256, 4]
+    assert hidden_sizes(lambda x: x.norm(), shape) == [4 * 256, 4]
+    assert hidden_sizes(lambda x: x.any(), shape, dtype=torch.bool) == [256, 4]
+    assert hidden_sizes(lambda x: x.var(), shape) == [16 * 256, 4]
+    assert hidden_sizes(lambda x: x.sum(-1), shape) == []
+
+
+def test_summing_a_mask_first_makes_integers_of_it() -> None:
+    assert hidden_sizes(lambda x: x.sum(), (100,), dtype=torch.bool) == [800]
+    assert hidden_sizes(lambda x: x.sum(), (100,), dtype=torch.int64) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "release", "num_bytes", "lt_num_bytes"),
+    [
+        ((8, 9), (2, 11), 8_519_680, MIB),  # recorded: torch 2.6 and 2.11 on cards before Hopper
+        ((9, 0), (2, 11), 33_554_432, MIB),  # recorded: H100
+        ((9, 0), (2, 12), 33_554_432, 0),
+        ((12, 0), (2, 12), 33_554_432, 0),
+    ],
+)
+def test_cublas_takes_the_workspace_that_was_recorded(
+    capability: tuple[int, int],
+    release: tuple[int, int],
+    num_bytes: int,
+    lt_num_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    workspace = CublasWorkspace.of(capability, release)
+    assert (workspace.num_bytes, workspace.lt_num_bytes, workspace.permanent) == (num_bytes, lt_num_bytes, True)
+
+
+def test_the_cublas_workspace_follows_its_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8:16:8")
+    assert CublasWorkspace.of((8, 0), (2, 11)).num_bytes == (4096 * 8 + 16 * 8) * 1024
+
+
+def test_the_cublas_workspace_is_taken_and_freed_from_2_15_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    assert not CublasWorkspace.of((8, 0), (2, 15)).permanent
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert CublasWorkspace.of((8, 0), (2, 15)).permanent
+
+
+def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:
+    query, key = empty(2, 8, 1000, 80), empty(2, 8, 1000, 80)
+    assert hidden.flash_attention_backward((None, query, key), CARD) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
+
+
+def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -> None:
+    query, key = empty(1, 8, 128, 64, dtype=torch.bfloat16), empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    sizes = hidden.flash_attention_backward((None, query, key), CARD)
+    assert sizes == [4096, 262_144, 131_072, 131_072]
+
+
+def test_efficient_attention_backward_keeps_one_float_a_row() -> None:
+    assert hidden.efficient_attention_backward((None, empty(2, 8, 100, 64)), CARD) == [6400]
+
+
+def test_adding_at_indices_takes_what_was_recorded() -> None:
+    # Recorded with one index tensor of 512 elements (medium at length 128, batch 4, torch 2.11): five arrays of int64
+    # and cub's one byte.
+    index = empty(512, dtype=torch.int64)
+    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True), CARD) == [4096] * 5 + [1]
+    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), CARD) == []
+
+
+def test_safe_softmax_keeps_a_mask_of_scores_and_one_of_rows() -> None:
+    assert hidden.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
+
+
+def test_the_backward_of_softmax_multiplies_gradient_and_output_first() -> None:
+    output = empty(4, 8)
+    assert hidden.softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == [128]
+    # What is laid out otherwise is copied, an expanded gradient and a transposed output too.
+    assert hidden.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), CARD) == [128, 128, 128]
+    assert hidden.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert hidden.log_softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == []
+    assert hidden.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert hidden.softmax((empty(8, 4).t(), -1, False), CARD) == [128]
+
+
+def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
+    """A score matrix as input, output, gradient of each, and the product: five at the peak."""
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+        scores = torch.ones(2, 512, 512, device="cuda", requires_grad=True)
+        output = scores.softmax(-1)
+        output.backward(torch.ones_like(output))
+    assert build_ledger(gpu.trace).peak_bytes == 5 * 2 * 512 * 512 * 4
+
+
+def test_copies_of_inputs_are_made_only_where_needed() -> None:
+    assert sorting.scan((empty(2, 10, dtype=torch.bool), 0), CARD) == [160]
+    assert sorting.scan((empty(2, 10, dtype=torch.int32).t(), 0), CARD) == [160, 160]
+    assert sorting.scan((empty(2, 10, dtype=torch.int64), 0), CARD) == []
+    assert sorting.scan((empty(2, 10), 0), CARD) == []
+    indices = empty(4, 8, dtype=torch.int64)
+    assert hidden.embedding_copy((None, indices)) == []
+    assert hidden.embedding_copy((None, indices.t())) == [256]
+
+
+def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
+    assert hidden.foreach_norm(([empty(65537), empty(3)], 2))[:1] == [2 * 2 * 4]
+    assert hidden.foreach_norm(([empty(3, dtype=torch.bfloat16)],))[:1] == [4]
+    assert hidden.foreach_norm(([empty(3)], 3)) == []
+
+
+def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> None:
+    strided, last = empty(2, 8, 6, 6)[:, :4], empty(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    assert copies.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert copies.upsample_nearest2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
+    assert copies.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
+    assert copies.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert copies.upsample_nearest2d((last, [12, 12]), CARD) == []
+
+
+def test_upsampling_of_few_channels_has_no_kernel_for_channels_last() -> None:
+    images = empty(2, 3, 6, 6).to(memory_format=torch.channels_last)
+    assert copies.upsample_nearest2d((images, [12, 12]), CARD) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
+
+
+def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:
+    weight = empty(16)[::2]
+    assert norms.layer_norm_copy((empty(4, 8), [8], weight, None)) == [32]
+    assert norms.layer_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, None, weight, weight)) == [32, 32]
+    assert norms.rms_norm_copy((empty(8, 4).t(), [8], weight)) == [128, 32]
+    assert norms.rms_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]

@@ -1,0 +1,188 @@
+"""Recurrent layers on cuDNN: one buffer of weights, one operator, gradients in one buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
+
+STEPS, BATCH, INPUT, HIDDEN = 5, 3, 6, 8
+
+
+@pytest.fixture
+def gpu():
+    with VirtualGpu(find_gpu("rtx-4090"), workspaces=False) as gpu:
+        yield gpu
+
+
+def made(gpu, first, op="_cudnn_rnn", *, hidden=False):
+    return [
+        storage.num_bytes
+        for storage in gpu.trace.storages[first:]
+        if gpu.trace.op(storage) == f"aten.{op}" and storage.hidden is hidden
+    ]
+
+
+def storages(tensors):
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+def test_parameters_share_one_buffer_with_room_for_both_biases(gpu, kind, options):
+    layer = kind(INPUT, HIDDEN, **options).cuda()
+    parameters = list(layer.parameters())
+    (buffer,) = storages(parameters)
+    live = [gpu.trace.storages[index] for address, index in gpu.recorder.live.items() if address == buffer]
+    gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[kind]
+    biases = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1) * 2 * gates * HIDDEN
+    matrices = sum(parameter.numel() for parameter in parameters if parameter.dim() == 2)
+    assert [storage.num_bytes for storage in live] == [4 * (matrices + biases)]
+    # The storages that the parameters had before are gone: nothing else lives.
+    assert gpu.recorder.live_bytes == live[0].num_bytes
+    assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters)
+    assert all(parameter.is_contiguous() and parameter.is_cuda for parameter in parameters)
+
+
+def test_a_projected_lstm_shares_one_buffer_too(gpu):
+    layer = nn.LSTM(INPUT, HIDDEN, proj_size=4).cuda()
+    assert len(storages(layer.parameters())) == 1
+    assert layer.weight_hr_l0.shape == (4, HIDDEN)
+    output, (h, c) = layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"))
+    assert (output.shape, h.shape, c.shape) == ((STEPS, BATCH, 4), (1, BATCH, 4), (1, BATCH, HIDDEN))
+    output.sum().backward()
+    assert layer.weight_hr_l0.grad.shape == (4, HIDDEN)
+
+
+def test_an_lstm_makes_its_output_states_and_what_the_backward_needs(gpu):
+    layer = nn.LSTM(INPUT, HIDDEN).cuda()
+    data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
+    first = len(gpu.trace.storages)
+    layer(data)
+    state = 4 * BATCH * HIDDEN
+    assert made(gpu, first) == [4 * STEPS * BATCH * HIDDEN, state, state, 4 * STEPS * BATCH * HIDDEN * 5]
+    assert made(gpu, first, hidden=True) == []
+    assert any("reserve space" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_a_gru_of_two_layers_in_both_directions_keeps_the_output_between_them(gpu):
+    layer = nn.GRU(INPUT, HIDDEN, num_layers=2, bidirectional=True).cuda()
+    data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
+    first = len(gpu.trace.storages)
+    output, state = layer(data)
+    assert output.shape == (STEPS, BATCH, 2 * HIDDEN)
+    assert state.shape == (4, BATCH, HIDDEN)
+    kept = 4 * STEPS * BATCH * 2 * (2 * 4 * HIDDEN + HIDDEN)
+    assert made(gpu, first) == [4 * output.numel(), 4 * state.numel(), kept]
+
+
+def test_evaluation_keeps_nothing_for_a_backward(gpu):
+    layer = nn.LSTM(INPUT, HIDDEN).cuda().eval()
+    data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
+    first = len(gpu.trace.storages)
+    with torch.no_grad():
+        layer(data)
+    assert made(gpu, first) == [4 * STEPS * BATCH * HIDDEN, 4 * BATCH * HIDDEN, 4 * BATCH * HIDDEN]
+
+
+def test_a_batch_first_layer_copies_its_input_and_returns_a_transposed_output(gpu):
+    layer = nn.GRU(INPUT, HIDDEN, batch_first=True).cuda()
+    data = torch.randn(BATCH, STEPS, INPUT, device="cuda", requires_grad=True)
+    first = len(gpu.trace.storages)
+    output, _ = layer(data)
+    assert made(gpu, first, hidden=True) == [4 * data.numel()]
+    assert output.shape == (BATCH, STEPS, HIDDEN)
+    assert output.stride() == (HIDDEN, BATCH * HIDDEN, 1)
+    output.sum().backward()
+    assert data.grad.shape == data.shape
+
+
+def test_gradients_of_all_weights_are_parts_of_one_buffer(gpu):
+    layer = nn.LSTM(INPUT, HIDDEN, num_layers=2).cuda()
+    output, _ = layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"))
+    first = len(gpu.trace.storages)
+    output.backward(torch.ones_like(output))
+    grads = [parameter.grad for parameter in layer.parameters()]
+    (shared,) = storages(grads)
+    assert shared
+    assert all(grad.shape == parameter.shape for grad, parameter in zip(grads, layer.parameters(), strict=True))
+    weights = 4 * sum(parameter.numel() for parameter in layer.parameters())
+    state = 4 * 2 * BATCH * HIDDEN
+    assert made(gpu, first, "_cudnn_rnn_backward") == [4 * STEPS * BATCH * INPUT, state, state, weights]
+    # The gradients of the last states, which nobody used, are zeros for the time of the call.
+    assert made(gpu, first, "_cudnn_rnn_backward", hidden=True) == [state, state]
+    torch.optim.AdamW(layer.parameters()).step()
+    layer(torch.randn(STEPS, BATCH, INPUT, device="cuda"))[0].sum().backward()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_packed_sequences_run_their_rows_alone(gpu, batch_first):
+    layer = nn.LSTM(INPUT, HIDDEN, batch_first=batch_first).cuda()
+    data = torch.randn(BATCH, STEPS, INPUT, device="cuda", requires_grad=True)
+    padded = data if batch_first else data.transpose(0, 1).contiguous()
+    first = len(gpu.trace.storages)
+    packed = nn.utils.rnn.pack_padded_sequence(padded, torch.tensor([5, 3, 2]), batch_first=batch_first)
+    assert packed.data.shape == (10, INPUT)
+    # Two steps of three rows, one of two, two of one: rows that are not neighbours are copied before they are joined.
+    copies = [4 * INPUT * rows for rows in ((6, 2) if batch_first else (2,))]
+    assert made(gpu, first, "_pack_padded_sequence", hidden=True) == copies
+    first = len(gpu.trace.storages)
+    output, _ = layer(packed)
+    state = 4 * BATCH * HIDDEN
+    assert made(gpu, first) == [4 * 10 * HIDDEN, state, state, 4 * 10 * HIDDEN * 5]
+    result, lengths = nn.utils.rnn.pad_packed_sequence(output, batch_first=batch_first)
+    assert lengths.tolist() == [5, 3, 2]
+    result.sum().backward()
+    assert data.grad.shape == data.shape
+    assert not gpu.trace.mismatches
+
+
+def test_dropout_between_layers_keeps_its_state_once(gpu):
+    layer = nn.GRU(INPUT, HIDDEN, num_layers=2, dropout=0.1).cuda()
+    data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
+    first = len(gpu.trace.storages)
+    layer(data)
+    layer(data)
+    assert [storage.num_bytes for storage in gpu.trace.storages[first:]].count(2 << 20) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_copies_the_weights_into_a_half_precision_buffer(gpu, dtype):
+    layer = nn.LSTM(INPUT, HIDDEN).cuda()
+    data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
+    first = len(gpu.trace.storages)
+    with torch.autocast("cuda", dtype):
+        output, _ = layer(data)
+    assert output.dtype is dtype
+    buffer = 2 * sum(parameter.numel() for parameter in layer.parameters())
+    assert made(gpu, first, "zeros")[-1] == buffer
+    output.sum().backward()
+    assert all(parameter.grad.dtype is torch.float32 for parameter in layer.parameters())
+
+
+def test_weights_apart_are_copied_into_a_buffer_at_every_call(gpu):
+    weights = [parameter.detach().clone().requires_grad_() for parameter in nn.LSTM(INPUT, HIDDEN).cuda().parameters()]
+    data = torch.randn(STEPS, BATCH, INPUT, device="cuda")
+    state = torch.zeros(1, BATCH, HIDDEN, device="cuda")
+    first = len(gpu.trace.storages)
+    torch.lstm(data, (state, state), weights, True, 1, 0.0, True, False, False)[0].sum().backward()
+    assert made(gpu, first)[3] == 4 * sum(weight.numel() for weight in weights)
+    assert weights[0].grad.shape == weights[0].shape
+    assert any("copied into one" in sentence for sentence in gpu.trace.assumptions)
+
+
+@pytest.mark.parametrize("why", ["disabled", "bfloat16"])
+def test_without_cudnn_a_layer_runs_step_by_step(gpu, why):
+    with torch.backends.cudnn.flags(enabled=why != "disabled"):
+        layer = nn.LSTM(INPUT, HIDDEN).cuda()
+        if why == "bfloat16":
+            layer = layer.bfloat16()
+        assert len(storages(layer.parameters())) == 4
+        data = torch.randn(STEPS, BATCH, INPUT, device="cuda", dtype=layer.weight_ih_l0.dtype)
+        first = len(gpu.trace.storages)
+        layer(data)[0].sum().backward()
+    assert made(gpu, first) == []
+    assert layer.weight_ih_l0.grad.shape == layer.weight_ih_l0.shape

@@ -1,0 +1,225 @@
+"""Scratch memory of sorts, selections, scans, norms, embeddings and matrix products on the virtual GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
+from memprof.virtual.card import Card
+from memprof.virtual.kernels import hidden, norms, sorting
+
+CARD = Card((8, 0), 108, 2048, (2, 11))
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gpu():
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        yield gpu
+
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def made(gpu, first, op):
+    return [
+        storage.num_bytes
+        for storage in gpu.trace.storages[first:]
+        if storage.hidden and gpu.trace.op(storage) == f"aten.{op}"
+    ]
+
+
+# -- sorts -------------------------------------------------------------------------------------------------------------
+
+
+def test_cubs_sort_takes_nothing_of_note_for_one_tile_and_copies_of_keys_and_values_beyond():
+    assert sorting.radix_sort_scratch(512, 8, 8, 20) == 1  # as recorded with 512 indices
+    # 8-byte keys: 384 threads of 10 items; 4 passes. 27 tiles of 256 counters, digits of every pass, two copies.
+    count = 100_000
+    parts = [4 * 256 * 4, 27 * 256 * 4, 8 * count, 8 * count, 16]
+    assert sorting.radix_sort_scratch(count, 8, 8, 32) == sum(-(-part // 256) * 256 for part in parts) + 255
+    # With one pass there is nothing to exchange.
+    assert sorting.radix_sort_scratch(count, 8, 8, 8) == 1024 + 27 * 1024 + 256 + 255
+
+
+def test_short_slices_are_sorted_in_place_with_a_range():
+    assert sorting.sort((empty(8, 4096),), CARD) == [8 * 4096]
+
+
+def test_one_long_slice_takes_a_range_and_cubs_scratch():
+    assert sorting.sort((empty(128_256),), CARD) == [8 * 128_256, sorting.radix_sort_scratch(128_256, 4, 8, 32)]
+
+
+def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
+    few = sorting.sort((empty(4, 32_000), -1), CARD)
+    assert few[:3] == [8 * 128_000, 8 * 128_000, 4 * 128_000]
+    many = sorting.sort((empty(200, 32_000), -1), CARD)
+    assert many[0] == 8 * 6_400_000
+    assert 12 * 6_400_000 <= many[1] <= 12 * 6_400_000 + 1024
+
+
+def test_a_sort_along_another_dimension_copies_first():
+    count = 5000 * 4
+    assert sorting.sort((empty(5000, 4), 0), CARD)[:3] == [4 * count, 4 * count, 8 * count]
+
+
+def test_topk_of_few_experts_takes_nothing_and_of_a_vocabulary_a_little():
+    assert sorting.topk((empty(8192, 128), 8), CARD) == []
+    sizes = sorting.topk((empty(1, 128_256), 50), CARD)
+    # 128,256 values over 108 x 6 blocks of 256 threads: 4 values a thread, 126 blocks.
+    assert sizes[:7] == [4, 4, 8, 8, 126 * 512, 4 * 126, 4 * 126]
+
+
+def test_a_scan_copies_a_strided_input_and_takes_status_words_where_it_is_alone():
+    assert sorting.scan((empty(4, 8).t(), 1), CARD) == [128]
+    assert sorting.scan((empty(4, 8), 1), CARD) == []
+    assert sorting.scan((empty(19_200), 0), CARD) == [8 * 42 + 48 + 128 + 255]  # 10 tiles and 32 spare, rounded to 256
+
+
+def test_sampling_takes_a_variate_for_each_probability(gpu):
+    weights = torch.rand(4, 32_000, device="cuda")
+    first = len(gpu.trace.storages)
+    torch.multinomial(weights, 1)
+    assert made(gpu, first, "multinomial") == [4 * 4 * 32_000]
+
+
+def test_a_permutation_sorts_random_keys(gpu):
+    first = len(gpu.trace.storages)
+    torch.randperm(100_000, device="cuda")
+    assert made(gpu, first, "randperm")[:3] == [800_000, 800_000, 800_000]
+    first = len(gpu.trace.storages)
+    torch.randperm(1000, device="cuda")  # 24 bits do for so few
+    assert made(gpu, first, "randperm") == [8000, 4000, 4000, 1]
+
+
+def test_indices_of_a_mask_are_one_tensor(gpu):
+    data = torch.randn(64, 64, device="cuda")
+    mask = torch.arange(64 * 64, device="cuda").view(64, 64) % 2 == 0
+    first = len(gpu.trace.storages)
+    assert data[mask].shape == (2048,)
+    nonzero = [s.num_bytes for s in gpu.trace.storages[first:] if gpu.trace.op(s) == "aten.nonzero"]
+    assert nonzero == [2 * 2048 * 8]
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_backward_of_very_many_short_rows_sums_in_blocks():
+    rows, width = 131_072, 256
+    args = (None, empty(rows, width), [width], None, None, None, None, [True, True, True])
+    sizes = norms.layer_norm_backward(args, CARD)
+    assert sizes[:2] == [4096 * width * 4] * 2  # 32 rows a block: 4,096 blocks in each of 8 columns of blocks
+    assert norms.layer_norm_backward((*args[:7], [True, False, False]), CARD) == []
+    few = (None, empty(65_536, width), *args[2:])
+    assert norms.layer_norm_backward(few, CARD) == []
+    wide = (None, empty(rows, 4096), [4096], *args[3:])
+    assert norms.layer_norm_backward(wide, CARD) == []
+
+
+def test_the_backward_of_rms_norm_does_so_for_one_parameter():
+    args = (None, empty(131_072, 128, dtype=torch.bfloat16), [128], None, None, [True, True])
+    assert norms.rms_norm_backward(args, CARD)[0] == 4096 * 128 * 2
+
+
+def test_group_norm_takes_factors_for_every_channel(gpu):
+    layer = nn.GroupNorm(4, 16).cuda()
+    data = torch.randn(2, 16, 8, 8, device="cuda", requires_grad=True)
+    first = len(gpu.trace.storages)
+    result = layer(data)
+    assert made(gpu, first, "native_group_norm") == [4 * 32, 4 * 32]
+    result.backward(torch.ones_like(result))
+    assert made(gpu, first, "native_group_norm_backward") == [128, 128, 128, 4 * 8, 4 * 8]
+
+
+def test_a_strided_gradient_of_layer_norm_is_copied(gpu):
+    layer = nn.LayerNorm(8).cuda()
+    result = layer(torch.randn(4, 6, 8, device="cuda"))
+    first = len(gpu.trace.storages)
+    result.transpose(0, 1).backward(torch.ones(6, 4, 8, device="cuda"))
+    assert made(gpu, first, "native_layer_norm_backward") == [4 * 192]
+
+
+# -- the others --------------------------------------------------------------------------------------------------------
+
+
+def test_clipping_gradients_takes_a_norm_for_every_chunk(gpu):
+    parameters = [nn.Parameter(torch.zeros(size, device="cuda")) for size in (200_000, 10)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    first = len(gpu.trace.storages)
+    nn.utils.clip_grad_norm_(parameters, 1.0)
+    assert made(gpu, first, "_foreach_norm")[0] == 4 * 2 * 4  # the larger has four chunks of 65,536
+
+
+def test_few_indices_of_an_embedding_take_nothing(gpu):
+    table = nn.Embedding(100, 16).cuda()
+    first = len(gpu.trace.storages)
+    table(torch.zeros(3072, dtype=torch.int64, device="cuda")).sum().backward()
+    assert made(gpu, first, "embedding_dense_backward") == [4 * 3072 * 16]  # its gradient, an expanded number, copied
+
+
+def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gpu):
+    table = nn.Embedding(1000, 16, dtype=torch.bfloat16).cuda()
+    indices = torch.zeros(4000, dtype=torch.int64, device="cuda")
+    grad = torch.ones(4000, 16, device="cuda", dtype=torch.bfloat16)
+    result = table(indices)
+    first = len(gpu.trace.storages)
+    result.backward(grad)
+    sizes = made(gpu, first, "embedding_dense_backward")
+    assert sizes[:3] == [32_000] * 3
+    assert sizes[3] == sorting.radix_sort_scratch(4000, 8, 8, 64)
+    # 4,000 / 10 and at most 1,000 different ones: 1,400 rows of 16 in float32.
+    assert sizes[-2:] == [8 * 1400, 4 * 1400 * 16]
+    assert sizes[4] == 32_000
+    live = gpu.recorder.live_bytes
+    parts = [table.weight, table.weight.grad, indices, grad, result]
+    assert live == sum(part.numel() * part.element_size() for part in parts)
+
+
+def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
+    index = empty(10_000, dtype=torch.int64)
+    sizes = hidden.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True), CARD)
+    assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "copied"),
+    [
+        (empty(8, 16), False),
+        (empty(16, 8).t(), False),
+        (empty(8, 32)[:, :16], False),
+        (empty(8, 32)[:, ::2], True),
+        (empty(1, 16).expand(8, 16), True),
+        (empty(1, 32)[:, :16], False),
+        (empty(3, 8, 16), False),
+        (empty(1, 8, 16).expand(3, 8, 16), False),
+        (empty(3, 8, 1).expand(3, 8, 16), True),
+    ],
+)
+def test_cublas_copies_matrices_without_neighbours_in_rows_or_columns(matrix, copied):
+    other = empty(*matrix.shape[:-2], 16, 4)
+    op = torch.ops.aten.mm if matrix.dim() == 2 else torch.ops.aten.bmm
+    assert hidden.INPUT_COPIES[op]((matrix, other)) == ([4 * matrix.numel()] if copied else [])
+
+
+def test_a_copy_for_cublas_lives_while_the_product_is_made(gpu):
+    data = torch.randn(8, 32, device="cuda")[:, ::2]
+    other = torch.randn(16, 4, device="cuda")
+    first, before = len(gpu.trace.storages), gpu.recorder.live_bytes
+    product = data @ other
+    assert made(gpu, first, "mm") == [4 * 8 * 16]
+    assert gpu.recorder.live_bytes - before == 4 * product.numel()
+
+
+def test_nothing_hidden_is_counted_on_request():
+    with VirtualGpu(find_gpu("a100-80gb"), tensors_only=True) as gpu:
+        table = nn.Embedding(1000, 16).cuda()
+        table(torch.zeros(4000, dtype=torch.int64, device="cuda")).sum().backward()
+        nn.LSTM(16, 8).cuda()(torch.randn(4, 2, 16, device="cuda"))[0].sum().backward()
+        nn.Conv2d(3, 4, 3).cuda()(torch.randn(2, 3, 8, 8, device="cuda")).sum().backward()
+        torch.randn(5000, 4, device="cuda").sort(0)
+        assert not any(storage.hidden for storage in gpu.trace.storages)

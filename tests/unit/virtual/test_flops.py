@@ -1,0 +1,105 @@
+"""The work of a run, counted on the virtual GPU, against torch's own counter on real tensors."""
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import memprof
+from memprof.trace.events import GPU, HOST
+from memprof.virtual.flops import _formulas
+
+
+def total(trace, name):
+    return sum(getattr(work, name) * work.calls for work in trace.work)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def convolutional():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2), nn.Flatten(), nn.Linear(4 * 36, 5)
+    )
+
+
+def step_llama(model, device):
+    ids = torch.arange(40, device=device).reshape(2, 20)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def step_convolutional(model, device):
+    model(torch.zeros(2, 3, 16, 16, device=device)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("build", "step"), [(llama, step_llama), (convolutional, step_convolutional)], ids=["llama", "convolutional"]
+)
+def test_operations_are_those_of_torchs_counter(build, step):
+    with FlopCounterMode(display=False) as counter:
+        step(build(), "cpu")
+    with memprof.virtual_gpu() as gpu:
+        step(build().to("cuda"), "cuda")
+    assert total(gpu.trace, "operations") == counter.get_total_flops() > 0
+
+
+def test_causal_attention_does_half_the_work():
+    counts = []
+    for causal in (False, True):
+        with memprof.virtual_gpu() as gpu:
+            q, k, v = (torch.zeros(1, 4, 256, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        counts.append(total(gpu.trace, "operations"))
+    assert counts == [4 * 4 * 256 * 256 * 64, 2 * 4 * 256 * 256 * 64]
+
+
+def test_bytes_over_the_bus():
+    megabytes = 3
+    with memprof.virtual_gpu() as gpu:
+        host = torch.zeros(megabytes << 20, dtype=torch.uint8)
+        device = host.to("cuda")
+        host.copy_(device)
+        device.copy_(host)
+        device.to("cpu")
+        device.clone()
+    assert total(gpu.trace, "to_device_bytes") == 2 * megabytes << 20
+    assert total(gpu.trace, "to_host_bytes") == 2 * megabytes << 20
+
+
+def test_bytes_read_and_written():
+    with memprof.virtual_gpu() as gpu:
+        a = torch.empty(1000, dtype=torch.float32, device="cuda")
+        a + a.expand(1000)
+        a.mul_(2)
+        torch.empty(1, device="cuda").expand(1000) + a
+    by_op = Counter()
+    for work in gpu.trace.work:
+        by_op[gpu.trace.ops[work.op]] += work.num_bytes * work.calls
+    assert by_op["aten.mul_"] == 8000
+    assert by_op["aten.add"] == 12_000 + 4 + 8000  # what is expanded is read once
+
+
+def test_work_on_the_host_is_the_hosts():
+    with memprof.virtual_gpu() as gpu:
+        big = torch.zeros(1 << 20)
+        big.mul_(2)
+    assert any(work.device == HOST for work in gpu.trace.work)
+    assert not any(work.device == GPU and work.num_bytes for work in gpu.trace.work)
+
+
+def test_an_overload_that_torch_has_no_formula_for_counts():
+    with memprof.virtual_gpu() as gpu:
+        left = torch.zeros(8, 16, dtype=torch.bfloat16, device="cuda")
+        right = torch.zeros(16, 4, dtype=torch.bfloat16, device="cuda")
+        total_sum = torch.zeros(8, 4, device="cuda")
+        torch.addmm(total_sum, left, right, out_dtype=torch.float32)
+    assert total(gpu.trace, "operations") == 2 * 8 * 16 * 4
+    assert torch.ops.aten.addmm in _formulas()

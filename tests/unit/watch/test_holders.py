@@ -1,0 +1,194 @@
+"""Who keeps what piles up, in small programs on the virtual GPU."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import memprof
+from memprof.trace.events import Holder, Trace
+from memprof.watch import holders
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, retain: bool = False) -> torch.Tensor:
+    loss = functional.cross_entropy(
+        model(torch.randn(512, 64, device="cuda")), torch.zeros(512, dtype=torch.long, device="cuda")
+    )
+    loss.backward(retain_graph=retain)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(64, 1000).cuda()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def run(program: Callable[[], Any]) -> Trace:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        program()
+    return gpu.trace
+
+
+def only(trace: Trace) -> Holder:
+    (holder,) = trace.holders
+    return holder
+
+
+def in_a_list() -> None:
+    model, optimizer = parts()
+    losses = []
+    for _ in range(4):
+        losses.append(step(model, optimizer))  # kept  # noqa: PERF401
+
+
+def in_a_sum() -> None:
+    model, optimizer = parts()
+    total = 0
+    for _ in range(4):
+        total += step(model, optimizer)  # kept
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+
+    def add(self, value: torch.Tensor) -> None:
+        self.values[len(self.values)] = (value, "loss")  # kept
+
+
+def in_an_object() -> None:
+    model, optimizer = parts()
+    meter = Meter()
+    for _ in range(4):
+        meter.add(step(model, optimizer))
+
+
+def in_a_sum_of_an_object() -> None:
+    model, optimizer = parts()
+    meter = Meter()
+    meter.total = 0
+    for _ in range(4):
+        meter.total = meter.total + step(model, optimizer)
+
+
+def in_a_hook() -> None:
+    model, optimizer = parts()
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(output))  # kept
+    for _ in range(4):
+        step(model, optimizer)
+
+
+def in_one_tensor() -> None:
+    model, optimizer = parts()
+    everything = torch.empty(0, device="cuda")
+    for _ in range(4):
+        loss = step(model, optimizer).detach()
+        everything = torch.cat([everything, loss.expand(512)])  # kept
+
+
+def line_of(code: Any) -> str:
+    lines, first = inspect.getsourcelines(code)
+    offset = next(number for number, line in enumerate(lines) if "# kept" in line)
+    return f"{__file__}:{first + offset} "
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "name", "filled_in"),
+    [
+        (in_a_list, "list", "losses", in_a_list),
+        (in_a_sum, "", "total", in_a_sum),
+        (in_an_object, "dict", "Meter.values", Meter.add),
+        (in_a_hook, "list", "seen", in_a_hook),
+        (in_one_tensor, "", "everything", in_one_tensor),
+    ],
+)
+def test_names_and_lines(program: Callable[[], None], kind: str, name: str, filled_in: Any) -> None:
+    holder = only(run(program))
+    assert (holder.kind, holder.name, holder.fills) == (kind, name, True)
+    assert holder.source is not None and holder.source.startswith(line_of(filled_in))
+
+
+def test_a_sum_in_an_object() -> None:
+    holder = only(run(in_a_sum_of_an_object))
+    assert (holder.kind, holder.name, holder.node_steps) == ("", "Meter.total", 2)
+
+
+def test_graphs_are_counted() -> None:
+    summed, listed = only(run(in_a_sum)), only(run(in_a_list))
+    # Of each step the loss, log-softmax, the linear layer and its transposed weight; the nodes of the two parameters
+    # are those of all steps. One loss has been summed when the second step ends, two are kept when the third does.
+    assert (summed.nodes, summed.node_steps) == (1 + 4 + 2, 2)
+    assert (listed.nodes, listed.node_steps) == (2 * 4 + 2, 2)
+    assert only(run(in_one_tensor)).nodes == 0
+
+
+def test_what_each_step_lets_go_of_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(holders.Search, "holders_of", fail)
+
+    def clean() -> None:
+        model, optimizer = parts()
+        numbers, before = [], None
+        for _ in range(5):
+            loss = step(model, optimizer)
+            numbers.append(loss.item())
+            before = loss  # noqa: F841
+
+    assert not run(clean).holders
+
+
+def test_a_limit_is_noted() -> None:
+    def window() -> None:
+        model, optimizer = parts()
+        last = collections.deque(maxlen=3)
+        for _ in range(4):
+            last.append(step(model, optimizer))
+
+    holder = only(run(window))
+    assert (holder.kind, holder.name, holder.limit) == ("deque", "last", 3)
+
+
+def test_looking_keeps_nothing_alive() -> None:
+    """A frame that was asked for its variables would keep them, and frees would be seen late."""
+
+    def program(keep: bool) -> None:
+        model, optimizer = parts()
+        losses = []
+        for _ in range(5):
+            loss = step(model, optimizer)
+            if keep:
+                losses.append(loss.detach()[None])
+            del loss
+
+    def frees(trace: Trace) -> list[tuple[int, int]]:
+        return [(time, event.ref) for time, event in enumerate(trace.events) if event.kind == 1]
+
+    watched = run(lambda: program(True))
+    assert watched.holders
+    patched = pytest.MonkeyPatch()
+    with patched.context() as patch:
+        patch.setattr(holders.Search, "holders_of", lambda self, targets: [])
+        patch.setattr(holders.Search, "running_sums", lambda self: [])
+        unwatched = run(lambda: program(True))
+    assert not unwatched.holders
+    assert frees(watched) == frees(unwatched)
+
+
+def test_the_workloads_of_memprof_are_not_watched() -> None:
+    from memprof.flows.profile import profile
+    from memprof.spec import TargetSpec
+
+    trace, _ = profile(TargetSpec(model="gpt2", context_length=16, steps=3))
+    assert not trace.forwards and not trace.holders
