@@ -15,7 +15,7 @@ from torch import nn
 from memprof.errors import MemprofError, UsageError
 from memprof.remedy_catalog import check_conflicts, find_remedies, options_by_remedy
 
-_PACKAGE = "memprof.remedies.applied"
+_PACKAGE = __package__
 _INSTALLERS = {
     "expandable-segments": "expandable_segments.install",
     "device-placement": "device_placement.install",

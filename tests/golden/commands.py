@@ -1,0 +1,95 @@
+"""What commands answer in JSON, as it was before the layout of the package changed: run, and made comparable.
+
+    python -m tests.golden.commands            # writes tests/golden/unchanged/*.json anew
+
+The files were taken at commit 47a6224 (`PYTHONPATH=CHECKOUT python -m tests.golden.commands`). A command that is to say
+something else from now on has its file written anew, in the commit that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+KEPT = HERE / "unchanged"
+PROGRAM = KEPT / "program.py"
+
+_TINY = "--model gpt2 --context-length 64 --batch-size 2"
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "profile": (f"profile {_TINY} --json",),
+    "profile-lora": (
+        "profile --model pythia-70m --context-length 96 --adapter lora --dtype bfloat16 --gradient-accumulation 2 "
+        "--activation-checkpointing --json",
+    ),
+    "profile-generates": ("profile --model gpt2 --context-length 32 --mode inference --new-tokens 4 --json",),
+    "profile-does-not-fit": ("profile --model llama-3.1-8b --context-length 512 --gpu rtx-4090 --json",),
+    "profile-fix": (f"profile {_TINY} --vocab-size 30000 --fix chunked-loss,fused-optimizer --json",),
+    "profile-ladder": ("profile --model gpt2 --context-length 256 --batch-size 4 --gpu-vram 2.5 --ladder --json",),
+    "run": ("run --steps 3 --json program.py",),
+    "run-until-exit": ("run --until-exit --json program.py",),
+    "analyze": (f"profile {_TINY} --save a.memprof --json", "analyze a.memprof --json"),
+    "compare": (
+        f"profile {_TINY} --save a.memprof --json",
+        f"profile {_TINY} --fix chunked-loss --steps 3 --save b.memprof --json",
+        "compare a.memprof b.memprof --json",
+    ),
+    "estimate": ("estimate --model llama-3.1-8b --context-length 4096 --json",),
+}
+"""Name of a file -> commands, of which the last one's answer is kept."""
+
+
+def answer(name: str) -> object:
+    """What the last command of `name` says, without what differs from machine to machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(PROGRAM, folder)
+        for command in COMMANDS[name]:
+            done = subprocess.run(
+                [sys.executable, "-m", "memprof", *command.split()],
+                cwd=folder,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, (_checkout(), os.environ.get("PYTHONPATH")))),
+                },
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode not in (0, 1, 3):
+                raise RuntimeError(f"{command}: {done.stderr}")
+        return comparable(json.loads(done.stdout), folder)
+
+
+def _checkout() -> str:
+    return os.environ.get("MEMPROF_CHECKOUT", str(HERE.parents[1]))
+
+
+def comparable(document: object, folder: str) -> object:
+    """Without paths of this machine, and versions of memprof."""
+    if isinstance(document, dict):
+        return {key: comparable(value, folder) for key, value in document.items() if key != "memprof_version"}
+    if isinstance(document, list):
+        values = [comparable(value, folder) for value in document]
+        if all(isinstance(value, dict) and "key" in value for value in values):  # equal ones stand in order of paths
+            values.sort(key=lambda value: json.dumps(value, sort_keys=True))
+        return values
+    if isinstance(document, str):
+        text = document.replace(os.path.realpath(folder), "FOLDER").replace(folder, "FOLDER")
+        return re.sub(r"/[^ ]*/(site-packages|memprof|lib/python3\.\d+)/", r"\1/", text)
+    return document
+
+
+def main() -> None:
+    """Write every file anew."""
+    for name in sys.argv[1:] or COMMANDS:
+        (KEPT / f"{name}.json").write_text(json.dumps(answer(name), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""What commands answer in JSON is what they answered before the package was laid out anew (commit 47a6224)."""
+
+import json
+from importlib.metadata import version
+
+import pytest
+
+from tests.golden.commands import COMMANDS, KEPT, answer
+
+TAKEN_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_json_is_as_before(name):
+    for package, taken in TAKEN_WITH.items():
+        if version(package).partition("+")[0] != taken:
+            pytest.skip(f"the files were taken with {package} {taken}, and {version(package)} is installed")
+    assert answer(name) == json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
