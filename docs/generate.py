@@ -131,19 +131,19 @@ def output_of(command: str) -> str | None:
     allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # whatever is set here, the defaults are shown
     inherited = {name: value for name, value in os.environ.items() if name not in allocator}
     environment = {**inherited, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *programs[program], *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == 4:
+    exit_code, stdout, stderr = _python([*programs[program], *arguments], environment)
+    if exit_code == 4:
         return None
-    if done.returncode not in (0, 3):
-        raise RuntimeError(f"{command!r} failed with exit code {done.returncode}:\n{done.stderr}")
-    return "\n".join(line.rstrip() for line in done.stdout.strip("\n").splitlines())
+    if exit_code not in (0, 3):
+        raise RuntimeError(f"{command!r} failed with exit code {exit_code}:\n{stderr}")
+    return "\n".join(line.rstrip() for line in stdout.strip("\n").splitlines())
+
+
+def _python(arguments: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python ARGUMENTS` in the checkout."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 def pages_with_outputs() -> list[Path]:

@@ -15,6 +15,7 @@ from specs import AFTER, BEFORE, MERGED
 
 from memprof.flows import profile as pipeline
 from memprof.units import format_bytes
+from memprof.workload.npt import RankOneDeltas
 
 
 def main() -> None:
@@ -32,11 +33,15 @@ def main() -> None:
         print(textwrap.fill(claim.right, 100, initial_indent="  ", subsequent_indent="  "))
     if clock:
         print("\nOn this CPU, one component\n")
-        made = audit.component("merged")
-        for init in ("orthogonal", "fast"):
-            print(f"initialisation, {init:<12}{audit.initialisation_seconds(made, init):8.2f} s")
-        for combine, seconds in audit.forward_seconds(made).items():
-            print(f"forward, {combine:<19}{seconds:8.2f} s")
+        show_times(audit.component("merged"))
+
+
+def show_times(made: RankOneDeltas) -> None:
+    """Seconds to fill a component's parameters, and of its forward."""
+    for init in ("orthogonal", "fast"):
+        print(f"initialisation, {init:<12}{audit.initialisation_seconds(made, init):8.2f} s")
+    for combine, seconds in audit.forward_seconds(made).items():
+        print(f"forward, {combine:<19}{seconds:8.2f} s")
 
 
 if __name__ == "__main__":

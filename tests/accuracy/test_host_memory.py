@@ -6,11 +6,11 @@ Each program runs in a process of its own, whose peak of resident memory is the 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.processes import python
 
 GIB = 1 << 30
 
@@ -65,10 +65,8 @@ def run(program: str) -> dict[str, Any]:
 
 def reports(program: str) -> list[dict[str, Any]]:
     """What `program` reports of each virtual GPU in turn."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = python("-c", PRELUDE + program)
+    assert done.exit_code == 0, done.stderr[-2000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
     for result in results:
         assert result["rss"] < 2 * GIB

@@ -9,30 +9,20 @@ torch.isin, which is one kernel there; what the CPU has beyond is named in cpu_t
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.accuracy.cpu_events import Call, Change
 from tests.accuracy.script_events import SCRIPTS, TO_CARD
 from tests.accuracy.script_matching import Matching, longest_common, match
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, python
 
 
 @pytest.fixture(scope="module")
 def matchings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Matching]:
     result = tmp_path_factory.mktemp("scripts") / "events"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.accuracy.script_events", str(result)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert not done.returncode, done.stderr[-4000:]
+    done = python("-m", "tests.accuracy.script_events", result, folder=ROOT, seconds=500)
+    assert not done.exit_code, done.stderr[-4000:]
     found = pickle.loads(result.read_bytes())
     return {name: match(sides["cpu"], sides["virtual"]) for name, sides in found.items()}
 

@@ -11,6 +11,7 @@ import textwrap
 import pytest
 
 from memprof.remedies import from_outside
+from tests.processes import Done, python
 
 TRAIN = """
 import sys
@@ -44,15 +45,14 @@ def script(tmp_path, monkeypatch):
     return write
 
 
-def started(*arguments: str, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "memprof", "run", *arguments], capture_output=True, text=True, check=False, **options
-    )
+def started(*arguments: str, seconds: float = 300) -> Done:
+    return python("-m", "memprof", "run", *arguments, seconds=seconds)
 
 
 def test_in_a_process_of_its_own(script):
     """stdout has the script's words, then the report."""
-    done = started("--gpu", "rtx-4090", script(), "256", "32", "--debug")
+    command = [sys.executable, "-m", "memprof", "run", "--gpu", "rtx-4090", script(), "256", "32", "--debug"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     lines = done.stdout.splitlines()
@@ -111,7 +111,7 @@ def test_the_report_is_on_stdout_wherever_the_script_writes(script, tmp_path, ho
         """
     )
     done = started(*json_options, "--save", "run.memprof", name)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     if json_options:
         assert json.loads(done.stdout)["program"]["ended"] == "exit"
     else:
@@ -272,8 +272,8 @@ def test_a_thread_that_sees_no_card_ends_the_run(script):
             except Exception:
                 print("survived")
     """)
-    done = started(waiting, timeout=60)
-    assert done.returncode == 1
+    done = started(waiting, seconds=60)
+    assert done.exit_code == 1
     assert "memprof: raised in thread 'producer': threads of the program's own do not see the virtual" in done.stderr
     assert "train.py:11: CUDA was used in a thread" in " ".join(done.stdout.split())
 
@@ -297,8 +297,8 @@ def test_a_stopped_script_is_not_held_by_its_threads(script):
             model(batches.get().cuda()).sum().backward()
             optimizer.step()
     """)
-    done = started(waiting, timeout=60)
-    assert done.returncode == 0 and "stopped after 2 training steps" in done.stdout
+    done = started(waiting, seconds=60)
+    assert done.exit_code == 0 and "stopped after 2 training steps" in done.stdout
 
 
 def test_a_thread_that_dies_of_something_else_is_the_programs_own(script):
@@ -312,8 +312,8 @@ def test_a_thread_that_dies_of_something_else_is_the_programs_own(script):
         torch.ones(4, device="cuda")
         print("went on")
     """)
-    done = started(dying, timeout=60)
-    assert done.returncode == 0 and "went on" in done.stdout and "ran to its end" in done.stdout
+    done = started(dying, seconds=60)
+    assert done.exit_code == 0 and "went on" in done.stdout and "ran to its end" in done.stdout
     assert "KeyError: 'missing'" in done.stderr
 
 

@@ -13,8 +13,8 @@ import typer
 
 import memprof
 from memprof.cli.main import app
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -23,6 +23,7 @@ def _generate():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module._python = lambda arguments, environment: python(*arguments, folder=ROOT, env=environment)[:3]
     return module
 
 

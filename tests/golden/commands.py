@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -45,25 +46,24 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 """Name of a file -> commands, of which the last one's answer is kept."""
 
 
-def answer(name: str) -> object:
+def run_alone(arguments: list[str], folder: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python ARGUMENTS`, in a new process with the checkout to be asked."""
+    path = os.pathsep.join(filter(None, (_checkout(), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def answer(name: str, run: Callable[[list[str], str], tuple[int, str, str]] = run_alone) -> object:
     """What the last command of `name` says, without what differs from machine to machine."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(PROGRAM, folder)
         for command in COMMANDS[name]:
-            done = subprocess.run(
-                [sys.executable, "-m", "memprof", *command.split()],
-                cwd=folder,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, (_checkout(), os.environ.get("PYTHONPATH")))),
-                },
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode not in (0, 1, 3):
-                raise RuntimeError(f"{command}: {done.stderr}")
-        return comparable(json.loads(done.stdout), folder)
+            exit_code, stdout, stderr = run(["-m", "memprof", *command.split()], folder)
+            if exit_code not in (0, 1, 3):
+                raise RuntimeError(f"{command}: {stderr}")
+        return comparable(json.loads(stdout), folder)
 
 
 def _checkout() -> str:

@@ -2,12 +2,18 @@
 
 import json
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from tests.golden.commands import COMMANDS, KEPT, answer
+from tests.processes import python
 
 TAKEN_WITH = {"torch": "2.13.0", "transformers": "5.23.0"}
+
+
+def run(arguments, folder):
+    return python(*arguments, folder=Path(folder))[:3]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -15,4 +21,4 @@ def test_json_is_as_before(name):
     for package, taken in TAKEN_WITH.items():
         if version(package).partition("+")[0] != taken:
             pytest.skip(f"the files were taken with {package} {taken}, and {version(package)} is installed")
-    assert answer(name) == json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
+    assert answer(name, run) == json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, python
+
 PAGES = ROOT / "docs" / "case-studies"
 LIMIT_SECONDS = 120
+_STRICT = r"""
+import runpy, sys, warnings
+warnings.filterwarnings("error", category=UserWarning, module=r"audit\Z")
+sys.argv[:1] = ["memprof", "recipes", "run"]
+runpy.run_module("memprof", run_name="__main__")
+"""
+"""`memprof recipes run ...`, in which a warning about a line of the recipe's audit is an error."""
 
 
 class Output(str):
@@ -42,20 +46,11 @@ def _words(text: str) -> list[str]:
 
 
 def _run(name: str, *arguments: str) -> Output:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:audit", "-m", "memprof", "recipes", "run", name, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=8 * LIMIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", _STRICT, name, *arguments, folder=ROOT, seconds=8 * LIMIT_SECONDS)
+    assert done.exit_code == 0, done.stderr
     assert not done.stderr
     # Two minutes on two idle cores; the wall clock of a machine that does other things too would say nothing.
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime < 2 * LIMIT_SECONDS
+    assert done.processor_seconds < 2 * LIMIT_SECONDS
     return Output(re.sub(r"\n  (?=\S)", " ", done.stdout))
 
 

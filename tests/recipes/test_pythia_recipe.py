@@ -6,10 +6,8 @@ import collections
 import importlib.util
 import json
 import re
-import resource
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,8 +17,8 @@ from hypothesis import strategies as st
 
 from memprof.corpus import Frequencies
 from memprof.flows import profile as pipeline
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "2-pythia-vocabulary"
 LIMIT_SECONDS = 120
 
@@ -42,16 +40,11 @@ def load(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, RECIPE / "run.py"],
-        capture_output=True, text=True, cwd=ROOT, timeout=8 * LIMIT_SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python(RECIPE / "run.py", folder=ROOT, seconds=8 * LIMIT_SECONDS)
+    assert done.exit_code == 0, done.stderr
     assert not done.stderr
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Two minutes on two idle cores; the wall clock of a machine that does other things too would say nothing.
-    assert after.ru_utime - before.ru_utime < 2 * LIMIT_SECONDS
+    assert done.processor_seconds < 2 * LIMIT_SECONDS
     printed = done.stdout.splitlines()
     assert max(map(len, printed)) <= 100
     return printed
@@ -155,8 +148,8 @@ def test_without_triton_it_says_so_and_goes_on(tmp_path):
         "importlib.util.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a)\n"
         f"sys.path.insert(0, {str(RECIPE)!r}); import run; print(run.show_kernels())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", program)
+    assert done.exit_code == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first.startswith("Not run: Triton is not installed") and second == "None"
 

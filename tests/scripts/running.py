@@ -2,60 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import python
+
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRACKIO_DISABLED": "1"}
-_SECONDS = 300
-
-
-class Done(NamedTuple):
-    """A process that ended."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-
-@functools.cache
-def _server() -> subprocess.Popen[str]:
-    home = tempfile.mkdtemp(prefix="memprof-hf-")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.scripts.server"],
-        cwd=ROOT,
-        env={**os.environ, **_OFFLINE, "PYTHONPATH": str(ROOT), "HF_HOME": home},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    @atexit.register
-    def end() -> None:
-        server.kill()
-        shutil.rmtree(home, ignore_errors=True)
-
-    return server
-
-
-def python(module: str, *arguments: str, folder: Path) -> Done:
-    """`python -m module` in `folder`, without network, in a process that has the libraries already: see server.py."""
-    server = _server()
-    assert server.stdin and server.stdout
-    request = {"module": module, "arguments": arguments, "folder": str(folder), "seconds": _SECONDS}
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    exit_code = int(server.stdout.readline())
-    return Done(exit_code, *((folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")))
 
 
 def program(name: str, *arguments: str) -> list[str]:
@@ -66,14 +19,14 @@ def program(name: str, *arguments: str) -> list[str]:
 def run_twice(name: str, *arguments: str, folder: Path) -> dict[str, Any]:
     """See twice.py; its stderr is added."""
     result = folder / "result.json"
-    done = python("tests.scripts.twice", str(result), *program(name, *arguments), folder=folder)
+    done = python("-m", "tests.scripts.twice", str(result), *program(name, *arguments), folder=folder)
     assert result.exists(), done.stderr[-4000:]
     return {**json.loads(result.read_text(encoding="utf-8")), "stderr": done.stderr}
 
 
 def memprof_run(*options: str, of: list[str], folder: Path) -> tuple[int, dict[str, Any], str]:
     """Exit code, report and stderr of `memprof run --json`."""
-    done = python("memprof", "run", "--json", *options, *of, folder=folder)
+    done = python("-m", "memprof", "run", "--json", *options, *of, folder=folder)
     return done.exit_code, json.loads(done.stdout or "{}"), done.stderr
 
 

@@ -1,0 +1,82 @@
+"""Runs Python programs in processes of their own, forked after the libraries were imported, which takes most of a run.
+
+    python -m tests.process_server
+
+A request is a line of JSON on stdin: arguments as for `python`, environment, folder, files for stdout and stderr,
+seconds. The process ends as any process does: threads are waited for, buffers are written. The answer on stdout is a
+line of JSON as well: exit code, seconds of the processor.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+from typing import Any
+
+LIBRARIES = ("torch", "memprof.cli.run", "memprof.flows.script", "peft", "accelerate", "transformers.trainer")
+
+
+def run(request: dict[str, Any]) -> None:
+    """What `python ARGUMENTS` does, in a process that was forked for it."""
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    for number, name in enumerate((os.devnull, request["stdout"], request["stderr"])):
+        opened = os.open(name, os.O_RDWR | os.O_CREAT)
+        os.dup2(opened, number)
+        os.close(opened)
+    first, *rest = request["arguments"]
+    if first == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        code, *others = rest
+        sys.argv, sys.path[0] = ["-c", *others], ""
+        program = type(sys)("__main__")
+        sys.modules["__main__"] = program
+        exec(compile(code, "<string>", "exec"), vars(program))
+    else:
+        sys.argv, sys.path[0] = [first, *rest], os.path.dirname(os.path.abspath(first))
+        runpy.run_path(first, run_name="__main__")
+
+
+def wait(process: int, seconds: float) -> dict[str, float]:
+    """How a process ended, which is killed if it takes longer."""
+    end = time.monotonic() + seconds
+    while True:
+        done, status, used = os.wait4(process, os.WNOHANG)
+        if done:
+            return {"exit_code": os.waitstatus_to_exitcode(status), "processor_seconds": used.ru_utime}
+        if time.monotonic() > end:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    import torch
+
+    logging.disable(logging.NOTSET)
+    torch.set_num_threads(1)  # a process that forks has one
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        process = os.fork()
+        if not process:
+            run(request)
+            break
+        print(json.dumps(wait(process, request["seconds"])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
