@@ -1,4 +1,4 @@
-"""What every test shares: nothing may leak from one, where the project's shared data lies, how cores are divided.
+"""What every test shares: its lane, nothing may leak from one, where shared data lies, how cores are divided.
 
 Several workers on one machine share its cores. torch in each of them, and in each process that a test starts, would
 take all cores for itself, and two processes that both do so wait for each other.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,25 +20,118 @@ if _workers:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 
 
+_TESTS = Path(__file__).resolve().parent
+_SHARED = _TESTS.parents[1] / "shared"
+_NO_SHARED = "no shared data"
+
+_CHECK = ("unit", "golden", "cli/test_doctor.py", "cli/test_errors.py", "cli/test_estimate.py", "cli/test_vocab.py")
+"""`--lane check` is what lies here, tests of new files too; `make test` runs everything."""
+_NOT_IN_CHECK = (
+    "golden/test_unchanged.py",
+    "unit/monitor/test_probe.py",
+    "unit/remedies",
+    "unit/test_pytest_plugin.py",
+    "unit/workload",
+)
+"""... but for these, and for single tests with the marker `slow`."""
+_CHECK_SECONDS = 3.0
+"""What a test of `--lane check` may take of a processor; the summary names those that take more."""
+
 _SLOWEST = (
     "cli/test_verify.py",
     "accuracy/test_training_rows.py",
+    "recipes/",
+    "cli/test_run.py",
     "accuracy/test_operators_against_cpu.py",
-    "unit/workload/test_npt.py",
+    "accuracy/test_scripts_against_cpu.py",
     "cli/test_ladder.py",
     "docs/test_docs.py",
-    "recipes/",
     "cli/test_monitor.py",
+    "golden/test_unchanged.py",
+    "unit/workload/test_npt.py",
     "accuracy/",
+    "scripts/",
     "cli/",
     "unit/remedies/",
 )
 """Begin with these, slowest first: what begins last leaves the other workers without work until it ends."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--lane`."""
+    parser.addoption("--lane", choices=("check", "test"), default="test", help="check: what takes a minute; test: all")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In `--lane check` the other lane's files are not even imported."""
+    if config.getoption("--lane") != "check" or collection_path.is_dir():
+        return None
+
+    def among(places: tuple[str, ...]) -> bool:
+        return any(collection_path.is_relative_to(_TESTS / place) for place in places)
+
+    return True if among(_NOT_IN_CHECK) or not among(_CHECK) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow modules first; workers take modules in this order (`--no-loadscope-reorder`)."""
+    if config.getoption("--lane") == "check":
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     items.sort(key=lambda item: next((i for i, part in enumerate(_SLOWEST) if f"tests/{part}" in item.nodeid), 99))
+
+
+_since = 0.0
+
+
+def _processor_seconds() -> float:
+    """Of this process and the processes that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Every report says what its phase took of the processor."""
+    global _since
+    report = yield
+    now = _processor_seconds()
+    report.processor_seconds = now - _since
+    _since = now
+    return report
+
+
+def pytest_runtest_logstart() -> None:
+    """What came before is not this test's."""
+    global _since
+    _since = _processor_seconds()
+
+
+def pytest_report_header() -> str | None:
+    """Absent shared data is said at once."""
+    return None if _SHARED.is_dir() else f"!!! {_NO_SHARED}: {_SHARED} is not there, and what needs it does not run"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What did not run without shared data; what is too slow for its lane."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    if not _SHARED.is_dir():
+        skipped = [report for report in terminalreporter.getreports("skipped") if _NO_SHARED in str(report.longrepr)]
+        terminalreporter.write_sep(
+            "!", f"{_NO_SHARED}: {_SHARED} is not there, and {len(skipped)} tests did not run", red=True, bold=True
+        )
+    if config.getoption("--lane") == "check":
+        for report in reports:
+            seconds = getattr(report, "processor_seconds", 0.0)
+            if seconds > _CHECK_SECONDS:
+                terminalreporter.write_line(
+                    f"TOO SLOW for make check: {report.nodeid} ({report.when}) took {seconds:.1f} s of a processor: "
+                    "mark it slow, or name its file in tests/conftest.py",
+                    yellow=True,
+                )
 
 
 def _leaks() -> list[str]:
@@ -84,7 +177,6 @@ def libraries_are_no_garbage() -> None:
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """The folder of published measurements beside the checkout; it is not part of the repository."""
-    folder = Path(__file__).resolve().parents[2] / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"no shared data: {folder} is not there")
-    return folder
+    if not _SHARED.is_dir():
+        pytest.skip(f"{_NO_SHARED}: {_SHARED} is not there")
+    return _SHARED

@@ -10,7 +10,8 @@ from memprof.units import MIB
 from tests.accuracy import inference_rows
 from tests.accuracy.inference_rows import NEW_TOKENS, SHARED, Row
 
-pytestmark = pytest.mark.skipif(not (SHARED / "published_memory.csv").is_file(), reason="no published figures here")
+TABLE = SHARED / "published_memory.csv"
+pytestmark = pytest.mark.skipif(not TABLE.is_file(), reason=f"no shared data: {TABLE} is not there")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "accuracy.md"
 KV_BYTES_PER_TOKEN = {

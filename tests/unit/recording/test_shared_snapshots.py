@@ -17,7 +17,7 @@ FOLDER = Path(__file__).resolve().parents[4] / "shared" / "snapshots"
 def _rows() -> list:
     index = FOLDER / "INDEX.csv"
     if not index.is_file():
-        skip = pytest.mark.skip(reason=f"no published recordings: {FOLDER} is not there")
+        skip = pytest.mark.skip(reason=f"no shared data: {FOLDER} is not there, with a case for each recording")
         return [pytest.param({}, marks=skip, id="none")]
     with index.open(newline="", encoding="utf-8") as file:
         return [pytest.param(row, id=row["file"]) for row in csv.DictReader(file)]

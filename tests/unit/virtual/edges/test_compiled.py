@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
 from memprof.watch.failure import KernelError
+from tests.processes import python
 
 CARD = find_gpu("a100-80gb")
 MIB = 1 << 20
@@ -120,6 +120,7 @@ def test_flex_attention_writes_no_scores(gpu: VirtualGpu, compiled: bool) -> Non
     assert torch.cuda.memory_allocated() - before == one + 3 * one  # the output and three gradients
 
 
+@pytest.mark.slow
 def test_tracing_is_refused_where_it_would_abort_the_process() -> None:
     program = """
 import torch, memprof
@@ -132,8 +133,8 @@ except RuntimeError as error:
     print(error)
 print(gpu.trace.failure.kind)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (
+    done = python("-c", program, seconds=120)
+    assert (done.exit_code, done.stdout) == (
         0,
         "tracing a model on the card (torch.export, FakeTensorMode) is not simulated\ntracing\n",
     ), done.stderr[-1500:]

@@ -6,8 +6,6 @@ import ctypes
 import gc
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from memprof.catalog import find_gpu
 from memprof.trace.events import GPU, HOST, EventKind, FailureKind
 from memprof.virtual import VirtualGpu
 from memprof.watch.failure import KernelError
+from tests.processes import python
 
 CARD = find_gpu("a100-80gb")
 LARGE = 1 << 20
@@ -47,6 +46,7 @@ def host_bytes(gpu: VirtualGpu) -> int:
 # -- pointers and arrays ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_way_to_the_data_ends_the_process() -> None:
     """In a process of its own: what these did before was a segmentation fault."""
     program = """
@@ -68,8 +68,8 @@ with memprof.virtual_gpu("t4"):
             raise SystemExit("data that is not there was read")
 print("alive")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-1500:]
+    done = python("-c", program, seconds=120)
+    assert (done.exit_code, done.stdout) == (0, "alive\n"), done.stderr[-1500:]
 
 
 def test_pointers_are_distinct_stable_and_aligned(gpu: VirtualGpu) -> None:

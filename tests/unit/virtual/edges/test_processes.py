@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch.multiprocessing
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.virtual import VirtualGpu
+from tests.processes import ROOT, python
 
 CARD = find_gpu("a100-80gb")
 
@@ -60,12 +60,12 @@ def run(method: str, target: Any, tensor: Any = None) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_a_forked_child() -> None:
     """Of a process of its own: a fork takes along whatever other tests have left in this one."""
     code = "from tests.unit.virtual.edges.test_processes import forked_child; forked_child()"
-    root = Path(__file__).resolve().parents[4]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", code, folder=ROOT)
+    assert done.exit_code == 0, done.stderr
 
 
 def forked_child() -> None:
@@ -90,6 +90,7 @@ def test_a_forked_child_reads_files_as_they_are(tmp_path: Path) -> None:
         torch.zeros(1, device="cuda")
 
 
+@pytest.mark.slow
 def test_a_child_started_anew() -> None:
     with VirtualGpu(CARD):
         available, *errors = run("spawn", use)
@@ -136,6 +137,7 @@ def test_spawning_one_process_runs_it_here() -> None:
     assert any(text.startswith("torch.multiprocessing.spawn") for text in gpu.trace.assumptions)
 
 
+@pytest.mark.slow
 def test_spawning_more_starts_them() -> None:
     with VirtualGpu(CARD), pytest.raises(Exception, match="uses CUDA in another process"):
         torch.multiprocessing.spawn(on_card, nprocs=2)

@@ -153,6 +153,7 @@ def test_nothing_is_left_behind():
     assert not torch.equal(weight, model.weight)
 
 
+@pytest.mark.slow
 def test_imported_on_the_virtual_gpu():
     """By a program that imports it where the card seems to be there."""
     program = """
