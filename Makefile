@@ -1,6 +1,7 @@
 # make demo     the first result: what a 4B model needs at 131,072 tokens (a few minutes once, for the installation)
-# make test     everything that CI checks: ruff, mypy, import-linter, pytest
-# make lint     the same without pytest;  make format  mends what ruff can
+# make check    while you work: ruff, mypy, import-linter, and the tests that take a minute (tests/conftest.py has which)
+# make test     everything that CI checks: the same with all tests
+# make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md and the outputs shown in README.md and docs/accuracy.md
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
 # make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
@@ -12,17 +13,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint format docs accuracy truth bench clean
+.PHONY: demo check quick-tests test lint format docs accuracy truth bench clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
 	@$(BIN)/memprof profile --model-size 4B --context-length 131072 || test $$? -eq 3
 
+# Linters beside the tests: mypy takes half a minute of one processor where it has no cache.
+check: $(VENV)/.stamp-dev
+	@$(MAKE) --no-print-directory -j2 lint quick-tests
+
+quick-tests: $(VENV)/.stamp-dev
+	$(PYTEST) --lane check
+
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
+	$(PYTEST)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
