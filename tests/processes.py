@@ -1,4 +1,4 @@
-"""`python("-m", "memprof", ...)`: Python programs in processes of their own, at a twentieth of what a new one takes.
+"""`python("-m", "memprof", ...)`: Python programs in processes of their own, at a tenth of what a new one takes.
 
 They are forked from one process a worker, which has imported torch and transformers: see process_server.py. What is to
 be shown of a start itself (what is imported when, a wheel, another PYTHONPATH, the most memory) needs a new process.
