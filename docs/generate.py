@@ -22,6 +22,8 @@ from typing import Any
 
 import typer
 
+from memprof.cli.options import panels_of
+
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
 WIDTH = 110
@@ -63,11 +65,9 @@ def _sections(command: Any, name: str, parent: Any, *, level: int) -> list[str]:
     result = [] if parent is None else [f"{'#' * level} `{context.command_path}`\n"]
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     result += [_paragraphs(command.help or ""), f"```text\n{usage}\n```\n"]
-    parameters = [parameter for parameter in command.get_params(context) if not getattr(parameter, "hidden", False)]
-    for title, kind in (("argument", "argument"), ("option", "option")):
-        rows = [_row(parameter, context) for parameter in parameters if parameter.param_type_name == kind]
-        if rows:
-            result.append("\n".join([f"| {title} | default | what it does |", "|---|---|---|", *rows]) + "\n")
+    for title, parameters in panels_of(command, context).items():
+        rows = [_row(parameter, context) for parameter in parameters]
+        result.append("\n".join([f"| {title} | default | what it does |", "|---|---|---|", *rows]) + "\n")
     for child_name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             result += _sections(child, child_name, context, level=level if parent is None else level + 1)

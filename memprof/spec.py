@@ -1,13 +1,21 @@
-"""What to profile: one frozen, validated description of model, workload and card; everything else follows from it."""
+"""What to profile: one frozen, validated description of model, workload and card; everything else follows from it.
+
+A field made by `option` is an option of the command line too: cli/options.py makes it from what stands here, and
+`check_options` reads the same. To add an option, add a field.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from memprof.errors import UsageError, unknown_name
+from memprof.units import parse_gib
 
 DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
@@ -35,20 +43,7 @@ NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
 DEVICES = ("virtual", "cpu", "cuda")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
-
-_COUNTS = (
-    "context_length",
-    "batch_size",
-    "vocab_size",
-    "new_tokens",
-    "gradient_accumulation",
-    "steps",
-    "lora_rank",
-    "npt_rank",
-    "npt_num_ranks",
-    "npt_chunk",
-    "dataset_batches",
-)
+_T = TypeVar("_T")
 
 
 class Mode(StrEnum):
@@ -56,6 +51,80 @@ class Mode(StrEnum):
 
     TRAIN = "train"
     INFERENCE = "inference"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the command line says of a field, and what values it may have.
+
+    Args:
+        panel: the heading that it stands under in --help.
+        help: what it is for; the choices take the place of {choices}.
+        metavar: stands for the value; None: its type does.
+        choices: all values that there are; none: any.
+        is_count: it is at least 1.
+        flag: its spelling; None: the field's name, after --no- where the field is true by default.
+        unset: what is taken if it is not given; None: the field's default.
+        instead_of: the field that may not be given as well. Where this one is a bool, the text that is given is the
+            value of that one, and says by this one what it is.
+        parse: makes the value of the text that is given.
+    """
+
+    panel: str
+    help: str
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    is_count: bool = False
+    flag: str | None = None
+    unset: str | None = None
+    instead_of: str | None = None
+    parse: Callable[[str], object] | None = None
+
+
+def option(
+    default: _T,
+    panel: str,
+    help: str,
+    *,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+    is_count: bool = False,
+    flag: str | None = None,
+    unset: str | None = None,
+    instead_of: str | None = None,
+    parse: Callable[[str], object] | None = None,
+) -> _T:
+    """A field of a dataclass that is an option of the command line: its default, and the arguments of `Option`."""
+    about = Option(panel, help, metavar, choices, is_count, flag, unset, instead_of, parse)
+    return dataclasses.field(default=default, metadata={"option": about})
+
+
+@functools.cache
+def options_of(kind: type) -> Mapping[str, Option]:
+    """The options among the fields of a dataclass, by field; each with its flag."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        about = field.metadata.get("option")
+        if about is not None:
+            no = "no-" if field.default is True else ""
+            found[field.name] = dataclasses.replace(about, flag=about.flag or f"--{no}{field.name.replace('_', '-')}")
+    return found
+
+
+def check_options(asked: Any) -> None:
+    """Whether the options of a dataclass have values that they may have.
+
+    Raises:
+        UsageError: a value is unknown or out of range; the message names the flag.
+    """
+    for name, about in options_of(asked.__class__).items():
+        value = getattr(asked, name)
+        if value is None:
+            continue
+        if about.is_count and value < 1:
+            raise UsageError(f"{about.flag} must be at least 1", value=value, hint="give a positive whole number")
+        if about.choices and value not in about.choices:
+            raise unknown_name(str(about.flag), str(value), about.choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,110 +135,133 @@ class TargetSpec:
         UsageError: a value is unknown or out of range; the message names the flag.
     """
 
-    model: str
-    """A preset, a Hugging Face id, a path, or `file.py:factory` (see workload/models.py)."""
-    model_is_size: bool = False
+    model: str = option(
+        "", "Model", "A catalog name (gpt2), a Hugging Face id, a folder or config.json, or file.py:factory.",
+        metavar="MODEL",
+    )  # fmt: skip
+    """See workload/models.py."""
+    model_is_size: bool = option(
+        False, "Model", "Instead of --model: a size such as 4B or 1.2B.", metavar="SIZE", flag="--model-size",
+        instead_of="model",
+    )  # fmt: skip
     """True if `model` is a size such as 4B, to be looked up among the documented geometries."""
-    context_length: int | None = None
-    """Tokens per sequence; None: 2,048, or what the model has positions for if that is less."""
-    batch_size: int = 1
-    """Sequences per micro-batch."""
-    vocab_size: int | None = None
-    """Replaces the model's vocabulary; None keeps it."""
-    dtype: str | None = None
+    context_length: int | None = option(
+        None, "Batch", "Tokens per sequence.", metavar="TOKENS", is_count=True, unset="2048, or the model's limit"
+    )
+    batch_size: int = option(1, "Batch", "Sequences per micro-batch.", is_count=True)
+    vocab_size: int | None = option(None, "Model", "Replace the model's vocabulary.", is_count=True)
+    dtype: str | None = option(
+        None, "Precision", "{choices}.", metavar="DTYPE", choices=DTYPES, unset="the checkpoint's"
+    )
     """Of parameters and activations; None: the published checkpoint's (float16 is trained as bfloat16)."""
-    amp: str | None = None
-    """Autocast's dtype: forward and loss under torch.autocast, float32 weights; with float16, a GradScaler."""
-    quantize: str | None = None
-    """Weights of the linear layers but the head, by bitsandbytes: int8 (LLM.int8), nf4 or fp4."""
-    double_quant: bool = True
+    amp: str | None = option(
+        None, "Precision", "Autocast to {choices}, with float32 weights.", metavar="DTYPE", choices=AMP_DTYPES
+    )
+    """Forward and loss under torch.autocast; with float16, a GradScaler."""
+    quantize: str | None = option(
+        None, "Precision", "Quantize the linear layers with bitsandbytes: {choices}.", metavar="NAME",
+        choices=QUANTIZATIONS,
+    )  # fmt: skip
+    """Weights of the linear layers but the head: int8 (LLM.int8), nf4 or fp4."""
+    double_quant: bool = option(True, "Precision", "With 4-bit weights: leave their scales in float32.")
     """With quantize nf4 or fp4: the scales are quantized in turn, as in QLoRA."""
-    optimizer: str = "adamw"
-    zero_grad: str = "none"
-    """What zero_grad leaves behind: no gradients, or zeros (`set_to_none=False`)."""
-    adapter: str | None = None
-    """lora: PEFT's LoRA on a frozen model."""
-    lora_rank: int | None = None
-    """With adapter lora; None: 8."""
-    lora_targets: str | None = None
-    """Names of the modules to adapt, separated by commas, or all-linear; None: PEFT's choice for the architecture."""
-    lora_dropout: float = 0.0
-    npt: str | None = None
-    """How NPT components beside the frozen model work (workload/npt.py): dense, per-token, chunked or low-rank."""
-    npt_rank: int | None = None
-    """With npt; None: 16."""
-    npt_layers: str | None = None
-    """Which layers have one: numbers and ranges separated by commas, such as 0,4-7 (-1 is the last); None: all."""
-    npt_num_ranks: int | None = None
-    """Each delta is a sum of so many rank-1 updates; None: a modulated matrix of low rank."""
-    npt_combine: str | None = None
-    """How the rank-1 updates are computed together: sequential, batched or merged; None: merged."""
-    npt_chunk: int | None = None
-    """Tokens of each sequence that are handled together with npt chunked; None: 16."""
-    npt_init: str | None = None
-    """orthogonal or fast; None: fast with npt_num_ranks, else orthogonal."""
-    freeze: str | None = None
-    """Glob patterns of parameter names, separated by commas: these are not trained."""
-    evaluate: bool = False
-    """Whether each optimizer step is followed by a forward without gradients, as in a validation loop."""
-    mode: Mode = Mode.TRAIN
-    new_tokens: int | None = None
-    """In inference: tokens to generate after the prompt, through the model's own KV cache."""
-    attention: str | None = None
-    """transformers' attention implementation; None leaves the choice to the model."""
-    sdpa_backend: str | None = None
-    """The only backend that scaled_dot_product_attention may take; None: CUDA's choice."""
-    optimizer_impl: str | None = None
-    """How the optimizer steps: foreach, fused or single; None: torch's choice for CUDA (foreach)."""
-    workspaces: bool = True
+    optimizer: str = option("adamw", "Training", "{choices}.", choices=OPTIMIZERS)
+    zero_grad: str = option(
+        "none", "Training", "What zero_grad leaves of the gradients: {choices} (set_to_none=False).", choices=ZERO_GRADS
+    )
+    adapter: str | None = option(
+        None, "Adapters", "Train an adapter of PEFT on the frozen model: {choices}.", metavar="NAME", choices=ADAPTERS
+    )
+    lora_rank: int | None = option(
+        None, "Adapters", "With --adapter lora.", metavar="RANK", is_count=True, unset=str(DEFAULT_LORA_RANK)
+    )
+    lora_targets: str | None = option(
+        None, "Adapters", "Modules to adapt, such as q_proj,v_proj, or all-linear.", metavar="NAMES",
+        unset="PEFT's for the architecture",
+    )  # fmt: skip
+    lora_dropout: float = option(0.0, "Adapters", "With --adapter lora.")
+    npt: str | None = option(
+        None, "NPT", "Train NPT components, a weight delta for each token, on the frozen model: {choices}.",
+        metavar="MODE", choices=NPT_MODES,
+    )  # fmt: skip
+    """See workload/npt.py."""
+    npt_rank: int | None = option(None, "NPT", "With --npt.", metavar="RANK", is_count=True, unset="16")
+    npt_layers: str | None = option(
+        None, "NPT", "Layers with a component, such as 0,4-7 or -1.", metavar="LAYERS", unset="all"
+    )
+    """Numbers and ranges separated by commas; -1 is the last."""
+    npt_num_ranks: int | None = option(
+        None, "NPT", "Make each delta a sum of this many rank-1 updates.", metavar="COUNT", is_count=True
+    )
+    """None: a modulated matrix of low rank."""
+    npt_combine: str | None = option(
+        None, "NPT", "How they are summed: {choices}.", metavar="NAME", choices=NPT_COMBINES, unset="merged"
+    )
+    npt_chunk: int | None = option(
+        None, "NPT", "With --npt chunked: tokens at a time.", metavar="TOKENS", is_count=True, unset="16"
+    )
+    """Of each sequence."""
+    npt_init: str | None = option(
+        None, "NPT", "{choices}.", metavar="NAME", choices=NPT_INITS, unset="orthogonal; fast with --npt-num-ranks"
+    )
+    freeze: str | None = option(
+        None, "Training", "Parameters not to train, such as 'model.embed*,*.bias'.", metavar="PATTERNS"
+    )
+    """Glob patterns of parameter names, separated by commas."""
+    evaluate: bool = option(False, "Training", "A forward without gradients after each optimizer step.")
+    """As in a validation loop."""
+    mode: Mode = option(Mode.TRAIN, "Training", "Train, or run the forward alone.", choices=tuple(Mode))
+    new_tokens: int | None = option(
+        None, "Batch", "In inference: generate this many tokens after the prompt.", metavar="TOKENS", is_count=True
+    )
+    """Through the model's own KV cache."""
+    attention: str | None = option(None, "Model", "{choices}.", metavar="NAME", choices=ATTENTIONS, unset="the model's")
+    """transformers' attention implementation."""
+    sdpa_backend: str | None = option(
+        None, "Model", "Force an attention kernel: {choices}.", metavar="NAME", choices=SDPA_BACKENDS,
+        unset="CUDA's choice",
+    )  # fmt: skip
+    """The only backend that scaled_dot_product_attention may take."""
+    optimizer_impl: str | None = option(
+        None, "Training", "{choices}.", metavar="NAME", choices=OPTIMIZER_IMPLS, unset="torch's choice"
+    )
+    """How the optimizer steps; torch's choice for CUDA is foreach."""
+    workspaces: bool = option(True, "Memory", "Count tensors alone, not what kernels and libraries take beside.")
     """Whether memory that no tensor shows (workspaces, kernel temporaries) is counted."""
-    activation_checkpointing: bool = False
-    gradient_accumulation: int = 1
-    """Micro-batches per optimizer step."""
-    dataset_batches: int | None = None
-    """Batches that are made before training and held in host memory; None: each is made when it is needed."""
-    steps: int = 2
-    """Optimizer steps; optimizer state appears in the first, so that the second is the steady state."""
-    alloc_conf: str | None = None
-    """Settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's."""
+    activation_checkpointing: bool = option(False, "Memory", "Recompute each layer's activations in the backward.")
+    gradient_accumulation: int = option(1, "Batch", "Micro-batches per optimizer step.", is_count=True)
+    dataset_batches: int | None = option(
+        None, "Batch", "Hold so many batches in host memory, made before training.", metavar="COUNT", is_count=True,
+        unset="none, they are streamed",
+    )  # fmt: skip
+    steps: int = option(2, "Training", "Optimizer steps to run.", is_count=True)
+    """Optimizer state appears in the first, so that the second is the steady state."""
+    alloc_conf: str | None = option(
+        None, "Memory", "The caching allocator's, such as expandable_segments:True.", metavar="SETTINGS",
+        unset="the environment's",
+    )  # fmt: skip
+    """As in PYTORCH_CUDA_ALLOC_CONF."""
     fixes: tuple[str, ...] = ()
     """Remedies that `memprof.apply` switches on in the built model: names, or NAME=VALUE (remedies/fixes.py)."""
-    device: str = "virtual"
-    """virtual: simulated on `gpu`; cpu or cuda: measured there."""
-    detail: bool = False
-    """Measured: record the line of every allocation, which takes time."""
-    gpu: str = "h100-80gb"
-    gpu_vram_bytes: int | None = None
-    """Capacity of a card that is in no catalog; replaces `gpu`."""
+    device: str = option("virtual", "Card", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)
+    """virtual: simulated on `gpu`."""
+    detail: bool = option(False, "Card", "Measured: the line of every allocation as well, which makes steps longer.")
+    gpu: str = option("h100-80gb", "Card", "The virtual card (`memprof gpus` lists them).")
+    gpu_vram_bytes: int | None = option(
+        None, "Card", "Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB", flag="--gpu-vram",
+        instead_of="gpu", parse=parse_gib,
+    )  # fmt: skip
+    """Capacity of a card that is in no catalog."""
 
     def __post_init__(self) -> None:
-        if self.mode not in tuple(Mode):
-            raise unknown_name("--mode", str(self.mode), [mode.value for mode in Mode])
+        if not self.model:
+            raise UsageError(
+                "give --model or --model-size",
+                hint="for instance: memprof profile --model-size 4B --context-length 4096",
+            )
+        check_options(self)
         object.__setattr__(self, "mode", Mode(self.mode))
         object.__setattr__(self, "fixes", tuple(self.fixes))  # JSON makes a list of it
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
-        for name, choices in (
-            ("dtype", DTYPES),
-            ("amp", AMP_DTYPES),
-            ("quantize", QUANTIZATIONS),
-            ("optimizer", OPTIMIZERS),
-            ("zero_grad", ZERO_GRADS),
-            ("adapter", ADAPTERS),
-            ("npt", NPT_MODES),
-            ("npt_combine", NPT_COMBINES),
-            ("npt_init", NPT_INITS),
-            ("attention", ATTENTIONS),
-            ("sdpa_backend", SDPA_BACKENDS),
-            ("optimizer_impl", OPTIMIZER_IMPLS),
-            ("device", DEVICES),
-        ):
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise unknown_name("--" + name.replace("_", "-"), value, choices)
         if self.optimizer_impl == "fused" and self.optimizer in UNFUSED_OPTIMIZERS:
             raise UsageError(f"{self.optimizer} has no fused implementation for CUDA", value="--optimizer-impl fused")
         if self.optimizer_impl is not None and self.optimizer in QUANTIZED_OPTIMIZERS:
@@ -187,8 +279,6 @@ class TargetSpec:
             raise UsageError(
                 "--amp keeps the weights in float32", value=f"--dtype {self.dtype}", hint="leave out --dtype"
             )
-        if not self.model:
-            raise UsageError("no model was named", hint="give --model NAME or --model-size 4B")
 
     def _check_what_is_trained(self) -> None:
         if self.adapter is None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import enum
-import gc
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memprof.cli.progress import Progress
+from memprof.cli.output import Output, print_json
+from memprof.cli.progress import long_work
 
 
 class By(enum.StrEnum):
@@ -24,6 +22,7 @@ class By(enum.StrEnum):
 
 
 def analyze(
+    output: Output,
     file: Annotated[
         Path, typer.Argument(help="A snapshot of torch.cuda.memory._dump_snapshot, or a capture of memprof.")
     ],
@@ -40,8 +39,6 @@ def analyze(
         str | None,
         typer.Option(help='Replay the requests under other settings, as "expandable_segments:True".', metavar="CONF"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Say what a recorded run held at its peak, who made it, what is fragmented, and why it ran out of memory.
 
@@ -53,15 +50,12 @@ def analyze(
 
     other = None if what_if is None else parse_config(what_if, origin="--what-if")
     question = Question(at=at, by=by.value, top=top, what_if=other)
-    # Millions of records are made, none of them in cycles: looking for those takes longer than all the rest.
-    gc.disable()
-    with Progress() as progress:
+    with long_work() as progress:
         from memprof.flows.recordings import analyze_file
 
         document = analyze_file(file, question, device, progress)
-    if as_json:
-        json.dump(document.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+    if output.as_json:
+        print_json(document)
     else:
         from memprof.report.terminal.analysis import print_report
 

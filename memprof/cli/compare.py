@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memprof.cli.progress import Progress
+from memprof.cli.output import Explained, print_json
+from memprof.cli.progress import long_work
 
 _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch."
 
 
 def compare(
+    output: Explained,
     a: Annotated[Path, typer.Argument(help=_FILE)],
     b: Annotated[Path, typer.Argument(help="The other one, of any of these kinds.")],
     tolerance: Annotated[
         str, typer.Option(help="How much totals may differ: 0.1%, 16MiB or a number of bytes.", metavar="AMOUNT")
     ] = "0",
     top: Annotated[int, typer.Option(help="Rows of each table.", min=1)] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="List the assumptions that only one has.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Say what differs between two runs: simulated and measured, before and after, one torch release and another.
 
@@ -34,17 +30,14 @@ def compare(
     from memprof.report.matching.tolerance import parse_tolerance
 
     allowed = parse_tolerance(tolerance)
-    # As in analyze: nothing here is worth looking for garbage in.
-    gc.disable()
-    with Progress() as progress:
+    with long_work() as progress:
         from memprof.flows.compare import compare_files
 
         comparison = compare_files(a, b, allowed, progress)
-    if as_json:
-        json.dump(comparison.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+    if output.as_json:
+        print_json(comparison)
     else:
         from memprof.report.terminal.comparison import print_comparison
 
-        print_comparison(comparison, top=top, explain=explain)
+        print_comparison(comparison, top=top, explain=output.explain)
     raise typer.Exit(0 if comparison.within else 1)

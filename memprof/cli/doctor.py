@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,10 +9,12 @@ from typing import Annotated, BinaryIO
 
 import typer
 
+from memprof.cli.output import Output, print_json
 from memprof.errors import UsageError
 
 
 def doctor(
+    output: Output,
     file: Annotated[
         str | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
     ] = None,
@@ -26,15 +27,13 @@ def doctor(
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Sequences of its batch.", min=1, metavar="N")] = None,
     context_length: Annotated[int | None, typer.Option(help="Tokens of each.", min=1, metavar="TOKENS")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Say why a run died for memory, or for tensors on two devices, which tensor it was, and what to do in order.
 
     Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 2: no such error is in it.
     """
     if env:
-        _check(as_json, [("FILE", file), ("--model", model), ("--batch-size", batch_size)])
+        _check(output, [("FILE", file), ("--model", model), ("--batch-size", batch_size)])
         return
     from memprof.doctor import Known, diagnose
     from memprof.report.terminal.doctor import render_diagnoses
@@ -48,16 +47,13 @@ def doctor(
             value=_name(file),
             hint="paste the whole traceback; of a process that vanished, its exit code (137 is a kill)",
         )
-    if as_json:
-        json.dump(
-            {"file": _name(file), "diagnoses": [diagnosis.to_json() for diagnosis in found]}, sys.stdout, indent=1
-        )
-        sys.stdout.write("\n")
+    if output.as_json:
+        print_json({"file": _name(file), "diagnoses": [diagnosis.to_json() for diagnosis in found]})
     else:
         typer.echo(render_diagnoses(found), nl=False)
 
 
-def _check(as_json: bool, others: list[tuple[str, object]]) -> None:
+def _check(output: Output, others: list[tuple[str, object]]) -> None:
     from memprof.doctor.installation import check_installation
     from memprof.report.terminal.doctor import render_installation
 
@@ -65,9 +61,8 @@ def _check(as_json: bool, others: list[tuple[str, object]]) -> None:
         if value is not None:
             raise UsageError("--env looks at this machine, not at a log", value=name, hint="leave out one of them")
     checked = check_installation()
-    if as_json:
-        json.dump(checked.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+    if output.as_json:
+        print_json(checked)
     else:
         typer.echo(render_installation(checked), nl=False)
 

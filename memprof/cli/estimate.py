@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import typer
 
+from memprof.cli.options import OUTPUT, again
+from memprof.cli.output import Explained, print_json
+from memprof.cli.progress import long_work
 from memprof.errors import UsageError
-from memprof.spec import DEFAULT_LORA_RANK
+from memprof.spec import DEFAULT_LORA_RANK, option
+
+if TYPE_CHECKING:
+    from memprof.estimate.table import Estimate, Simulated
 
 
-def estimate(
-    params: Annotated[str | None, typer.Option(help="A number of parameters, such as 1.2B.", metavar="COUNT")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Instead of --params: a catalog name (gpt2), a folder or a config.json.", metavar="MODEL"),
-    ] = None,
-    model_size: Annotated[
-        str | None, typer.Option(help="Instead of --params: the model known by a size such as 4B.", metavar="SIZE")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="The column to look at: float32, float16, bfloat16, int8 or int4. [default: bfloat16]"),
-    ] = None,
-    context_length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence. [default: 2048, or the model's limit]", metavar="TOKENS")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences per micro-batch, and per card.")] = 1,
-    lora_rank: Annotated[int, typer.Option(help="Of LoRA and QLoRA.", metavar="RANK")] = DEFAULT_LORA_RANK,
-    gpus: Annotated[int, typer.Option(help="Cards to spread training over: DDP, ZeRO stages and FSDP.")] = 1,
-    gpu: Annotated[
-        str | None, typer.Option(help="Judge by this card instead of the whole catalog.", metavar="NAME")
-    ] = None,
-    gpu_vram: Annotated[
-        str | None, typer.Option(help="Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Run the same on the virtual GPU as well, and show both, term by term.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show formulas, constants with their sources, and assumptions.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Request(Explained):
+    """What is asked: a model by one of three descriptions, how it is used, and the cards to judge by."""
+
+    params: str | None = option(None, "Model", "A number of parameters, such as 1.2B.", metavar="COUNT")
+    model: str | None = again(
+        "model", default=None, help="Instead of --params: a catalog name (gpt2), a folder or a config.json."
+    )
+    model_size: str | None = option(
+        None, "Model", "Instead of --params: the model known by a size such as 4B.", metavar="SIZE"
+    )
+    dtype: str | None = option(
+        None, "Precision", "The column to look at: float32, float16, bfloat16, int8 or int4.", unset="bfloat16"
+    )
+    context_length: int | None = again("context_length")
+    batch_size: int = again("batch_size", help="Sequences per micro-batch, and per card.")
+    lora_rank: int = again("lora_rank", default=DEFAULT_LORA_RANK, help="Of LoRA and QLoRA.")
+    gpu: str | None = again("gpu", default=None, help="Judge by this card alone.", unset="the whole catalog")
+    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    gpus: int = option(1, "Card", "Cards to spread training over: DDP, ZeRO stages and FSDP.", is_count=True)
+    exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
+
+
+def estimate(request: Request) -> None:
     """Say at once what a model takes: weights, inference, LoRA, full training, in every dtype.
 
     A closed form, tested against the virtual GPU: each figure has the band that it was off by.
@@ -53,58 +49,48 @@ def estimate(
     from memprof.estimate.geometry import from_model, from_params, from_size
     from memprof.estimate.table import build_estimate
     from memprof.report.documents.estimate import text, to_json
-    from memprof.units import parse_gib
 
-    if sum(given is not None for given in (params, model, model_size)) != 1:
+    if sum(given is not None for given in (request.params, request.model, request.model_size)) != 1:
         raise UsageError(
             "give one of --params, --model and --model-size",
             hint="for instance: memprof estimate --params 1.2B --dtype float16",
         )
-    if params is not None:
-        subject = from_params(params)
+    if request.params is not None:
+        subject = from_params(request.params)
     else:
-        subject = from_model(model) if model is not None else from_size(str(model_size))
+        subject = from_model(request.model) if request.model is not None else from_size(str(request.model_size))
     answer = build_estimate(
         subject,
-        dtype=dtype,
-        context_length=context_length,
-        batch_size=batch_size,
-        lora_rank=lora_rank,
-        gpus=gpus,
+        dtype=request.dtype,
+        context_length=request.context_length,
+        batch_size=request.batch_size,
+        lora_rank=request.lora_rank,
+        gpus=request.gpus,
     )
-    if gpu is not None and gpu_vram is not None:
-        raise UsageError("give --gpu or --gpu-vram, not both", value=f"--gpu {gpu} --gpu-vram {gpu_vram}")
-    if gpu is None and gpu_vram is None:
-        looked_at = list_gpus()
-    else:
-        looked_at = (find_gpu(gpu) if gpu is not None else custom_gpu(parse_gib(str(gpu_vram))),)
-    simulated = _simulate(answer) if exact else None
-    if as_json:
-        typer.echo(json.dumps(to_json(answer, looked_at, simulated, explain=explain), indent=1))
+    cards = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
+    if request.gpu_vram_bytes is not None:
+        cards = (custom_gpu(request.gpu_vram_bytes),)
+    simulated = _simulate(answer) if request.exact else None
+    if request.as_json:
+        print_json(to_json(answer, cards, simulated, explain=request.explain))
         return
-    for line in text(answer, looked_at, simulated, explain=explain):
+    for line in text(answer, cards, simulated, explain=request.explain):
         typer.echo(line)
 
 
-def _simulate(answer):  # type: ignore[no-untyped-def]
+def _simulate(answer: Estimate) -> dict[str, Simulated]:
     """Every method in the dtype of the question, on the virtual GPU."""
-    import gc
-
-    from memprof.cli.progress import Progress
     from memprof.estimate.methods import METHODS, Plan
     from memprof.flows.estimate import simulate
 
-    gc.disable()
     found = {}
-    with Progress() as progress:
+    with long_work() as progress:
         for method in METHODS:
             if method.kind != "weights" and method.applies(answer.dtype):
-                plan = Plan(method, answer.dtype, answer.lora_rank)
-                found[method.key] = simulate(
-                    answer.subject,
-                    plan,
-                    answer.batch_size,
-                    answer.context_length,
-                    lambda doing, method=method: progress(f"{method.key}: {doing}"),  # type: ignore[misc]
-                )
+                plan, key = Plan(method, answer.dtype, answer.lora_rank), method.key
+
+                def say(doing: str, key: str = key) -> None:
+                    progress(f"{key}: {doing}")
+
+                found[key] = simulate(answer.subject, plan, answer.batch_size, answer.context_length, say)
     return found

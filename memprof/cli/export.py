@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from memprof.cli.progress import Progress
+from memprof.cli.progress import long_work
 
 
 def export(
@@ -19,14 +18,12 @@ def export(
         Path,
         typer.Option(help="name.pickle for pytorch.org/memory_viz, name.json for ui.perfetto.dev.", metavar="FILE"),
     ],
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Write a run, simulated or recorded, as a snapshot for pytorch.org/memory_viz or as a trace for Perfetto.
 
     The file is written whole or not at all.
     """
-    gc.disable()
-    with Progress() as progress:
+    with long_work() as progress:
         from memprof.flows.recordings import export_file
 
         viewer = export_file(file, to, progress)

@@ -1,4 +1,4 @@
-"""The command line: one file per command; this one puts them together and turns errors into exit codes.
+"""The command line: one file per command; this one puts them together.
 
 Exit codes: 0 done, and it fits; 3 it does not fit; 2 wrong use; 1 anything else. `memprof monitor` has its command's.
 """
@@ -6,6 +6,7 @@ Exit codes: 0 done, and it fits; 3 it does not fit; 2 wrong use; 1 anything else
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import sys
 from typing import Annotated, NoReturn
@@ -13,26 +14,14 @@ from typing import Annotated, NoReturn
 import typer
 
 import memprof
-from memprof.cli import (
-    analyze,
-    compare,
-    doctor,
-    estimate,
-    export,
-    gpus,
-    models,
-    monitor,
-    profile,
-    recipes,
-    recommend,
-    show,
-    verify,
-    vocab,
-)
-from memprof.cli import (
-    run as dry_run,
-)
-from memprof.errors import MemprofError
+from memprof.cli.options import add
+
+COMMANDS = (
+    "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
+    "verify", "vocab", "monitor", "recipes",
+)  # fmt: skip
+"""In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
+`SETTINGS`, if it has any, are click's for the command's context."""
 
 app = typer.Typer(
     name="memprof",
@@ -42,23 +31,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("profile")(profile.profile)
-# What follows the script's name is the script's, whatever it looks like.
-app.command("run", context_settings={"allow_interspersed_args": False})(dry_run.run)
-app.command("estimate")(estimate.estimate)
-app.command("recommend")(recommend.recommend)
-app.command("show")(show.show)
-app.command("analyze")(analyze.analyze)
-app.command("compare")(compare.compare)
-app.command("export")(export.export)
-app.command("doctor")(doctor.doctor)
-app.command("models")(models.models)
-app.command("gpus")(gpus.gpus)
-app.command("verify")(verify.verify)
-app.command("vocab")(vocab.vocab)
-# What follows the command's name is the command's, whatever it looks like.
-app.command("monitor", context_settings={"allow_interspersed_args": False})(monitor.monitor)
-app.add_typer(recipes.app, name="recipes")
+for _name in COMMANDS:
+    _module = importlib.import_module(f"memprof.cli.{_name}")
+    if hasattr(_module, "app"):
+        app.add_typer(_module.app, name=_name)
+    else:
+        add(app, _name, getattr(_module, _name), getattr(_module, "SETTINGS", None))
 
 
 def _version(value: bool) -> None:
@@ -77,23 +55,15 @@ def _root(
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """The console script: run a command, and turn what goes wrong into one message and an exit code."""
+    """The console script: run a command. What goes wrong in it is one message and an exit code (cli/options.py)."""
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in arguments[: arguments.index("--") if "--" in arguments else None]
-    if arguments[:1] == ["run"]:  # it says its errors itself: what follows its script is not ours
-        debug = True
     if ends_process:
         # What these have to say when a library imports them is not about the run.
         for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
             logging.getLogger(name).setLevel(logging.ERROR)
     try:
         app(arguments, standalone_mode=True)
-    except MemprofError as error:
-        if debug:
-            raise
-        typer.echo(f"memprof: {error}", err=True)
-        sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone: not an error.
         sys.stderr.close()

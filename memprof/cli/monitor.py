@@ -9,12 +9,16 @@ from typing import Annotated
 
 import typer
 
+from memprof.cli.output import Output
 from memprof.errors import MemprofError, UsageError
 
+SETTINGS = {"allow_interspersed_args": False}
+"""What follows the command's name is the command's, whatever it looks like."""
 MIN_INTERVAL = 0.05
 
 
 def monitor(
+    output: Output,
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- COMMAND", help="What to start and watch. [default: the cards alone]"),
@@ -22,9 +26,7 @@ def monitor(
     interval: Annotated[float, typer.Option(help="Between two samples.", metavar="SECONDS")] = 1.0,
     log: Annotated[Path | None, typer.Option(help="Write a line per sample to this CSV file.", metavar="FILE")] = None,
     once: Annotated[bool, typer.Option("--once", help="One sample of the cards, and no more.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each sample as a line of JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no samples: what is said at the end, alone.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Watch the cards, and the memory of a PyTorch command: allocated, reserved, resident, and their peaks.
 
@@ -41,6 +43,6 @@ def monitor(
     from memprof.report.terminal.monitor import make_view
 
     stream = sys.stderr if command else sys.stdout
-    view = make_view(stream, has_command=bool(command), as_json=as_json, quiet=quiet)
+    view = make_view(stream, has_command=bool(command), as_json=output.as_json, quiet=quiet)
     outcome = watch(command or (), view, interval=interval, log=log, once=once)
     raise typer.Exit(outcome.exit_code)

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from memprof.cli.options import add
 from memprof.errors import MemprofError, UsageError, unknown_name
 
 app = typer.Typer(help="Case studies of real reports: list them, run them, copy them.", no_args_is_help=True)
@@ -39,14 +40,12 @@ class Recipe(NamedTuple):
         return self.folder / "run.py"
 
 
-@app.command("ls")
 def list_recipes() -> None:
     """List the recipes: name, title, and the line that runs each."""
     for recipe in find_recipes():
         typer.echo(f"{recipe.name}\n    {recipe.title}\n    memprof recipes run {recipe.name}")
 
 
-@app.command("run", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run_recipe(context: typer.Context, name: Name) -> None:
     """Run a recipe: what it is about before and after, and which figures of its report hold.
 
@@ -62,7 +61,6 @@ def run_recipe(context: typer.Context, name: Name) -> None:
         sys.argv, sys.path[:] = before
 
 
-@app.command("cp")
 def copy_recipe(
     name: Name,
     directory: Annotated[
@@ -130,3 +128,8 @@ def _number(folder: Path) -> str | None:
 
 def _order(folder: Path) -> tuple[int, str]:
     return int(_number(folder) or sys.maxsize), folder.name
+
+
+add(app, "ls", list_recipes)
+add(app, "run", run_recipe, {"allow_extra_args": True, "allow_interspersed_args": False})
+add(app, "cp", copy_recipe)

@@ -2,178 +2,130 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from memprof.catalog import DEFAULT_GPU, find_gpu
-from memprof.cli.progress import Progress
-from memprof.errors import UsageError, unknown_name
-from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
-from memprof.units import parse_gib
+from memprof.catalog import find_gpu
+from memprof.cli.options import OUTPUT, again, spec_of
+from memprof.cli.output import Explained, print_json
+from memprof.cli.progress import Progress, long_work
+from memprof.errors import UsageError
+from memprof.spec import TargetSpec, option
 
 if TYPE_CHECKING:
     from memprof.report.documents.recommendation import Recommendation
 
 _GOALS = ("full", "lora", "qlora")
-_PRECISIONS = ("half", "amp", "float32", "int8", "nf4")
-_SNIPPETS = ("pytorch", "transformers")
 
 
-def recommend(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A catalog name (gpt2), a Hugging Face id, a folder or config.json, or file.py:factory.",
-            metavar="MODEL",
-        ),
-    ] = None,
-    model_size: Annotated[
-        str | None, typer.Option(help="Instead of --model: a size such as 4B or 1.2B.", metavar="SIZE")
-    ] = None,
-    train: Annotated[
-        str | None, typer.Option(help=f"The goal is to train: {', '.join(_GOALS)}.", metavar="WHAT")
-    ] = None,
-    infer: Annotated[bool, typer.Option("--infer", help="The goal is to generate.")] = False,
-    context_length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence. [default: 2048, or the model's limit]", metavar="TOKENS")
-    ] = None,
-    effective_batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequences in an optimizer step; of --infer, sequences at a time. [default: 8; 1]", metavar="COUNT"
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="This micro-batch alone. [default: searched]", metavar="COUNT")
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help=f"This alone: {', '.join(_PRECISIONS)}. [default: what gives up least and fits]", metavar="NAME"
-        ),
-    ] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option(help=f"Of adapters. [default: {DEFAULT_LORA_RANK}]", metavar="RANK")
-    ] = None,
-    lora_targets: Annotated[
-        str | None,
-        typer.Option(help="Modules to adapt, such as q_proj,v_proj, or all-linear.", metavar="NAMES"),
-    ] = None,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            help="The data set's lengths: one a line, or a column of a .jsonl or .parquet file. Foretells the step at "
-            "which it runs out of memory.",
-            metavar="FILE",
-        ),
-    ] = None,
-    lengths_column: Annotated[
-        str | None, typer.Option(help="Which column has the lengths, or the tokens.", metavar="NAME")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="A card of the catalog. [default: the one that is present]", metavar="GPU")
-    ] = None,
-    gpu_vram: Annotated[
-        str | None, typer.Option(help="Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB")
-    ] = None,
-    snippet: Annotated[
-        str | None,
-        typer.Option(help=f"Print this script alone: {' or '.join(_SNIPPETS)}.", metavar="NAME"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="List all that was run, and what was assumed.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Request(Explained):
+    """What is asked: a model and a goal, or neither; a card, or the one that is here."""
+
+    model: str | None = again("model", default=None)
+    model_is_size: bool = again("model_is_size")
+    train: str | None = option(None, "Goal", "The goal is to train: {choices}.", metavar="WHAT", choices=_GOALS)
+    infer: bool = option(False, "Goal", "The goal is to generate.")
+    precision: str | None = option(
+        None, "Goal", "This alone: {choices}.", metavar="NAME",
+        choices=("half", "amp", "float32", "int8", "nf4"), unset="what gives up least and fits",
+    )  # fmt: skip
+    context_length: int | None = again("context_length")
+    effective_batch: int | None = option(
+        None, "Batch", "Sequences in an optimizer step; of --infer, sequences at a time.", metavar="COUNT",
+        is_count=True, unset="8; 1",
+    )  # fmt: skip
+    batch_size: int | None = again("batch_size", default=None, help="This micro-batch alone.", unset="searched")
+    lora_rank: int | None = again("lora_rank", help="Of adapters.")
+    lora_targets: str | None = again("lora_targets")
+    lengths: Path | None = option(
+        None, "Data", "The data set's lengths: one a line, or a column of a .jsonl or .parquet file. Foretells the "
+        "step at which it runs out of memory.", metavar="FILE",
+    )  # fmt: skip
+    lengths_column: str | None = option(None, "Data", "Which column has the lengths, or the tokens.", metavar="NAME")
+    gpu: str | None = again("gpu", default=None, help="A card of the catalog.", unset="the one that is present")
+    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    snippet: str | None = option(
+        None, OUTPUT, "Print this script alone: {choices}.", metavar="NAME", choices=("pytorch", "transformers")
+    )
+
+    @property
+    def goal(self) -> str | None:
+        """What the model is for; None: it is not said."""
+        return "infer" if self.infer else self.train
+
+    def check(self) -> None:
+        """Whether it is one question.
+
+        Raises:
+            UsageError: options exclude each other, or one is missing.
+        """
+        if self.train is not None and self.infer:
+            raise UsageError(
+                "give --train or --infer, not both",
+                value=f"--train {self.train} --infer",
+                hint="ask for each by itself",
+            )
+        if self.model is None:
+            for name, value in (
+                ("--train or --infer", self.goal),
+                ("--effective-batch", self.effective_batch),
+                ("--batch-size", self.batch_size),
+                ("--lengths", self.lengths),
+                ("--snippet", self.snippet),
+            ):
+                if value is not None:
+                    raise UsageError(f"{name} needs a model", value=value, hint="add --model NAME or --model-size 4B")
+        elif self.goal is None:
+            raise UsageError(
+                "what is the model for?", value=self.model, hint=f"add --train {'|'.join(_GOALS)}, or --infer"
+            )
+        if self.lengths_column is not None and self.lengths is None:
+            raise UsageError("--lengths-column needs --lengths", value=self.lengths_column, hint="add --lengths FILE")
+        if self.lengths is not None and self.infer:
+            raise UsageError("--lengths is for training", value=self.lengths, hint="add --train full, lora or qlora")
+        if self.effective_batch is not None and self.batch_size and self.effective_batch % self.batch_size:
+            raise UsageError(
+                "--batch-size must divide --effective-batch",
+                value=f"{self.effective_batch} in micro-batches of {self.batch_size}",
+                hint="leave out --batch-size, and it is searched",
+            )
+        if self.train not in ("lora", "qlora") and (self.lora_rank is not None or self.lora_targets is not None):
+            raise UsageError("--lora-rank and --lora-targets are for adapters", hint="add --train lora or qlora")
+
+    def spec(self) -> TargetSpec:
+        """Model and card; the rest is searched."""
+        spec = spec_of(
+            self,
+            model=self.model or "-",
+            batch_size=1,
+            gpu=None if self.gpu is None else find_gpu(self.gpu).key,
+            adapter="lora" if self.train in ("lora", "qlora") else None,
+        )
+        return _on_present_card(spec) if self.gpu is None and self.gpu_vram_bytes is None else spec
+
+
+def recommend(request: Request) -> None:
     """What fits a card; with a model and a goal, the configuration to use, found by simulated runs.
 
     Without a model: the largest models of the catalog that fit for inference, QLoRA, LoRA and full training. With one:
     the quickest configuration that fits, what else was run, the largest batch and context, and the code to paste. Exit
     code 0: something fits; 3: nothing does.
     """
-    for name, value, choices in (
-        ("--train", train, _GOALS),
-        ("--precision", precision, _PRECISIONS),
-        ("--snippet", snippet, _SNIPPETS),
-    ):
-        if value is not None and value not in choices:
-            raise unknown_name(name, value, choices)
-    for name, count in (("--effective-batch", effective_batch), ("--batch-size", batch_size)):
-        if count is not None and count < 1:
-            raise UsageError(f"{name} must be at least 1", value=count, hint="give a positive whole number")
-    if model is not None and model_size is not None:
-        raise UsageError("give --model or --model-size, not both", value=f"{model}, {model_size}", hint="leave one out")
-    if train is not None and infer:
-        raise UsageError(
-            "give --train or --infer, not both", value=f"--train {train} --infer", hint="ask for each by itself"
-        )
-    wanted = model or model_size
-    goal = "infer" if infer else train
-    _check_use(wanted, goal, effective_batch, batch_size, lengths, lengths_column, snippet)
-    card = _card(gpu, gpu_vram)
-    spec = TargetSpec(
-        model=wanted or "-",
-        model_is_size=model_size is not None,
-        context_length=context_length,
-        **card,  # type: ignore[arg-type]
-    )
-    if goal in ("lora", "qlora"):
-        spec = spec.edit(adapter="lora", lora_rank=lora_rank, lora_targets=lora_targets)
-    elif lora_rank is not None or lora_targets is not None:
-        raise UsageError("--lora-rank and --lora-targets are for adapters", hint="add --train lora or qlora")
-    # As in `memprof profile`: what the libraries make lives for good.
-    gc.disable()
-    with Progress() as progress:
-        answer = _answer(spec, goal, progress, effective_batch, precision, batch_size, lengths, lengths_column)
-    _print(answer, snippet, as_json=as_json, explain=explain)
+    request.check()
+    spec = request.spec()
+    with long_work() as progress:
+        answer = _answer(spec, request, progress)
+    _print(answer, request)
     raise typer.Exit(0 if answer.found else 3)
 
 
-def _check_use(
-    model: str | None,
-    goal: str | None,
-    effective_batch: int | None,
-    batch_size: int | None,
-    lengths: Path | None,
-    column: str | None,
-    snippet: str | None,
-) -> None:
-    if model is None:
-        given: dict[str, object] = {
-            "--train or --infer": goal,
-            "--effective-batch": effective_batch,
-            "--batch-size": batch_size,
-        }
-        given |= {"--lengths": lengths, "--snippet": snippet}
-        for name, value in given.items():
-            if value is not None:
-                raise UsageError(f"{name} needs a model", value=value, hint="add --model NAME or --model-size 4B")
-    elif goal is None:
-        raise UsageError("what is the model for?", value=model, hint=f"add --train {'|'.join(_GOALS)}, or --infer")
-    if column is not None and lengths is None:
-        raise UsageError("--lengths-column needs --lengths", value=column, hint="add --lengths FILE")
-    if lengths is not None and goal == "infer":
-        raise UsageError("--lengths is for training", value=lengths, hint="add --train full, lora or qlora")
-    if effective_batch is not None and batch_size is not None and effective_batch % batch_size:
-        raise UsageError(
-            "--batch-size must divide --effective-batch",
-            value=f"{effective_batch} in micro-batches of {batch_size}",
-            hint="leave out --batch-size, and it is searched",
-        )
-
-
-def _card(gpu: str | None, gpu_vram: str | None) -> dict[str, object]:
-    """The card that is asked for, else the one that is here."""
-    if gpu is not None and gpu_vram is not None:
-        raise UsageError("give --gpu or --gpu-vram, not both", value=f"{gpu}, {gpu_vram}", hint="leave one out")
-    if gpu is not None:
-        return {"gpu": find_gpu(gpu).key}
-    if gpu_vram is not None:
-        return {"gpu": DEFAULT_GPU, "gpu_vram_bytes": parse_gib(gpu_vram)}
+def _on_present_card(spec: TargetSpec) -> TargetSpec:
+    """`spec` on the first card that is here."""
     from memprof.device.nvml import read_cards
 
     reading = read_cards()
@@ -186,22 +138,13 @@ def _card(gpu: str | None, gpu_vram: str | None) -> dict[str, object]:
     card = reading.cards[0]
     assert card.total_bytes is not None
     try:
-        return {"gpu": find_gpu(card.name).key}
+        return spec.edit(gpu=find_gpu(card.name).key)
     except UsageError:
-        return {"gpu": DEFAULT_GPU, "gpu_vram_bytes": card.total_bytes - (card.reserved_bytes or 0)}
+        return spec.edit(gpu_vram_bytes=card.total_bytes - (card.reserved_bytes or 0))
 
 
-def _answer(
-    spec: TargetSpec,
-    goal: str | None,
-    progress: Progress,
-    effective_batch: int | None,
-    precision: str | None,
-    batch_size: int | None,
-    file: Path | None,
-    column: str | None,
-) -> Recommendation:
-    if goal is None:
+def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommendation:
+    if request.goal is None:
         from memprof.flows.recommend.largest import recommend_models
 
         return recommend_models(spec, progress, spec.context_length)
@@ -209,26 +152,29 @@ def _answer(
     from memprof.flows.recommend.plans import Goal
     from memprof.flows.recommend.search import recommend as search
 
-    options = {"effective_batch": effective_batch, "precision": precision, "micro_batch": batch_size}
-    if file is not None:
-        return recommend_for_data(spec, Goal(goal), progress, file, column, **options)  # type: ignore[arg-type]
-    return search(spec, Goal(goal), progress, **options)[0]  # type: ignore[arg-type]
+    goal = Goal(request.goal)
+    batch, precision, micro_batch = request.effective_batch, request.precision, request.batch_size
+    if request.lengths is not None:
+        return recommend_for_data(
+            spec, goal, progress, request.lengths, request.lengths_column,
+            effective_batch=batch, precision=precision, micro_batch=micro_batch,
+        )  # fmt: skip
+    return search(spec, goal, progress, effective_batch=batch, precision=precision, micro_batch=micro_batch)[0]
 
 
-def _print(answer: Recommendation, snippet: str | None, *, as_json: bool, explain: bool) -> None:
-    if snippet is not None and answer.found:
-        if snippet not in answer.snippets:
+def _print(answer: Recommendation, request: Request) -> None:
+    if request.snippet is not None and answer.found:
+        if request.snippet not in answer.snippets:
             raise UsageError(
                 "there is no such script for this run",
-                value=snippet,
+                value=request.snippet,
                 hint="there is " + (" and ".join(answer.snippets) or "none for a model of your own"),
             )
-        sys.stdout.write(answer.snippets[snippet])
+        sys.stdout.write(answer.snippets[request.snippet])
         return
-    if as_json:
-        json.dump(answer.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+    if request.as_json:
+        print_json(answer)
         return
     from memprof.report.terminal.recommendation import print_recommendation
 
-    print_recommendation(answer, explain=explain)
+    print_recommendation(answer, explain=request.explain)

@@ -6,164 +6,95 @@ import os
 import sys
 import threading
 from collections.abc import Collection
-from pathlib import Path
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import typer
 
-from memprof.catalog import DEFAULT_GPU, Gpu, custom_gpu, find_gpu
-from memprof.cli.card import check_one_card
-from memprof.cli.profile import exit_code, is_search, print_document
+from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.cli.options import Remedies, again
+from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import script_output
-from memprof.errors import MemprofError, UsageError, unknown_name
+from memprof.errors import MemprofError, UsageError
 from memprof.script import Ended, Outcome, Program, StopRule
-from memprof.trace.events import Trace
-from memprof.trace.files import check_place
-from memprof.units import parse_gib
+from memprof.spec import option
 
-DEVICES = ("virtual", "cuda", "cpu")
+SETTINGS = {"allow_interspersed_args": False}
+"""What follows the script's name is the script's, whatever it looks like."""
 PATIENCE = 2
 """Steps beyond the second, while memory still grows from step to step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Saved, Remedies):
+    """What is asked of a script."""
+
+    module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
+    worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
+    beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
+    steps: int | None = option(None, "Stopping", "Stop after so many optimizer steps.", metavar="COUNT", unset="2")
+    until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
+    timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
+    alloc_conf: str | None = again("alloc_conf")
+    gpu: str = again("gpu")
+    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    device: str = again("device")
+    detail: bool = again("detail")
+
+    def card(self) -> Gpu:
+        """The virtual card."""
+        return find_gpu(self.gpu) if self.gpu_vram_bytes is None else custom_gpu(self.gpu_vram_bytes)
+
+    def rule(self) -> StopRule:
+        """When the script has shown enough."""
+        if self.steps is not None and self.until_exit:
+            raise UsageError("give --steps or --until-exit, not both", value=self.steps)
+        if self.steps is not None and self.steps < 1:
+            raise UsageError("--steps counts from 1", value=self.steps, hint="--until-exit stops after none")
+        if self.timeout is not None and not self.timeout > 0:
+            raise UsageError("--timeout must be longer", value=self.timeout, hint="give seconds, more than 0")
+        if self.until_exit:
+            return StopRule(None, self.timeout)
+        if self.steps is None:
+            return StopRule(2, self.timeout, patience=PATIENCE)
+        return StopRule(self.steps, self.timeout)
+
+
 def run(
-    context: typer.Context,
+    request: Request,
     command: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
     ] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
-    gpu: Annotated[str, typer.Option(help="The virtual card (`memprof gpus` lists them).")] = DEFAULT_GPU,
-    gpu_vram: Annotated[
-        str | None, typer.Option(help="Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB")
-    ] = None,
-    device: Annotated[str, typer.Option(help="virtual: simulate; cuda or cpu: run for real, and measure.")] = "virtual",
-    steps: Annotated[
-        int | None, typer.Option(help="Stop after so many optimizer steps. [default: 2]", metavar="COUNT")
-    ] = None,
-    until_exit: Annotated[bool, typer.Option("--until-exit", help="Let the script run to its own end.")] = False,
-    timeout: Annotated[float | None, typer.Option(help="Stop after so long.", metavar="SECONDS")] = None,
-    worst_batch: Annotated[
-        bool, typer.Option("--worst-batch", help="Feed the largest batch of each data loader first.")
-    ] = False,
-    beyond: Annotated[
-        bool,
-        typer.Option("--beyond", help="Go on past a full card, to see the whole need: no error in the script."),
-    ] = False,
-    fix: Annotated[
-        str | None,
-        typer.Option(
-            help="Switch these remedies on in the script's models, such as chunked-loss; auto: the cheapest that fit.",
-            metavar="NAMES",
-        ),
-    ] = None,
-    ladder: Annotated[
-        bool,
-        typer.Option(
-            "--ladder", help="Run again with remedies that can be switched on from outside, one after another."
-        ),
-    ] = False,
-    alloc_conf: Annotated[
-        str | None,
-        typer.Option(
-            help="The caching allocator's, such as expandable_segments:True. [default: the environment's]",
-            metavar="SETTINGS",
-        ),
-    ] = None,
-    detail: Annotated[
-        bool, typer.Option("--detail", help="Measured: the line of every allocation as well, which makes steps longer.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON; what the script prints goes to stderr.")
-    ] = False,
-    save: Annotated[
-        Path | None, typer.Option(help="Keep the capture in a file, for `memprof show`.", metavar="FILE")
-    ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="List what was assumed.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error of memprof's.")] = False,
 ) -> None:
     """Run a training script as it is on a virtual GPU, and say where its memory goes.
 
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
-    optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. Exit
-    code 0: it fits; 3: it does not; if the script fails by itself, its own.
+    optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. With
+    --json, what it prints goes to stderr. Exit code 0: it fits; 3: it does not; if the script fails by itself, its own.
     """
-    try:
-        check_one_card(context, gpu, gpu_vram)
-        code = _run(
-            _program(command, module=module),
-            _rule(steps, timeout, until_exit=until_exit),
-            gpu=find_gpu(gpu) if gpu_vram is None else custom_gpu(parse_gib(gpu_vram)),
-            device=_device(device),
-            alloc_conf=alloc_conf,
-            beyond=beyond,
-            fix=fix,
-            ladder=ladder,
-            worst_batch=worst_batch,
-            detail=detail,
-            as_json=as_json,
-            save=save,
-            explain=explain,
-        )
-    except MemprofError as error:
-        # Not left to the caller: there --debug may be the script's.
-        if debug:
-            raise
-        typer.echo(f"memprof: {error}", err=True)
-        code = error.exit_code
-    raise typer.Exit(code)
-
-
-def _program(command: list[str] | None, *, module: bool) -> Program:
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
-    return Program(command[0], tuple(command[1:]), is_module=module)
+    program = Program(command[0], tuple(command[1:]), is_module=request.module)
+    if request.fix is not None and request.ladder:
+        raise UsageError(
+            "--ladder chooses remedies itself", value=f"--fix {request.fix}", hint="give --fix or --ladder"
+        )
+    several = request.ladder or request.searches
+    raise typer.Exit((_ladder if several else _run)(program, request.rule(), request.card(), request))
 
 
-def _rule(steps: int | None, timeout: float | None, *, until_exit: bool) -> StopRule:
-    if steps is not None and until_exit:
-        raise UsageError("give --steps or --until-exit, not both", value=steps)
-    if steps is not None and steps < 1:
-        raise UsageError("--steps counts from 1", value=steps, hint="--until-exit stops after none")
-    if timeout is not None and not timeout > 0:
-        raise UsageError("--timeout must be longer", value=timeout, hint="give seconds, more than 0")
-    if until_exit:
-        return StopRule(None, timeout)
-    return StopRule(2, timeout, patience=PATIENCE) if steps is None else StopRule(steps, timeout)
-
-
-def _device(name: str) -> str:
-    if name not in DEVICES:
-        raise unknown_name("device", name, DEVICES)
-    return name
-
-
-def _run(
-    program: Program,
-    rule: StopRule,
-    *,
-    fix: str | None,
-    ladder: bool,
-    as_json: bool,
-    save: Path | None,
-    explain: bool,
-    **options: Any,
-) -> int:
+def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     from memprof.flows.script import run_script
     from memprof.remedies.fixes import parse_fixes
 
-    if save is not None:
-        check_place(save, option="--save")
-    folder = Path.cwd()  # the script may change it
-    if fix is not None and ladder:
-        raise UsageError("--ladder chooses remedies itself", value=f"--fix {fix}", hint="give --fix or --ladder")
-    searches = is_search(fix)
-    fixes = () if fix is None or searches else tuple(map(str, parse_fixes(fix)))
-    if ladder or searches:
-        return _ladder(program, rule, search=searches, as_json=as_json, save=save, explain=explain, **options)
     before = frozenset(threading.enumerate())
-    with script_output(to_stderr=as_json):
-        found = run_script(program, rule, fixes=fixes, **options)
+    fixes = () if request.fix is None else tuple(map(str, parse_fixes(request.fix)))
+    with script_output(to_stderr=request.as_json):
+        found = run_script(
+            program, rule, gpu=card, device=request.device, alloc_conf=request.alloc_conf, beyond=request.beyond,
+            fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
+        )  # fmt: skip
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
         raise outcome.error
@@ -176,8 +107,8 @@ def _run(
     if document is None:
         _say_nothing_was_there(outcome)
         return outcome.exit_code
-    print_document(document, as_json=as_json, explain=explain)
-    _save(found.trace, save, folder)
+    print_document(document, request)
+    request.keep(found.trace)
     if outcome.ended is Ended.REFUSED:
         code = 3
     elif outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
@@ -200,43 +131,23 @@ def _leave_threads(before: Collection[threading.Thread], code: int) -> None:
         os._exit(code)
 
 
-def _ladder(
-    program: Program,
-    rule: StopRule,
-    *,
-    search: bool,
-    gpu: Gpu,
-    device: str,
-    alloc_conf: str | None,
-    worst_batch: bool,
-    as_json: bool,
-    save: Path | None,
-    explain: bool,
-    **ignored: object,
-) -> int:
-    from memprof.flows.ladder.scripts import Request, script_ladder, script_search
+def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
+    from memprof.flows.ladder import scripts
 
-    if device != "virtual":
+    if request.device != "virtual":
         raise UsageError(
-            "a ladder runs on the virtual card", value=f"--device {device}", hint="leave out --device, or --ladder"
+            "a ladder runs on the virtual card",
+            value=f"--device {request.device}",
+            hint="leave out --device, or --ladder",
         )
     program.check()
-    request = Request(program, rule, gpu, alloc_conf, worst_batch)
+    asked = scripts.Request(program, rule, card, request.alloc_conf, request.worst_batch)
     with Progress() as progress:
-        trace, document = (script_search if search else script_ladder)(request, progress)
-    print_document(document, as_json=as_json, explain=explain)
-    _save(trace, save, Path.cwd())
+        search = scripts.script_search if request.searches else scripts.script_ladder
+        trace, document = search(asked, progress)
+    print_document(document, request)
+    request.keep(trace)
     return exit_code(document)
-
-
-def _save(trace: Trace, path: Path | None, folder: Path) -> None:
-    """Keep the capture at `path` as it was typed in `folder`, where who typed it still is."""
-    if path is None:
-        return
-    from memprof.trace.io import save_trace
-
-    save_trace(trace, folder / path)
-    typer.echo(f"Saved: memprof show {path}", err=True)
 
 
 def _say_nothing_was_there(outcome: Outcome) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Annotated
 
 import typer
 
+from memprof.cli.output import Output, print_json
 from memprof.cli.progress import Progress
 
 
 def verify(
+    output: Output,
     remedies: Annotated[
         list[str] | None, typer.Argument(metavar="[REMEDY]...", help="The remedies to verify. [default: all]")
     ] = None,
@@ -24,8 +24,6 @@ def verify(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How often, with other weights and batches.")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     """Check on the CPU that remedies give the same loss, gradients and training steps, and simulate what they save.
 
@@ -36,9 +34,8 @@ def verify(
         from memprof.verify.bench import verify as run
 
         found = run(remedies or (), model or (), seeds=seeds, progress=progress)
-    if as_json:
-        json.dump(found.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+    if output.as_json:
+        print_json(found)
     else:
         from memprof.report.terminal.verification import print_verification
 

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from memprof.catalog import DEFAULT_GPU
-from memprof.cli.card import check_one_card
-from memprof.cli.progress import Progress
+from memprof.cli.options import OUTPUT, again, spec_of
+from memprof.cli.output import Output, print_json
+from memprof.cli.progress import long_work
 from memprof.errors import UsageError
-from memprof.spec import AMP_DTYPES, DTYPES, OPTIMIZERS, TargetSpec
-from memprof.units import parse_gib
+from memprof.spec import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Output):
+    """How the corpus is read, and for which model a smaller vocabulary is tried."""
+
+    tokenizer: str = option(
+        "whitespace", "Corpus", "whitespace, bytes, a tokenizer.json, or a folder that has one.", metavar="NAME"
+    )
+    column: str | None = option(
+        None, "Corpus", "Of JSON Lines and Parquet; with it text files are JSON Lines too.", metavar="NAME",
+        unset="text",
+    )  # fmt: skip
+    encoding: str = option("utf-8", "Corpus", "Of the text, such as latin-1 or utf-16.")
+    coverage: str = option(
+        "99,99.9", "Vocabulary", "Percentages of the text that caps are to cover.", metavar="PERCENTAGES"
+    )
+    cap: int | None = option(None, "Vocabulary", "A cap of this many tokens as well.", metavar="TOKENS")
+    vocab_size: int | None = again(
+        "vocab_size", help="The vocabulary before.", unset="all words; with a tokenizer the model's"
+    )
+    model: str | None = again(
+        "model", default=None, help="Simulate what the caps save in training this model (see memprof profile)."
+    )
+    params: str | None = option(
+        None, "Model", "Instead of --model: a size such as 1.2B, by arithmetic alone.", metavar="SIZE"
+    )
+    context_length: int | None = again("context_length")
+    batch_size: int = again("batch_size")
+    dtype: str | None = again("dtype")
+    amp: str | None = again("amp")
+    optimizer: str = again("optimizer")
+    gpu: str = again("gpu")
+    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
 
 
 def vocab(
-    context: typer.Context,
+    request: Request,
     corpus: Annotated[
         list[str],
         typer.Argument(
@@ -26,53 +57,7 @@ def vocab(
             metavar="CORPUS...",
         ),
     ],
-    tokenizer: Annotated[
-        str,
-        typer.Option(help="whitespace, bytes, a tokenizer.json, or a folder that has one.", metavar="NAME"),
-    ] = "whitespace",
-    column: Annotated[
-        str | None,
-        typer.Option(
-            help="Of JSON Lines and Parquet; with it text files are JSON Lines too. [default: text]", metavar="NAME"
-        ),
-    ] = None,
-    encoding: Annotated[str, typer.Option(help="Of the text, such as latin-1 or utf-16.")] = "utf-8",
-    coverage: Annotated[
-        str, typer.Option(help="Percentages of the text that caps are to cover.", metavar="PERCENTAGES")
-    ] = "99,99.9",
-    cap: Annotated[int | None, typer.Option(help="A cap of this many tokens as well.", metavar="TOKENS")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Simulate what the caps save in training this model (see memprof profile).", metavar="MODEL"),
-    ] = None,
-    params: Annotated[
-        str | None,
-        typer.Option(help="Instead of --model: a size such as 1.2B, by arithmetic alone.", metavar="SIZE"),
-    ] = None,
-    vocab_size: Annotated[
-        int | None,
-        typer.Option(
-            help="The vocabulary before. [default: all words; with a tokenizer the model's]", metavar="TOKENS"
-        ),
-    ] = None,
-    context_length: Annotated[
-        int | None, typer.Option(help="Tokens per sequence. [default: 2048, or the model's limit]", metavar="TOKENS")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences per micro-batch.")] = 1,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)}. [default: the checkpoint's]", metavar="DTYPE")
-    ] = None,
-    amp: Annotated[
-        str | None, typer.Option(help=f"Autocast to {' or '.join(AMP_DTYPES)}, with float32 weights.", metavar="DTYPE")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help=", ".join(OPTIMIZERS) + ".")] = "adamw",
-    gpu: Annotated[str, typer.Option(help="The virtual card (`memprof gpus` lists them).")] = DEFAULT_GPU,
-    gpu_vram: Annotated[
-        str | None, typer.Option(help="Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB")
-    ] = None,
-    top: Annotated[int, typer.Option(help="Most frequent tokens to name.", min=0)] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")] = False,
+    top: Annotated[int, typer.Option(help="Most frequent tokens to name.", min=0, rich_help_panel=OUTPUT)] = 10,
 ) -> None:
     """Count the tokens of a corpus in bounded memory, and say what a smaller vocabulary would cover and save.
 
@@ -81,41 +66,33 @@ def vocab(
     """
     from memprof.flows import vocabulary as flow
 
+    model, params = request.model, request.params
     if model is not None and params is not None:
         raise UsageError("give --model or --params, not both", hint="--model is simulated, --params only reckoned")
-    if params is not None and amp is not None:
-        raise UsageError("--amp is not in the arithmetic", value=amp, hint="name a model: --model has it simulated")
-    check_one_card(context, gpu, gpu_vram)
-    shares = flow.parse_shares(coverage)
+    if params is not None and request.amp is not None:
+        raise UsageError(
+            "--amp is not in the arithmetic", value=request.amp, hint="name a model: --model has it simulated"
+        )
+    shares = flow.parse_shares(request.coverage)
     # Also where nothing is simulated: it checks the options, before the corpus is read.
-    spec = TargetSpec(
-        model=model if model is not None else "none",
-        context_length=context_length,
-        batch_size=batch_size,
-        vocab_size=vocab_size,
-        dtype=dtype,
-        amp=amp,
-        optimizer=optimizer,
-        gpu=gpu,
-        gpu_vram_bytes=None if gpu_vram is None else parse_gib(gpu_vram),
-    )
+    spec = spec_of(request, model=model or "none")
     if model is not None:
         flow.check_model(spec)
-    gc.disable()  # as in profile
-    with Progress() as progress:
-        counted = flow.read_corpus(corpus, tokenizer, encoding=encoding, column=column, show=top, progress=progress)
-        caps = flow.caps_of(counted, shares, cap)
+    with long_work() as progress:
+        counted = flow.read_corpus(
+            corpus, request.tokenizer, encoding=request.encoding, column=request.column, show=top, progress=progress
+        )
+        caps = flow.caps_of(counted, shares, request.cap)
         if model is not None:
             savings = flow.simulate(spec, counted, caps, progress)
         else:
             savings = flow.reckon(
-                params, counted, caps, vocab_size=vocab_size, context_length=context_length, batch_size=batch_size,
-                dtype=dtype, optimizer=optimizer,
+                params, counted, caps, vocab_size=spec.vocab_size, context_length=spec.context_length,
+                batch_size=spec.batch_size, dtype=spec.dtype, optimizer=spec.optimizer,
             )  # fmt: skip
     document = flow.report(corpus, counted, caps, savings)
-    if as_json:
-        json.dump(document.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+    if request.as_json:
+        print_json(document)
     else:
         from memprof.report.terminal.vocabulary import print_vocabulary
 

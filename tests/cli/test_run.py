@@ -581,7 +581,7 @@ def test_a_ladder_of_runs(memprof, script, monkeypatch):
         (("--steps", "3", "--until-exit", "train.py"), "give --steps or --until-exit, not both"),
         (("--timeout", "-1", "train.py"), "--timeout must be longer"),
         (("--timeout", "nan", "train.py"), "--timeout must be longer"),
-        (("--device", "tpu", "train.py"), "unknown device"),
+        (("--device", "tpu", "train.py"), "unknown --device"),
         (("--device", "cuda", "train.py"), "there is no CUDA card to measure on"),
         (("--gpu", "rtx-0000", "train.py"), "unknown GPU"),
         (("--gpu-vram", "0", "train.py"), "not an amount of memory"),

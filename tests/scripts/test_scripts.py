@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.catalog import find_gpu
-from memprof.cli.profile import exit_code
+from memprof.cli.output import exit_code
 from memprof.flows.script import DryRun, run_script
 from memprof.script import Program, StopRule
 from tests.scripts.running import check_sound, memprof_run, program, run_twice, stages

@@ -1,0 +1,89 @@
+"""What a command prints, keeps and answers with its exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+
+from memprof.cli.options import OUTPUT
+from memprof.spec import option
+from memprof.trace.files import check_place
+
+if TYPE_CHECKING:
+    from memprof.report.documents.report import Document
+    from memprof.trace.events import Trace
+
+
+class _HasJson(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How a command says what it found."""
+
+    as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained(Output):
+    """The same for what rests on assumptions."""
+
+    explain: bool = option(False, OUTPUT, "List what it rests on: assumptions, formulas, other runs.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Explained):
+    """The same for what can be kept.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+
+    save: Path | None = option(None, OUTPUT, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
+    place: Path | None = dataclasses.field(default=None, init=False)
+    """The same, also once the script has gone to another folder."""
+
+    def __post_init__(self) -> None:
+        if self.save is not None:
+            check_place(self.save, option="--save")
+            object.__setattr__(self, "place", self.save.absolute())
+
+    def keep(self, trace: Trace) -> None:
+        """Write the capture, if that was asked for: after the report, which must not be lost if it cannot be."""
+        if self.place is not None:
+            from memprof.trace.io import save_trace
+
+            save_trace(trace, self.place)
+            typer.echo(f"Saved: memprof show {self.save}", err=True)
+
+
+def print_json(result: _HasJson | dict[str, Any]) -> None:
+    """A result on stdout, as JSON."""
+    json.dump(result if isinstance(result, dict) else result.to_json(), sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+def print_document(document: Document, output: Explained) -> None:
+    """The report of a run on stdout, as JSON or for people."""
+    if output.as_json:
+        print_json(document)
+        return
+    from memprof.report.terminal.report import print_report
+
+    print_report(document, explain=output.explain)
+
+
+def exit_code(document: Document) -> int:
+    """1: the run did not come to its end, or a real one dies of an error; 3: it does not fit; 0: none of these."""
+    if document.failure is not None:
+        return 1
+    if not document.verdict.fits:
+        return 3
+    return 1 if any(finding.severity.value == "error" for finding in document.findings) else 0

@@ -1,0 +1,152 @@
+"""Options come from the fields of dataclasses: what a field says is shown by --help, asked and checked."""
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+
+import pytest
+import typer
+
+from memprof.cli.main import COMMANDS, app
+from memprof.cli.options import Remedies, add, panels_of
+from memprof.errors import MemprofError, UsageError
+from memprof.spec import TargetSpec, option, options_of
+
+SHARED = (
+    "--gpu", "--gpu-vram", "--alloc-conf", "--detail", "--fix", "--ladder", "--json", "--save", "--explain", "--debug",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(TargetSpec):
+    """The spec with four more options: nothing else is told of them."""
+
+    warmup: int = option(3, "Batch", "Steps that are not looked at.", is_count=True)
+    order: str | None = option(None, "Toy", "{choices}.", choices=("given", "sorted"), unset="given")
+    pinned: bool = option(True, "Toy", "Leave host memory pageable.")
+    budget_bytes: int | None = option(None, "Toy", "As 2KiB.", flag="--budget", parse=lambda text: int(text[:-3]) << 10)
+
+
+def started(function, *arguments):
+    """Runs `function` as the only command of a program; its exit code."""
+    program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    program.callback()(lambda: None)
+    add(program, "ask", function)
+    with pytest.raises(SystemExit) as stopped:
+        program(["ask", *arguments], standalone_mode=True)
+    return stopped.value.code
+
+
+def made(*arguments):
+    asked = []
+
+    def ask(spec: Toy) -> None:
+        asked.append(spec)
+
+    assert started(ask, "--model", "gpt2", *arguments) == 0
+    (spec,) = asked
+    return spec
+
+
+def test_a_field_of_the_spec_is_an_option():
+    assert made() == Toy(model="gpt2")
+    assert made("--warmup", "5").warmup == 5
+    assert made("--order", "sorted").order == "sorted"
+    assert made("--no-pinned").pinned is False
+    assert made("--budget", "2KiB").budget_bytes == 2048
+
+
+def test_it_is_in_the_help_under_its_panel(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def ask(spec: Toy) -> None:
+        """Ask."""
+
+    assert started(ask, "--help") == 0
+    shown = capsys.readouterr().out
+    batch, toy = (shown[shown.index(f"\n{panel}:") :].split("\n\n")[0] for panel in ("Batch", "Toy"))
+    assert "--warmup <int>" in batch and "Steps that are not looked at. [default: 3]" in " ".join(batch.split())
+    assert "given or sorted. [default: given]" in toy and "--no-pinned " in toy and "--budget" in toy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--warmup", "0"), "--warmup must be at least 1"),
+        (("--order", "sroted"), "unknown --order"),
+        (("--gpu", "t4", "--gpu-vram", "8"), "give --gpu or --gpu-vram, not both"),
+        (("--model-size", "4B"), "give --model or --model-size, not both"),
+    ],
+)
+def test_its_values_are_checked(capsys, arguments, problem):
+    def ask(spec: Toy) -> None:
+        raise AssertionError("not asked")
+
+    assert started(ask, "--model", "gpt2", *arguments) == 2
+    assert problem in capsys.readouterr().err
+    if "--gpu" not in arguments and "--model-size" not in arguments:
+        name, value = arguments[0].strip("-"), arguments[1]
+        with pytest.raises(UsageError, match=problem):
+            Toy(model="gpt2", **{name: int(value) if value.isdigit() else value})
+
+
+def test_an_error_is_a_message_and_debug_shows_it(capsys):
+    def fail(asked: Remedies) -> None:
+        raise MemprofError("it went wrong", hint="do better")
+
+    assert started(fail) == 1
+    assert capsys.readouterr().err == "memprof: it went wrong\n  hint:  do better\n"
+    with pytest.raises(MemprofError, match="it went wrong"):
+        started(fail, "--debug")
+
+
+def commands():
+    return typer.main.get_command(app).commands
+
+
+def test_profile_asks_for_all_of_the_spec():
+    asked = {parameter.name for parameter in commands()["profile"].params}
+    assert {field.name for field in dataclasses.fields(TargetSpec)} - asked == {"fixes"}
+    assert len(options_of(TargetSpec)) == len(dataclasses.fields(TargetSpec)) - 1
+
+
+def test_an_option_says_the_same_everywhere():
+    said = {}
+    for name, command in commands().items():
+        if name in ("profile", "run"):
+            for parameter in command.params:
+                said.setdefault(parameter.opts[0], []).append((parameter.help, parameter.metavar, parameter.name))
+    for flag in SHARED:
+        first, second = said[flag]
+        assert first == second
+
+
+def test_help_is_readable_at_80_columns(memprof, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = memprof("profile", "--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    panels = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert panels == [
+        "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Memory", "Card", "Remedies", "Output",
+    ]  # fmt: skip
+    command = commands()["profile"]
+    shown = panels_of(command, command.context_class(command))
+    assert max(map(len, shown.values())) <= 8
+    flags = [word for line in lines for word in line.split()[:1] if line.startswith("  --")]
+    assert len(flags) == len(set(flags)) == sum(map(len, shown.values()))
+
+
+def test_a_command_is_a_module_and_a_name_in_the_list():
+    assert list(commands()) == list(COMMANDS)
+    for name in COMMANDS:
+        module = importlib.import_module(f"memprof.cli.{name}")
+        assert hasattr(module, "app") or callable(getattr(module, name))
+
+
+@pytest.mark.parametrize("command", ["run", "monitor"])
+def test_debug_of_what_is_started_is_not_ours(memprof, command, tmp_path):
+    gone = str(tmp_path / "none.py")
+    result = memprof(command, gone, "--debug")
+    assert result.exit_code != 0 and result.stderr.startswith("memprof: ")
+    with pytest.raises(MemprofError):
+        memprof(command, "--debug", gone)
