@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memprof.trace.events import GPU, HOST
-from memprof.virtual.kernels import hidden
+from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import expansion
 
 _aten = torch.ops.aten
@@ -30,7 +29,7 @@ _MIXES_DEVICES = frozenset(
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
     }
 )  # fmt: skip
-"""Operators whose tensors may live on different devices (of index and its like, operators.py checks what may not)."""
+"""Operators whose tensors may live on different devices (kernels/indexing.py checks those of index)."""
 _LIKE = frozenset(
     {
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
@@ -52,6 +51,7 @@ class Operator:
     """What is known of one operator overload."""
 
     __slots__ = (
+        "anywhere",
         "expansion",
         "handler",
         "input_copies",
@@ -59,12 +59,12 @@ class Operator:
         "mixes_devices",
         "name",
         "packet",
-        "temporaries",
+        "scratch",
         "uses_cublas",
         "uses_cublaslt",
     )
 
-    def __init__(self, func: Any, handler: Callable[..., Any] | None) -> None:
+    def __init__(self, func: Any) -> None:
         self.packet = packet = func.overloadpacket
         self.name = func._schema.name.replace("::", ".")
         if packet in _ALIASES or func.is_view:
@@ -73,12 +73,13 @@ class Operator:
             self.kind = Kind.IN_PLACE
         else:
             self.kind = Kind.ALLOCATES
-        self.handler = handler
-        self.expansion = expansion(func) if handler is None else None
-        self.input_copies = hidden.INPUT_COPIES.get(packet)
-        self.temporaries = hidden.TEMPORARIES.get(packet)
-        self.uses_cublas = packet in hidden.CUBLAS_OPS
-        self.uses_cublaslt = packet in hidden.CUBLASLT_OPS
+        self.handler = registry.kernel_of(packet)
+        self.anywhere = packet in registry.anywhere
+        self.expansion = expansion(func) if self.handler is None else None
+        self.input_copies = registry.input_copies.get(packet)
+        self.scratch = registry.scratch.get(packet)
+        self.uses_cublas = packet in registry.uses_cublas
+        self.uses_cublaslt = packet in registry.uses_cublaslt
         self.mixes_devices = packet in _MIXES_DEVICES
 
 

@@ -19,9 +19,8 @@ from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.card import Card
 from memprof.virtual.devices import DeviceMode, python_functions_run_inside
 from memprof.virtual.edges import compiled, distributed, generation, loaders, native, processes
-from memprof.virtual.kernels import quantized
-from memprof.virtual.kernels.composites import Composites
-from memprof.virtual.kernels.hidden import CublasWorkspace
+from memprof.virtual.kernels import quantized, registry
+from memprof.virtual.kernels.matrix_products import CublasWorkspace
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -190,8 +189,7 @@ class VirtualGpu:
 
     def _install(self) -> None:
         patches = self._patches
-        composites = Composites(self.recording, self.assume).handlers()
-        function_mode = self._function_mode = DeviceMode(self.recording, composites)
+        function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
         for owner, name, value in python_functions_run_inside():
             patches.set(owner, name, value)
         for owner, name, value in cuda_facade(

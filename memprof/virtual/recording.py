@@ -13,13 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
+from memprof.trace.events import GPU, HOST
 from memprof.virtual import layout_cache as layout
 from memprof.virtual.calls import (
-    HOST_COUNTED_BYTES,
     HOST_VIRTUAL_BYTES,
     MOVES_STORAGE,
     OVERWRITES,
@@ -29,92 +27,43 @@ from memprof.virtual.calls import (
     tensors_of,
 )
 from memprof.virtual.card import Card
-from memprof.virtual.engine import FILLS_ZEROS, Accumulation, called_by_engine, in_backward
+from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
 from memprof.virtual.flops import Meter
-from memprof.virtual.kernels import hidden
 from memprof.virtual.kernels import in_place_backward as formulas
-from memprof.virtual.kernels.operators import HANDLERS
+from memprof.virtual.kernels import matrix_products, registry
+from memprof.virtual.launch import Launch
 from memprof.virtual.limits import refuse_sharded
+from memprof.virtual.machine import Machine
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Place, Recorder
-from memprof.watch.wrappers import unwrapped
 
 _META = torch.device("meta")
-# An extension that asks C++ for the data gets an error; a null pointer would end the process.
-_forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
 _MAYBE_IN_PLACE = formulas.CANDIDATES | FILLS_ZEROS.keys()
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+registry.load()
 
 
-class RecordingMode(TorchDispatchMode):
+class RecordingMode(Machine):
     """Runs the program's operators on the virtual GPU."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        values: Values,
-        workspace: hidden.CublasWorkspace | None,
-        card: Card,
+        self, recorder: Recorder, values: Values, workspace: matrix_products.CublasWorkspace | None, card: Card
     ) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self.values = values
-        self.factory_device: str | None = None
-        """Set by the function mode around a factory call: the device that the program asked for."""
+        super().__init__(recorder, values, card)
         self._workspace = workspace
-        self.card = card
         self._taken_workspaces: set[str] = set()
         self._operators: dict[Any, Operator] = {}
         self._layouts: dict[Any, Any] = {}
         self._done_in_place: dict[Any, bool] = {}
-        self._host: set[int] = set()
-        self._host_sources: dict[int, tuple[Any, int]] = {}
-        self.empty_meta: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """Storages without bytes that are genuinely on the meta device."""
-        self.accumulation = Accumulation()
         self.meter = Meter(recorder, self.device_of)
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
-        self.adds_bias = False
-        """Whether the operators that run are those of a linear layer with a bias."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # The default wraps every call in a guard against torch.compile, and imports all of dynamo for it.
         return False
-
-    # -- devices ----------------------------------------------------------------------------------------------------
-
-    def device_of(self, tensor: torch.Tensor) -> str:
-        """The device that the program believes `tensor` to be on."""
-        if not tensor.is_meta:
-            return str(tensor.device)
-        return self.device_of_storage(unwrapped(tensor).untyped_storage())
-
-    def device_of_storage(self, storage: torch.UntypedStorage) -> str:
-        """The same of a storage on torch's meta device."""
-        address = storage._cdata
-        if address not in self.recorder.live:
-            # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
-            # itself, they are taken for the program's own.
-            return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
-        return HOST if address in self._host else GPU
-
-    def is_on_card(self, tensor: torch.Tensor) -> bool:
-        """Whether the program believes `tensor` to be on the card."""
-        with _NoTorchFunction():
-            return self.device_of(tensor) == GPU
-
-    def is_virtual(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` stands for one that has data in a real run."""
-        with _NoTorchFunction():
-            return tensor.is_meta and self.device_of(tensor) != "meta"
-
-    def forget(self, address: int) -> None:
-        """The storage at `address` died."""
-        self.values.drop(address)
-        self._host.discard(address)
 
     # -- every operator ---------------------------------------------------------------------------------------------
 
@@ -152,8 +101,8 @@ class RecordingMode(TorchDispatchMode):
                 if plain is not None:
                     call.func = call.key[0] = plain
                     operator = self._operator(plain)
-            if operator.handler is not None:
-                result = operator.handler(self, operator, call, place)
+            if operator.handler is not None and (call.on_gpu or operator.anywhere):
+                result = operator.handler(Launch(self, operator, call, place))
                 if result is not NotImplemented:
                     self.meter.count(operator, call, result)
                     return result
@@ -167,7 +116,7 @@ class RecordingMode(TorchDispatchMode):
     def _operator(self, func: Any) -> Operator:
         operator = self._operators.get(func)
         if operator is None:
-            operator = self._operators[func] = Operator(func, HANDLERS.get(func.overloadpacket))
+            operator = self._operators[func] = Operator(func)
         return operator
 
     def _look(self, arg: Any, call: Call) -> None:
@@ -223,24 +172,19 @@ class RecordingMode(TorchDispatchMode):
         target = self._target_device(call)
         if target == "real":
             return self._on_cpu(operator, call, place)
-        if operator.uses_cublas and target == GPU:
+        if target != GPU or not (operator.scratch or operator.input_copies or operator.uses_cublas):
+            return self._run(operator, call, place, target)
+        copies = operator.input_copies(call.args) if operator.input_copies else ()
+        if operator.uses_cublas:
             # The output comes first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
-            copied = operator.input_copies(call.args) if operator.input_copies else []
-            taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in copied]
-            self._take_workspace(operator, place)
-            for index in taken:
-                self.recorder.free_hidden(index)
+            with self.hidden(copies, operator.name, place):
+                self._take_workspace(operator, place)
             return result
-        if target != GPU or (operator.temporaries is None and operator.input_copies is None):
-            return self._run(operator, call, place, target)
-        copies = operator.input_copies(call.args) if operator.input_copies else []
-        taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in copies]
-        temporaries = operator.temporaries(call.args, self.card) if operator.temporaries else []
-        result = self._run(operator, call, place, target)
-        self.transients(temporaries, operator, place)
-        for index in taken:
-            self.recorder.free_hidden(index)
+        with self.hidden(copies, operator.name, place):
+            sizes = operator.scratch(call.args, self.card) if operator.scratch else ()
+            result = self._run(operator, call, place, target)
+            self.transients(sizes, operator.name, place)
         return result
 
     def _run(self, operator: Operator, call: Call, place: Place, target: str | None) -> Any:
@@ -273,8 +217,8 @@ class RecordingMode(TorchDispatchMode):
             return call.func(*call.args, **call.kwargs)
         if target is None or "out" in call.kwargs:
             return self._foreach_or_out(operator, call, place)
-        if operator.temporaries is not None and call.on_gpu:
-            self.transients(operator.temporaries(call.args, self.card), operator, place)
+        if operator.scratch is not None and call.on_gpu:
+            self.transients(operator.scratch(call.args, self.card), operator.name, place)
         if target.is_meta and (
             self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in OVERWRITES
         ):
@@ -347,36 +291,11 @@ class RecordingMode(TorchDispatchMode):
                 self.record_real(tensor, operator.name, place)
         return result
 
-    # -- recording --------------------------------------------------------------------------------------------------
-
-    def record(self, tensors: list[torch.Tensor], op: str, place: Place, device: str) -> None:
-        """Record the storages of `tensors` that are not known yet."""
-        live = self.recorder.live
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in live and tensor.is_meta and storage.nbytes():
-                _forbid_data(tensor)
-                self.recorder.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
-                if device == HOST:
-                    self._host.add(storage._cdata)
-
-    def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:
-        """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
-        storage = tensor.untyped_storage()
-        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in self.recorder.live:
-            self.recorder.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
-
-    def transients(self, sizes: list[int], operator: Operator, place: Place) -> None:
-        """Temporaries of a kernel: taken one after the other, all given back when it returns."""
-        taken = [self.recorder.allocate_hidden(size, operator.name, place, GPU) for size in sizes if size]
-        for index in taken:
-            self.recorder.free_hidden(index)
-
     def _take_workspace(self, operator: Operator, place: Place) -> None:
         if self._workspace is None:
             return
         if not self._workspace.permanent:
-            self.transients([self._workspace.num_bytes], operator, place)
+            self.transients([self._workspace.num_bytes], operator.name, place)
             return
         thread = "backward" if in_backward() else "forward"
         if thread not in self._taken_workspaces:
@@ -401,41 +320,8 @@ class RecordingMode(TorchDispatchMode):
             # Host tensors among themselves: the small ones are real, the large ones virtual; no mismatch.
             self._virtualise(call)
             return
-        self.note_mismatch(operator, call, place)
+        self.note_mixed(operator.name, call.tensors, place)
         self._virtualise(call)
-
-    def note_mismatch(self, operator: Operator, call: Call, place: Place) -> None:
-        """On a real GPU this call raises: keep what it was given, and where from."""
-        self._note_mixed(operator.name, call.tensors, place)
-
-    def note_mixed(self, op: str, tensors: list[torch.Tensor]) -> None:
-        """A call that C++ would refuse before any operator is seen was given these tensors."""
-        self._note_mixed(op, tensors, self.recorder.place(sys._getframe(1)))
-
-    def _note_mixed(self, op: str, tensors: list[torch.Tensor], place: Place) -> None:
-        self.recorder.mismatch(
-            DeviceMismatch(
-                len(self.recorder.trace.events),
-                self.recorder.op_index(op),
-                place.module,
-                place.source,
-                tuple(self._operand(tensor) for tensor in tensors),
-            )
-        )
-
-    def _operand(self, tensor: torch.Tensor) -> Operand:
-        storage = tensor.untyped_storage()
-        source = -1
-        if tensor.is_meta:
-            index = self.recorder.live.get(storage._cdata)
-            if index is not None:
-                source = self.recorder.trace.storages[index].source
-        else:
-            ref, origin = self._host_sources.get(storage._cdata, (lambda: None, -1))
-            if ref() is storage:
-                source = origin
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Operand(self.device_of(tensor), tuple(tensor.shape), dtype, source)
 
     def _virtualise(self, call: Call) -> None:
         """Replace the real host tensors of `call` by meta ones, so that it can run on meta."""

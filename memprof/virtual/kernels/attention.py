@@ -8,18 +8,15 @@ node/scaled_dot_product_flash_attention.h.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
-from memprof.virtual.calls import Call, Operator
 from memprof.virtual.card import Card, cudnn_version
-
-if TYPE_CHECKING:
-    from memprof.virtual.recording import RecordingMode
-    from memprof.watch.recorder import Place
+from memprof.virtual.kernels.dropout import dropout
+from memprof.virtual.kernels.registry import composite, kernel, scratch
+from memprof.virtual.launch import Launch
+from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -49,217 +46,203 @@ def prefers_cudnn(card: Card) -> bool:
     return cudnn_version(card.release) > 91_500 and card.compute_capability[0] in (9, 10)
 
 
-class Attention:
-    """`scaled_dot_product_attention` on the virtual GPU."""
-
-    def __init__(
-        self,
-        recording: RecordingMode,
-        on_gpu: Callable[[torch.Tensor], bool],
-        dropout: Callable[[torch.Tensor, float], torch.Tensor],
-    ) -> None:
-        self._recording = recording
-        self._card = recording.card
-        self._assume = recording.values.assume
-        self._on_gpu = on_gpu
-        self._dropout = dropout
-
-    def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Function -> replacement, for the function mode."""
-        return {_sdpa: self.run, torch.nn.functional.scaled_dot_product_attention: self.run}
-
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """`scaled_dot_product_attention` as the chosen backend runs it."""
-        if not self._on_gpu(query):
-            return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        backend = self.backend(query, key, value, attn_mask, dropout_p, is_causal, needs_grad, enable_gqa)
-        self._assume(f"Attention runs on the {backend} backend of scaled_dot_product_attention.")
-        if backend == "math":
-            return self._math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        head_dim = query.shape[-1]
-        if scale is None:
-            scale = head_dim**-0.5
-        if backend == "flash":
-            query, key, value = (_padded(tensor) for tensor in (query, key, value))
-            result = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-            return result[0][..., :head_dim] if result[0].shape[-1] != head_dim else result[0]
-        if backend == "cudnn":
-            if needs_grad:
-                self._assume(WORKSPACE)
-            if attn_mask is not None and attn_mask.dtype is torch.bool:
-                attn_mask = _additive(attn_mask, query)
-            result = _aten._scaled_dot_product_cudnn_attention(
-                query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-            )
-            return result[0]  # type: ignore[no-any-return]
-        if attn_mask is not None:
-            attn_mask = _additive_mask(attn_mask, query, key)
-        result = _aten._scaled_dot_product_efficient_attention(
+@composite(_sdpa)
+def attention(
+    machine: Machine,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` as the chosen backend runs it."""
+    if not machine.is_on_card(query):
+        return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    chosen = backend(machine.card, query, key, value, attn_mask, dropout_p, is_causal, needs_grad, enable_gqa)
+    machine.values.assume(f"Attention runs on the {chosen} backend of scaled_dot_product_attention.")
+    if chosen == "math":
+        return _math_attention(machine, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    head_dim = query.shape[-1]
+    if scale is None:
+        scale = head_dim**-0.5
+    if chosen == "flash":
+        query, key, value = (_padded(tensor) for tensor in (query, key, value))
+        result = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        return result[0][..., :head_dim] if result[0].shape[-1] != head_dim else result[0]
+    if chosen == "cudnn":
+        if needs_grad:
+            machine.values.assume(WORKSPACE)
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = _additive(attn_mask, query)
+        result = _aten._scaled_dot_product_cudnn_attention(
             query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
         )
         return result[0]  # type: ignore[no-any-return]
+    if attn_mask is not None:
+        attn_mask = _additive_mask(attn_mask, query, key)
+    result = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+    )
+    return result[0]  # type: ignore[no-any-return]
 
-    def backend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        needs_grad: bool,
-        enable_gqa: bool = False,
-    ) -> str:
-        """The first backend, in CUDA's order, that is enabled and can do it (select_sdp_backend)."""
-        fused = (
-            query.dim() == key.dim() == value.dim() == 4
-            and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in (query, key, value))
-            and query.shape[2] > 0
-            and key.shape[2] > 0
-        )
-        heads = query.shape[1], key.shape[1], value.shape[1] if value.dim() > 1 else 0
-        grouped = fused and not heads[0] == heads[1] == heads[2]
-        if grouped and not (enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0):
-            fused = False
-        for name in self._order():
-            if name == "math":
-                if torch.backends.cuda.math_sdp_enabled():
-                    return name
-            elif name == "cudnn":
-                if fused and self._cudnn_can(query, key, value, attn_mask, dropout_p):
-                    return name
-            elif name == "flash":
-                if fused and self._flash_can(query, key, value, attn_mask, dropout_p, is_causal, needs_grad):
-                    return name
-            elif fused and self._efficient_can(query, key, value, grouped):
+
+def backend(
+    card: Card,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    needs_grad: bool,
+    enable_gqa: bool = False,
+) -> str:
+    """The first backend, in CUDA's order, that is enabled and can do it (select_sdp_backend)."""
+    fused = (
+        query.dim() == key.dim() == value.dim() == 4
+        and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in (query, key, value))
+        and query.shape[2] > 0
+        and key.shape[2] > 0
+    )
+    heads = query.shape[1], key.shape[1], value.shape[1] if value.dim() > 1 else 0
+    grouped = fused and not heads[0] == heads[1] == heads[2]
+    if grouped and not (enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0):
+        fused = False
+    for name in _order(card):
+        if name == "math":
+            if torch.backends.cuda.math_sdp_enabled():
                 return name
-        # As scaled_dot_product_attention says it when the allowed backends cannot do it.
-        raise RuntimeError("No available kernel. Aborting execution.")
+        elif name == "cudnn":
+            if fused and _cudnn_can(card, query, key, value, attn_mask, dropout_p):
+                return name
+        elif name == "flash":
+            if fused and _flash_can(card, query, key, value, attn_mask, dropout_p, is_causal, needs_grad):
+                return name
+        elif fused and _efficient_can(card, query, key, value, grouped):
+            return name
+    # As scaled_dot_product_attention says it when the allowed backends cannot do it.
+    raise RuntimeError("No available kernel. Aborting execution.")
 
-    def _order(self) -> tuple[str, ...]:
-        """The order that the program set, or the default, in which cuDNN may come first."""
-        numbers = torch._C._get_sdp_priority_order() if hasattr(torch._C, "_get_sdp_priority_order") else [1, 2, 0, 3]
-        order = tuple(_NAMES[number] for number in numbers if number in _NAMES)
-        if order == _DEFAULT_ORDER and prefers_cudnn(self._card):
-            return ("cudnn", "flash", "efficient", "math")
-        return order
 
-    def _cudnn_can(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-    ) -> bool:
-        """can_use_cudnn_attention; heads of up to 128 (192 with values of 128 on compute capability 9.0 and 10)."""
-        dims = query.shape[-1], value.shape[-1]
-        major, minor = self._card.compute_capability
-        limit = 192 if dims == (192, 128) and (major == 10 or (major, minor) == (9, 0)) else 128
-        return (
-            torch.backends.cuda.cudnn_sdp_enabled()
-            and (8, 0) <= (major, minor) <= (12, 1)
-            and query.dtype in _HALF
-            and not (attn_mask is not None and attn_mask.requires_grad)
-            and not (torch.are_deterministic_algorithms_enabled() and not _only_warns())
-            and query.shape[-1] == key.shape[-1]
-            and max(dims) <= limit
-            and all(dim % 8 == 0 for dim in dims)
-            and key.shape[2] != 1
-            and not (dropout_p > 0 and query.shape[2] == 1)
-        )
+def _order(card: Card) -> tuple[str, ...]:
+    """The order that the program set, or the default, in which cuDNN may come first."""
+    numbers = torch._C._get_sdp_priority_order() if hasattr(torch._C, "_get_sdp_priority_order") else [1, 2, 0, 3]
+    order = tuple(_NAMES[number] for number in numbers if number in _NAMES)
+    if order == _DEFAULT_ORDER and prefers_cudnn(card):
+        return ("cudnn", "flash", "efficient", "math")
+    return order
 
-    def _flash_can(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        needs_grad: bool,
-    ) -> bool:
-        """can_use_flash_attention."""
-        head_dim = query.shape[-1]
-        capability = self._card.compute_capability
-        small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-        return (
-            torch.backends.cuda.flash_sdp_enabled()
-            and capability >= (8, 0)
-            and attn_mask is None
-            and query.dtype in _HALF
-            and query.shape[-1] == key.shape[-1] == value.shape[-1]
-            and head_dim <= 256
-            and not (is_causal and query.shape[-2] != key.shape[-2])
-            and not (
-                needs_grad and small_shared_memory and (192 < head_dim <= 224 or (head_dim > 224 and dropout_p > 0))
-            )
-        )
 
-    def _efficient_can(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:
-        """can_use_mem_efficient_attention."""
-        capability = self._card.compute_capability
-        half = query.dtype in _HALF
-        alignment = 8 if half else 4 if capability >= (8, 0) else 1
-        return (
-            torch.backends.cuda.mem_efficient_sdp_enabled()
-            and not (grouped and self._card.release < _EFFICIENT_GROUPS_SINCE)
-            and capability >= (5, 0)
-            and query.dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if capability >= (8, 0) else ()))
-            and query.shape[-1] == key.shape[-1]
-            and query.shape[-1] % alignment == 0
-            and value.shape[-1] % alignment == 0
-        )
+def _cudnn_can(
+    card: Card,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+) -> bool:
+    """can_use_cudnn_attention; heads of up to 128 (192 with values of 128 on compute capability 9.0 and 10)."""
+    dims = query.shape[-1], value.shape[-1]
+    major, minor = card.compute_capability
+    limit = 192 if dims == (192, 128) and (major == 10 or (major, minor) == (9, 0)) else 128
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and (8, 0) <= (major, minor) <= (12, 1)
+        and query.dtype in _HALF
+        and not (attn_mask is not None and attn_mask.requires_grad)
+        and not (torch.are_deterministic_algorithms_enabled() and not _only_warns())
+        and query.shape[-1] == key.shape[-1]
+        and max(dims) <= limit
+        and all(dim % 8 == 0 for dim in dims)
+        and key.shape[2] != 1
+        and not (dropout_p > 0 and query.shape[2] == 1)
+    )
 
-    def _math_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        enable_gqa: bool,
-    ) -> torch.Tensor:
-        """The generic path, operator by operator as `_scaled_dot_product_attention_math` runs without modes.
 
-        Under a mode C++ would add the mask out of place and take the CPU's dropout
-        (aten/src/ATen/native/transformers/attention.cpp).
-        """
-        dtype = query.dtype
-        if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
-            query, key, value = query.float(), key.float(), value.float()
-        root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-        query = query * root
-        if is_causal:
-            attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = _additive(attn_mask, query)
-        if enable_gqa and key.shape[1] != query.shape[1]:
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        scores = query @ (key.transpose(-2, -1) * root)
-        if attn_mask is not None:
-            scores.add_(attn_mask)
-        scores = torch._safe_softmax(scores, -1)
-        if dropout_p > 0:
-            scores = self._dropout(scores, dropout_p)
-        result = (scores @ value).to(dtype)
-        # The operator returns the scores too, in the input's dtype; SDPA drops them.
-        scores.to(dtype)
-        return result
+def _flash_can(
+    card: Card,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    needs_grad: bool,
+) -> bool:
+    """can_use_flash_attention."""
+    head_dim = query.shape[-1]
+    capability = card.compute_capability
+    small_shared_memory = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and capability >= (8, 0)
+        and attn_mask is None
+        and query.dtype in _HALF
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        and head_dim <= 256
+        and not (is_causal and query.shape[-2] != key.shape[-2])
+        and not (needs_grad and small_shared_memory and (192 < head_dim <= 224 or (head_dim > 224 and dropout_p > 0)))
+    )
+
+
+def _efficient_can(card: Card, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:
+    """can_use_mem_efficient_attention."""
+    capability = card.compute_capability
+    half = query.dtype in _HALF
+    alignment = 8 if half else 4 if capability >= (8, 0) else 1
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and not (grouped and card.release < _EFFICIENT_GROUPS_SINCE)
+        and capability >= (5, 0)
+        and query.dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if capability >= (8, 0) else ()))
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] % alignment == 0
+        and value.shape[-1] % alignment == 0
+    )
+
+
+def _math_attention(
+    machine: Machine,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """The generic path, operator by operator as `_scaled_dot_product_attention_math` runs without modes.
+
+    Under a mode C++ would add the mask out of place and take the CPU's dropout
+    (aten/src/ATen/native/transformers/attention.cpp).
+    """
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    query = query * root
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = _additive(attn_mask, query)
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ (key.transpose(-2, -1) * root)
+    if attn_mask is not None:
+        scores.add_(attn_mask)
+    scores = torch._safe_softmax(scores, -1)
+    if dropout_p > 0:
+        scores = dropout(machine, scores, dropout_p)
+    result = (scores @ value).to(dtype)
+    # The operator returns the scores too, in the input's dtype; SDPA drops them.
+    scores.to(dtype)
+    return result
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,7 +271,35 @@ def _only_warns() -> bool:
     return torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-# -- cuDNN's operators ------------------------------------------------------------------------------------------------
+# -- the operators -----------------------------------------------------------------------------------------------------
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@scratch(_aten._scaled_dot_product_flash_attention_backward)
+def flash_attention_backward(args: Any, card: Card) -> list[int]:
+    """Accumulators of the flash attention backward: dq in float32 and the row sums softmax_d (flash_api.cpp, mha_bwd).
+
+    With grouped queries, dk and dv are first made for every query head and then summed.
+    """
+    query, key = args[1], args[2]
+    batch, heads, length, head_dim = query.shape
+    rounded_length = _round_up(length, 128)
+    rounded_head = _round_up(head_dim, 32) if head_dim <= 128 else _round_up(head_dim, 64)
+    sizes = [4 * batch * heads * rounded_length, 4 * batch * rounded_length * heads * rounded_head]
+    if key.shape[1] != heads:
+        sizes += 2 * [query.element_size() * batch * key.shape[2] * heads * head_dim]
+    return sizes
+
+
+@scratch(_aten._scaled_dot_product_efficient_attention_backward)
+def efficient_attention_backward(args: Any, card: Card) -> list[int]:
+    """The float32 row sums delta of the memory-efficient attention backward (attention_backward.cu)."""
+    query = args[1]
+    batch, heads, length, _ = query.shape
+    return [4 * batch * heads * length]
 
 
 def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -303,32 +314,24 @@ def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=query.dtype, device=_META)
 
 
-def cudnn_attention(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten._scaled_dot_product_cudnn_attention)
+def cudnn_attention(launch: Launch) -> Any:
     """Seed and offset of the dropout, used or not, the output, and for a backward the row sums in float32."""
-    query, key, value = call.args[:3]
-    if not call.on_gpu:
-        return NotImplemented
-    needs_sums = call.args[4]
+    query, key, value = launch.args[:3]
+    needs_sums = launch.args[4]
     batch, heads, length, _ = query.shape
     seed, offset = (torch.empty((), dtype=torch.int64, device=_META) for _ in range(2))
     output = _matching(query, (batch, heads, length, value.shape[-1]))
     sums = torch.empty(batch, heads, length, 1, dtype=torch.float32, device=_META) if needs_sums else None
-    mode.record([each for each in (seed, offset, output, sums) if each is not None], operator.name, place, GPU)
+    launch.record(seed, offset, output, sums)
     return output, sums, None, None, length, key.shape[2], seed, offset, None
 
 
-def cudnn_attention_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten._scaled_dot_product_cudnn_attention_backward)
+def cudnn_attention_backward(launch: Launch) -> Any:
     """The gradients, and as workspace that of the queries in float32 with a row sum for each of them."""
-    query, key, value = call.args[1:4]
-    if not call.on_gpu:
-        return NotImplemented
+    query, key, value = launch.args[1:4]
     grads = tuple(torch.empty_like(each) for each in (query, key, value))
-    mode.record(list(grads), operator.name, place, GPU)
-    mode.transients([4 * query[..., 0].numel() * (query.shape[-1] + 1)], operator, place)
+    launch.record(*grads)
+    launch.transients(4 * query[..., 0].numel() * (query.shape[-1] + 1))
     return grads
-
-
-HANDLERS: dict[Any, Any] = {
-    _aten._scaled_dot_product_cudnn_attention: cudnn_attention,
-    _aten._scaled_dot_product_cudnn_attention_backward: cudnn_attention_backward,
-}

@@ -7,24 +7,20 @@ torch 2.3) shows that cuDNN takes neither a workspace nor a reserve space for th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
-from memprof.virtual.calls import Call, Operator
 from memprof.virtual.kernels.copies import suggested_format
-
-if TYPE_CHECKING:
-    from memprof.virtual.recording import RecordingMode
-    from memprof.watch.recorder import Place
+from memprof.virtual.kernels.registry import composite, kernel
+from memprof.virtual.launch import Launch
+from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _batch_norm = torch.batch_norm
 _instance_norm = torch.instance_norm
-_NoTorchFunction = torch._C.DisableTorchFunction
 
 _INT_MAX = 2**31 - 1
 _MAX_BATCH_TRAINING = 880_801
@@ -57,65 +53,58 @@ def uses_cudnn(
     )
 
 
-class BatchNorm:
-    """The composite functions, replaced where their input is on the card."""
+@composite(_batch_norm)
+def batch_norm(
+    machine: Machine,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """`torch.batch_norm`: cuDNN's operator, which gets contiguous tensors, or torch's own."""
+    parameters = (weight, bias, running_mean, running_var)
+    if input.numel() and machine.is_on_card(input) and uses_cudnn(input, *parameters, training):
+        data = input.contiguous(memory_format=suggested_format(input))
+        packed = [None if each is None else each.contiguous() for each in parameters]
+        return _aten.cudnn_batch_norm(data, *packed, training, momentum, eps)[0]  # type: ignore[no-any-return]
+    return _batch_norm(input, *parameters, training, momentum, eps, cudnn_enabled)
 
-    def __init__(self, on_gpu: Callable[[torch.Tensor], bool]) -> None:
-        self._on_gpu = on_gpu
 
-    def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Function -> replacement, for the function mode."""
-        return {_batch_norm: self.batch_norm, _instance_norm: self.instance_norm}
-
-    def batch_norm(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> torch.Tensor:
-        """`torch.batch_norm`: cuDNN's operator, which gets contiguous tensors, or torch's own."""
-        parameters = (weight, bias, running_mean, running_var)
-        if input.numel() and self._on_gpu(input) and uses_cudnn(input, *parameters, training):
-            data = input.contiguous(memory_format=suggested_format(input))
-            packed = [None if each is None else each.contiguous() for each in parameters]
-            return _aten.cudnn_batch_norm(data, *packed, training, momentum, eps)[0]  # type: ignore[no-any-return]
-        return _batch_norm(input, *parameters, training, momentum, eps, cudnn_enabled)
-
-    def instance_norm(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        use_input_stats: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,
-    ) -> torch.Tensor:
-        """`torch.instance_norm`: batch norm of one sample with a channel for each sample's."""
-        statistics = (running_mean, running_var)
-        if not self._on_gpu(input) or not (use_input_stats or all(each is not None for each in statistics)):
-            return _instance_norm(
-                input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
-            )
-        batch, channels = input.shape[:2]
-        weight, bias, mean, var = (
-            None if each is None else each.repeat(batch) for each in (weight, bias, running_mean, running_var)
+@composite(_instance_norm)
+def instance_norm(
+    machine: Machine,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """`torch.instance_norm`: batch norm of one sample with a channel for each sample's."""
+    statistics = (running_mean, running_var)
+    if not machine.is_on_card(input) or not (use_input_stats or all(each is not None for each in statistics)):
+        return _instance_norm(
+            input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
         )
-        flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
-        result = self.batch_norm(flat, weight, bias, mean, var, use_input_stats, momentum, eps, cudnn_enabled)
-        with torch.no_grad():
-            for kept, seen in ((running_mean, mean), (running_var, var)):
-                if kept is not None and seen is not None:
-                    kept.copy_(seen.view(batch, channels).mean(0))
-        return result.view(input.shape)
+    batch, channels = input.shape[:2]
+    weight, bias, mean, var = (
+        None if each is None else each.repeat(batch) for each in (weight, bias, running_mean, running_var)
+    )
+    flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
+    result = batch_norm(machine, flat, weight, bias, mean, var, use_input_stats, momentum, eps, cudnn_enabled)
+    with torch.no_grad():
+        for kept, seen in ((running_mean, mean), (running_var, var)):
+            if kept is not None and seen is not None:
+                kept.copy_(seen.view(batch, channels).mean(0))
+    return result.view(input.shape)
 
 
 # -- the operators ----------------------------------------------------------------------------------------------------
@@ -130,41 +119,34 @@ def _vector(size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=_META)
 
 
-def cudnn_batch_norm(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.cudnn_batch_norm)
+def cudnn_batch_norm(launch: Launch) -> Any:
     """The output in the input's layout, and in training the mean and the inverse deviation."""
-    data, weight, training = call.args[0], call.args[1], call.args[5]
-    if not call.on_gpu:
-        return NotImplemented
+    data, weight, training = launch.args[0], launch.args[1], launch.args[5]
     if training:
-        _forget_statistics(mode, call)
+        _forget_statistics(launch)
     layout = suggested_format(data)
     if layout is not torch.contiguous_format:
-        mode.values.assume(CHANNELS_LAST)
+        launch.values.assume(CHANNELS_LAST)
     output = torch.empty_like(data, memory_format=layout)
     channels = data.shape[1] if training else 0
     saved = _vector(channels, weight.dtype), _vector(channels, weight.dtype)
-    mode.record([output, *saved], operator.name, place, GPU)
+    launch.record(output, *saved)
     return (output, *saved, _vector(0, torch.uint8))
 
 
-def cudnn_batch_norm_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.cudnn_batch_norm_backward)
+def cudnn_batch_norm_backward(launch: Launch) -> Any:
     """The gradients of the input, in its layout, and of the parameters, whether or not they are wanted."""
-    data, grad, weight = call.args[:3]
-    if not call.on_gpu:
-        return NotImplemented
+    data, grad, weight = launch.args[:3]
     layout = suggested_format(data)
-    copy = None
-    if not grad.is_contiguous(memory_format=layout):
-        copy = mode.recorder.allocate_hidden(grad.numel() * grad.element_size(), operator.name, place, GPU)
-    grads = (
-        torch.empty(data.shape, dtype=data.dtype, device=_META, memory_format=layout),
-        _vector(weight.numel(), weight.dtype),
-        _vector(weight.numel(), weight.dtype),
-    )
-    mode.record(list(grads), operator.name, place, GPU)
-    if copy is not None:
-        mode.recorder.free_hidden(copy)
-    return grads
+    copied = () if grad.is_contiguous(memory_format=layout) else (grad.numel() * grad.element_size(),)
+    with launch.scratch(*copied):
+        return (
+            launch.new(data.shape, data.dtype, layout),
+            launch.new(weight.numel(), weight.dtype),
+            launch.new(weight.numel(), weight.dtype),
+        )
 
 
 _TILE_WIDTH = 32
@@ -199,35 +181,37 @@ def _channels_last_kernels(data: torch.Tensor) -> bool:
     return data.dim() == 4 and data.is_contiguous(memory_format=torch.channels_last)
 
 
-def native_batch_norm(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._native_batch_norm_legit_no_training)
+def native_batch_norm(launch: Launch) -> Any:
     """Torch's own: statistics in float32 for half precision, copied from the running ones in evaluation."""
-    data = call.args[0]
-    if not call.on_gpu or not data.is_meta or not data.numel():
+    data = launch.args[0]
+    if not data.is_meta or not data.numel():
         return NotImplemented
-    if operator.packet is _aten._native_batch_norm_legit_no_training:
+    if launch.operator.packet is _aten._native_batch_norm_legit_no_training:
         training = False
     else:
-        training = bool(call.args[3 if call.func._overloadname == "no_stats" else 5])
-        _forget_statistics(mode, call)
+        training = bool(launch.args[3 if launch.func._overloadname == "no_stats" else 5])
+        _forget_statistics(launch)
     output = torch.empty_like(data)
     saved = [_vector(data.shape[1], _accumulated(data)) for _ in range(2)]
-    mode.record([output, *saved], operator.name, place, GPU)
+    launch.record(output, *saved)
     if training and _channels_last_kernels(data):
-        mode.transients(_staging(data, 4), operator, place)
+        launch.transients(*_staging(data, 4))
     return (output, *saved)
 
 
-def _forget_statistics(mode: RecordingMode, call: Call) -> None:
+def _forget_statistics(launch: Launch) -> None:
     """Running statistics are updated in place, which the schema does not say: their values are no longer known."""
-    for tensor in call.args[3:5]:
+    for tensor in launch.args[3:5]:
         if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            mode.values.drop(tensor.untyped_storage()._cdata)
+            launch.values.drop(tensor.untyped_storage()._cdata)
 
 
-def native_batch_norm_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.native_batch_norm_backward)
+def native_batch_norm_backward(launch: Launch) -> Any:
     """batch_norm_backward_cuda: one fused kernel for contiguous inputs, sums in two steps for channels-last ones."""
-    grad, data, weight, _, _, _, save_invstd, training, _, mask = call.args
-    if not call.on_gpu or not data.is_meta or not data.numel():
+    grad, data, weight, _, _, _, save_invstd, training, _, mask = launch.args
+    if not data.is_meta or not data.numel():
         return NotImplemented
     channels = data.shape[1]
     kind = data.dtype if weight is None else weight.dtype
@@ -236,38 +220,19 @@ def native_batch_norm_backward(mode: RecordingMode, operator: Operator, call: Ca
     if reduces and mask[0] and not (dense or (data.is_contiguous() and data.stride(1) == 1)):
         grads = [torch.empty(data.shape, dtype=data.dtype, device=_META)]
         grads += [_vector(channels, kind) for wanted in mask[1:] if wanted]
-        mode.record(grads, operator.name, place, GPU)
+        launch.record(*grads)
         rest = iter(grads[1:])
         return (grads[0], *(next(rest) if wanted else None for wanted in mask[1:]))
-    taken: list[int] = []
-
-    def take(size: int) -> None:
-        taken.append(mode.recorder.allocate_hidden(size, operator.name, place, GPU))
-
-    vector_bytes = channels * _accumulated(data).itemsize
-    if save_invstd is None or not save_invstd.numel():
-        take(vector_bytes)
-    parameters: list[torch.Tensor | None] = [None, None]
-    if reduces:
-        take(vector_bytes)
-        take(vector_bytes)
-        if weight is not None:
-            parameters = [_vector(channels, kind), _vector(channels, kind)]
-            mode.record([each for each in parameters if each is not None], operator.name, place, GPU)
-        mode.transients(_staging(grad, 2), operator, place)
-    grad_data = torch.empty_like(data) if mask[0] else None
-    if grad_data is not None:
-        mode.record([grad_data], operator.name, place, GPU)
-    for index in taken:
-        mode.recorder.free_hidden(index)
+    with contextlib.ExitStack() as taken:
+        vector_bytes = channels * _accumulated(data).itemsize
+        if save_invstd is None or not save_invstd.numel():
+            taken.enter_context(launch.scratch(vector_bytes))
+        parameters: list[torch.Tensor | None] = [None, None]
+        if reduces:
+            taken.enter_context(launch.scratch(vector_bytes, vector_bytes))
+            if weight is not None:
+                parameters = [launch.new(channels, kind), launch.new(channels, kind)]
+            launch.transients(*_staging(grad, 2))
+        grad_data = torch.empty_like(data) if mask[0] else None
+        launch.record(grad_data)
     return (grad_data, *parameters)
-
-
-HANDLERS: dict[Any, Any] = {
-    _aten.cudnn_batch_norm: cudnn_batch_norm,
-    _aten.cudnn_batch_norm_backward: cudnn_batch_norm_backward,
-    _aten.native_batch_norm: native_batch_norm,
-    _aten._native_batch_norm_legit: native_batch_norm,
-    _aten._native_batch_norm_legit_no_training: native_batch_norm,
-    _aten.native_batch_norm_backward: native_batch_norm_backward,
-}

@@ -6,19 +6,17 @@ Sources: native/Convolution.cpp, native/ConvUtils.h, native/cudnn/ConvShared.cpp
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
-from memprof.virtual.calls import Call, Operator
-from memprof.virtual.kernels.copies import suggested_format
+from memprof.virtual.card import Card
+from memprof.virtual.kernels.copies import contiguous, suggested_format
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
-
-if TYPE_CHECKING:
-    from memprof.virtual.recording import RecordingMode
-    from memprof.watch.recorder import Place
+from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.launch import Launch
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -39,34 +37,16 @@ def cudnn_format(first: torch.Tensor, second: torch.Tensor) -> torch.memory_form
     return found if found is not _CONTIGUOUS else suggested_format(second)
 
 
-class _Copies:
-    """Contiguous copies of inputs that live while a part of an operator runs."""
-
-    def __init__(self, mode: RecordingMode, operator: Operator, place: Place) -> None:
-        self._mode = mode
-        self._name = operator.name
-        self._place = place
-
-    def of(self, tensor: torch.Tensor, layout: torch.memory_format) -> tuple[torch.Tensor, int | None]:
-        """The tensor in this layout, and the copy to give back, if one had to be made."""
-        if tensor.is_contiguous(memory_format=layout):
-            return tensor, None
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META, memory_format=layout)
-        return copy, self._mode.recorder.allocate_hidden(_bytes(tensor), self._name, self._place, GPU)
-
-    def give_back(self, *taken: int | None) -> None:
-        """These copies are dropped."""
-        for index in taken:
-            if index is not None:
-                self._mode.recorder.free_hidden(index)
+def _copies(layout: torch.memory_format, *tensors: torch.Tensor) -> list[int]:
+    """Bytes of the copies that put these tensors into this layout."""
+    return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=layout)]
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _new(shape: Any, like: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=_META, memory_format=layout)
+def _in_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """The tensor, or what its copy in this layout looks like."""
+    if tensor.is_contiguous(memory_format=layout):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_META, memory_format=layout)
 
 
 def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
@@ -75,11 +55,11 @@ def is_depthwise(data: torch.Tensor, weight: torch.Tensor, transposed: bool, gro
     return not transposed and groups > 1 and channels == groups and weight.shape[0] % channels == 0
 
 
-def uses_cudnn(mode: RecordingMode, data: torch.Tensor, weight: torch.Tensor, padding_too_big: bool) -> bool:
+def uses_cudnn(card: Card, data: torch.Tensor, weight: torch.Tensor, padding_too_big: bool) -> bool:
     """Whether the convolution is cuDNN's (ConvParams::use_cudnn); else torch's own kernels run."""
     if not torch._C._get_cudnn_enabled() or padding_too_big:
         return False
-    if torch.bfloat16 in (data.dtype, weight.dtype) and mode.card.compute_capability < (8, 0):
+    if torch.bfloat16 in (data.dtype, weight.dtype) and card.compute_capability < (8, 0):
         return False
     return data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -114,10 +94,11 @@ def _as_many(values: Any, like: Any) -> list[int]:
     return list(values) * len(like) if len(values) == 1 else list(values)
 
 
-def convolution(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.convolution)
+def convolution(launch: Launch) -> Any:
     """The output in cuDNN's layout; the bias is added to it in place (native/Convolution.cpp, _convolution)."""
-    data, weight, bias, stride, padding, dilation, transposed, output_padding, groups = call.args
-    if not call.on_gpu or not data.is_meta or not weight.is_meta or data.dim() != weight.dim() or not data.numel():
+    data, weight, bias, stride, padding, dilation, transposed, output_padding, groups = launch.args
+    if not data.is_meta or not weight.is_meta or data.dim() != weight.dim() or not data.numel():
         return NotImplemented
     shape = _output_shape(
         data.shape,
@@ -126,118 +107,101 @@ def convolution(mode: RecordingMode, operator: Operator, call: Call, place: Plac
         None if bias is None else bias.shape,
         *map(_hashable, (stride, padding, dilation, transposed, output_padding, groups)),
     )
-    copies = _Copies(mode, operator, place)
-    flat, first = copies.of(data, _CONTIGUOUS) if data.dim() == 3 else (data, None)
+    one_dimensional = data.dim() == 3
+    flat = _in_layout(data, _CONTIGUOUS) if one_dimensional else data
     data4d, weight4d = _two_dimensional(flat), _two_dimensional(weight)
     depthwise = is_depthwise(data, weight, transposed, groups)
     too_big = transposed and _padding_too_big(stride, output_padding)
-    cudnn = uses_cudnn(mode, data, weight, too_big)
+    cudnn = uses_cudnn(launch.card, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
     if cudnn and (not depthwise or layout is not _CONTIGUOUS):
-        mode.values.assume(WORKSPACE)
+        launch.values.assume(WORKSPACE)
     else:
         layout = _CONTIGUOUS
-    _, second = copies.of(data4d, layout)
-    full_shape = shape if len(shape) != 3 else (shape[0], shape[1], 1, shape[2])
-    result = _new(full_shape, data, layout)
-    mode.record([result], operator.name, place, GPU)
-    _, third = copies.of(weight4d, layout)
-    copies.give_back(third, second, first)
-    mode.values.learn(call.func, call.args, call.kwargs, [result])
-    return result.squeeze(2) if len(shape) == 3 else result
+    with (
+        launch.scratch(*_copies(_CONTIGUOUS, data) if one_dimensional else ()),
+        launch.scratch(*_copies(layout, data4d)),
+    ):
+        result = launch.new((*shape[:2], 1, shape[2]) if one_dimensional else shape, data.dtype, layout)
+        launch.transients(*_copies(layout, weight4d))
+    launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
+    return result.squeeze(2) if one_dimensional else result
 
 
-def convolution_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.convolution_backward)
+def convolution_backward(launch: Launch) -> Any:
     """Gradients in the layouts that cuDNN gives them (native/Convolution.cpp, convolution_backward).
 
     The gradient of the bias is a sum over the batch and all positions, made last.
     """
-    grad, data, weight, bias_sizes, stride, _, _, transposed, output_padding, groups, mask = call.args
-    if not call.on_gpu or not (grad.is_meta and data.is_meta and weight.is_meta) or not data.numel():
+    grad, data, weight, bias_sizes, stride, _, _, transposed, output_padding, groups, mask = launch.args
+    if not (grad.is_meta and data.is_meta and weight.is_meta) or not data.numel():
         return NotImplemented
-    copies = _Copies(mode, operator, place)
     one_dimensional = weight.dim() == 3
-    flat, first = copies.of(data, _CONTIGUOUS) if one_dimensional else (data, None)
+    flat = _in_layout(data, _CONTIGUOUS) if one_dimensional else data
     grad4d, data4d, weight4d = map(_two_dimensional, (grad, flat, weight))
     depthwise = is_depthwise(data, weight, transposed, groups)
     too_big = transposed and _padding_too_big(stride, output_padding)
-    cudnn = uses_cudnn(mode, data, weight, too_big)
+    cudnn = uses_cudnn(launch.card, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
-    if cudnn and (not depthwise or layout is not _CONTIGUOUS):
-        mode.values.assume(WORKSPACE)
-        grads = _cudnn_backward(mode, operator, place, (grad4d, data4d, weight4d), layout, mask)
-    else:
-        grads = _native_backward(mode, operator, place, (grad4d, data4d, weight4d), mask, weight_first=depthwise)
-    copies.give_back(first)
+    with launch.scratch(*_copies(_CONTIGUOUS, data) if one_dimensional else ()):
+        if cudnn and (not depthwise or layout is not _CONTIGUOUS):
+            launch.values.assume(WORKSPACE)
+            grads = _cudnn_backward(launch, grad4d, data4d, weight4d, layout, mask)
+        else:
+            grads = _native_backward(launch, grad4d, data4d, weight4d, mask, weight_first=depthwise)
     grad_bias = None
     if mask[2]:
-        grad_bias = _new((weight.shape[0],) if bias_sizes is None else tuple(bias_sizes), grad, _CONTIGUOUS)
-        mode.record([grad_bias], operator.name, place, GPU)
+        grad_bias = launch.new((weight.shape[0],) if bias_sizes is None else tuple(bias_sizes), grad.dtype)
         dims = [dim for dim in range(grad4d.dim()) if dim != 1]
-        mode.transients(reduction_buffers(grad4d, dims, opmath(grad), mode.card), operator, place)
+        launch.transients(*reduction_buffers(grad4d, dims, opmath(grad), launch.card))
     if one_dimensional:
         grads = tuple(None if each is None else each.squeeze(2) for each in grads)
     return (*grads, grad_bias)
 
 
 def _cudnn_backward(
-    mode: RecordingMode,
-    operator: Operator,
-    place: Place,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    launch: Launch,
+    grad: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor,
     layout: torch.memory_format,
     mask: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """native/cudnn/ConvShared.cpp, cudnn_convolution_backward; a transposed convolution does likewise."""
-    grad, data, weight = tensors
-    copies = _Copies(mode, operator, place)
-    data, data_copy = copies.of(data, layout) if mask[1] else (data, None)
-    grad, grad_copy = copies.of(grad, suggested_format(data))
     grad_data = grad_weight = None
-    if mask[0]:
-        chosen = cudnn_format(grad, weight)
-        grad_data = _new(data.shape, grad, chosen)
-        mode.record([grad_data], operator.name, place, GPU)
-        _, weight_copy = copies.of(weight, chosen)
-        _, again = copies.of(grad, chosen)
-        copies.give_back(again, weight_copy)
-    if mask[1]:
-        chosen = cudnn_format(data, grad)
-        _, again = copies.of(grad, chosen)
-        _, data_again = copies.of(data, chosen)
-        grad_weight = _new(weight.shape, grad, chosen)
-        mode.record([grad_weight], operator.name, place, GPU)
-        copies.give_back(data_again, again)
-    copies.give_back(grad_copy, data_copy)
+    with contextlib.ExitStack() as held:
+        if mask[1]:
+            held.enter_context(launch.scratch(*_copies(layout, data)))
+            data = _in_layout(data, layout)
+        chosen = suggested_format(data)
+        held.enter_context(launch.scratch(*_copies(chosen, grad)))
+        grad = _in_layout(grad, chosen)
+        if mask[0]:
+            chosen = cudnn_format(grad, weight)
+            grad_data = launch.new(data.shape, grad.dtype, chosen)
+            launch.transients(*_copies(chosen, weight, grad))
+        if mask[1]:
+            chosen = cudnn_format(data, grad)
+            with launch.scratch(*_copies(chosen, grad, data)):
+                grad_weight = launch.new(weight.shape, grad.dtype, chosen)
     return grad_data, grad_weight
 
 
 def _native_backward(
-    mode: RecordingMode,
-    operator: Operator,
-    place: Place,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    launch: Launch,
+    grad: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor,
     mask: Any,
     *,
     weight_first: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     """torch's own kernels work on contiguous tensors (native/cuda/DepthwiseConv2d.cu)."""
-    grad, data, weight = tensors
-    copies = _Copies(mode, operator, place)
-    _, grad_copy = copies.of(grad, _CONTIGUOUS)
     grads: list[torch.Tensor | None] = [None, None]
-    for which in (1, 0) if weight_first else (0, 1):
-        if mask[which]:
-            like = (data, weight)[which]
-            _, copy = copies.of((weight, data)[which], _CONTIGUOUS)
-            made = grads[which] = _new(like.shape, grad, _CONTIGUOUS)
-            mode.record([made], operator.name, place, GPU)
-            copies.give_back(copy)
-    copies.give_back(grad_copy)
+    with launch.scratch(*contiguous(grad)):
+        for which in (1, 0) if weight_first else (0, 1):
+            if mask[which]:
+                with launch.scratch(*contiguous((weight, data)[which])):
+                    grads[which] = launch.new((data, weight)[which].shape, grad.dtype)
     return tuple(grads)
-
-
-HANDLERS: dict[Any, Any] = {
-    _aten.convolution: convolution,
-    _aten.convolution_backward: convolution_backward,
-}

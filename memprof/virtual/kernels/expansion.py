@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-_aten = torch.ops.aten
+from memprof.virtual.kernels.registry import looked_into
+
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _EXPLICIT = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
-_NAMES = (
+_OPERATORS = (
     # native/Loss.cpp
     "binary_cross_entropy_with_logits", "soft_margin_loss", "soft_margin_loss_backward",
     # native/ReduceOps.cpp, native/Distance.cpp
@@ -36,8 +37,8 @@ _NAMES = (
     # native/Linear.cpp, native/BatchLinearAlgebra.cpp, native/LinearAlgebra.cpp, native/SpectralOps.cpp
     "_trilinear", "cholesky_solve", "linalg_pinv", "fft_fftfreq", "fft_rfftfreq",
 )  # fmt: skip
-EXPANDED = frozenset(getattr(_aten, name) for name in _NAMES if hasattr(_aten, name))
 """Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""
+looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
 
 
 def expansion(func: Any) -> Callable[..., Any] | None:
@@ -54,7 +55,7 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     explicit = [key for key in _EXPLICIT if _has_kernel(name, key)]
     if explicit:
         key = getattr(torch._C.DispatchKey, explicit[0])
-        return functools.partial(func._op_dk, key) if func.overloadpacket in EXPANDED else None
+        return functools.partial(func._op_dk, key) if func.overloadpacket in looked_into else None
     if not _has_kernel(name, "CompositeImplicitAutograd"):
         return None
     return functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)

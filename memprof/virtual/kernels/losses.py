@@ -6,17 +6,13 @@ native/cuda/Loss.cu, native/cuda/MultiMarginLoss.cu, native/cuda/MultiLabelMargi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
-from memprof.virtual.calls import Call, Operator
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
-
-if TYPE_CHECKING:
-    from memprof.virtual.recording import RecordingMode
-    from memprof.watch.recorder import Place
+from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.launch import Launch
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -24,28 +20,29 @@ _NONE = 0
 """`at::Reduction`: none is 0, the mean 1, the sum 2."""
 
 
-def _argument(call: Call, position: int, name: str, default: Any) -> Any:
-    return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
+def _stays_whole(launch: Launch, reduction_at: int) -> bool:
+    """Whether the loss is not reduced, or runs on the host: then the meta kernel does."""
+    return bool(launch.call.real) or launch.argument(reduction_at, "reduction", 1) == _NONE
 
 
-def _reduce(mode: RecordingMode, operator: Operator, place: Place, loss: torch.Tensor) -> None:
+def _reduce(launch: Launch, loss: torch.Tensor) -> None:
     """What the reduction of all of `loss` takes while it runs."""
-    mode.transients(reduction_buffers(loss, None, opmath(loss), mode.card), operator, place)
+    launch.transients(*reduction_buffers(loss, None, opmath(loss), launch.card))
 
 
-def structured(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.mse_loss, _aten.smooth_l1_loss)
+def structured(launch: Launch) -> Any:
     """mse_loss and smooth_l1_loss: two tensors like the loss before its reduction (Loss.cpp).
 
     The first is the result, which is allocated before it is known to be a scalar and keeps its memory. The other is
     what is reduced. Both are laid out as an element-wise operator on input and target gives.
     """
-    if not call.on_gpu or call.real or _argument(call, 2, "reduction", 1) == _NONE:
+    if _stays_whole(launch, 2):
         return NotImplemented
-    result = _aten.sub.Tensor(*call.args[:2])
+    result = _aten.sub.Tensor(*launch.args[:2])
     loss = torch.empty_like(result)
-    mode.record([result], operator.name, place, GPU)
-    mode.record([loss], operator.name, place, GPU)
-    _reduce(mode, operator, place, loss)
+    launch.record(result, loss)
+    _reduce(launch, loss)
     return _as_scalar(result)
 
 
@@ -54,79 +51,103 @@ def _as_scalar(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.set_(tensor.untyped_storage(), 0, (), ())  # type: ignore[call-overload, no-any-return]
 
 
-def huber_loss(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.huber_loss)
+def huber_loss(launch: Launch) -> Any:
     """The loss like the input, then its mean or sum (Loss.cpp)."""
-    if not call.on_gpu or call.real or _argument(call, 2, "reduction", 1) == _NONE:
+    if _stays_whole(launch, 2):
         return NotImplemented
-    loss = torch.empty_like(call.args[0])
-    mode.record([loss], operator.name, place, GPU)
-    result = torch.empty((), dtype=loss.dtype, device=_META)
-    mode.record([result], operator.name, place, GPU)
-    _reduce(mode, operator, place, loss)
+    loss = torch.empty_like(launch.args[0])
+    launch.record(loss)
+    result = launch.new((), loss.dtype)
+    _reduce(launch, loss)
     return result
 
 
-def binary_cross_entropy(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.binary_cross_entropy)
+def binary_cross_entropy(launch: Launch) -> Any:
     """The loss, whose mean or sum is copied back into it: a scalar with memory as large as the input (Loss.cu)."""
-    if not call.on_gpu or call.real or _argument(call, 3, "reduction", 1) == _NONE:
+    if _stays_whole(launch, 3):
         return NotImplemented
-    loss = torch.empty_like(call.args[0])
-    mode.record([loss], operator.name, place, GPU)
-    reduced = torch.empty((), dtype=loss.dtype, device=_META)
-    mode.record([reduced], operator.name, place, GPU)
-    _reduce(mode, operator, place, loss)
+    loss = torch.empty_like(launch.args[0])
+    launch.record(loss)
+    reduced = launch.new((), loss.dtype)
+    _reduce(launch, loss)
+    del reduced  # it has been copied back
     return _as_scalar(loss)
 
 
-def multi_margin_loss(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.multi_margin_loss)
+def multi_margin_loss(launch: Launch) -> Any:
     """A loss for each sample, summed (MultiMarginLoss.cu)."""
-    data = call.args[0]
-    if not call.on_gpu or call.real or data.dim() < 2 or _argument(call, 5, "reduction", 1) == _NONE:
+    data = launch.args[0]
+    if data.dim() < 2 or _stays_whole(launch, 5):
         return NotImplemented
-    result = torch.empty((), dtype=data.dtype, device=_META)
-    mode.record([result], operator.name, place, GPU)
-    _sum_of_samples(mode, operator, place, data)
+    result = launch.new((), data.dtype)
+    _sum_of_samples(launch, data)
     return result
 
 
-def multilabel_margin_loss_forward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.multilabel_margin_loss_forward)
+def multilabel_margin_loss_forward(launch: Launch) -> Any:
     """A loss for each sample, summed, and which classes are targets (MultiLabelMarginCriterion.cu)."""
-    data, target, reduction = call.args
-    if not call.on_gpu or call.real:
+    data, target, reduction = launch.args
+    if launch.call.real:
         return NotImplemented
     shape = data.shape[:1] if reduction == _NONE and data.dim() == 2 else ()
-    result = torch.empty(shape, dtype=data.dtype, device=_META)
-    is_target = torch.empty(target.shape, dtype=data.dtype, device=_META)
-    mode.record([result, is_target], operator.name, place, GPU)
+    result = launch.new(shape, data.dtype)
+    is_target = launch.new(target.shape, data.dtype)
     if reduction != _NONE and data.dim() == 2:
-        _sum_of_samples(mode, operator, place, data)
+        _sum_of_samples(launch, data)
     return result, is_target
 
 
-def _sum_of_samples(mode: RecordingMode, operator: Operator, place: Place, data: torch.Tensor) -> None:
-    losses = torch.empty(data.shape[0], dtype=data.dtype, device=_META)
-    mode.record([losses], operator.name, place, GPU)
-    _reduce(mode, operator, place, losses)
+def _sum_of_samples(launch: Launch, data: torch.Tensor) -> None:
+    losses = launch.new(data.shape[0], data.dtype)
+    _reduce(launch, losses)
 
 
-def gradient_of_input(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(
+    _aten.multi_margin_loss_backward,
+    _aten.multilabel_margin_loss_backward,
+    _aten.fractional_max_pool3d_backward,
+    on_host=True,
+)
+def gradient_of_input(launch: Launch) -> Any:
     """Backward operators without a meta kernel: a contiguous gradient of the shape of the input, argument number 1."""
-    data = call.args[1]
+    data = launch.args[1]
     if not data.is_meta:
         return NotImplemented
-    result = torch.empty(data.shape, dtype=data.dtype, device=_META)
-    mode.record([result], operator.name, place, call.device or GPU)
+    return launch.new(data.shape, data.dtype)
+
+
+@kernel(_aten._ctc_loss, on_host=True)
+def ctc_loss(launch: Launch) -> Any:
+    """Loss per sample and the alignments' log probabilities alpha (native/cuda/LossCTC.cu, ctc_loss_gpu_template)."""
+    log_probs, targets, _, target_lengths = launch.args[:4]
+    if not log_probs.is_meta:
+        return NotImplemented
+    frames, batch = log_probs.shape[0], log_probs.shape[1]
+    known = (
+        launch.values.get(target_lengths) if isinstance(target_lengths, torch.Tensor) else torch.tensor(target_lengths)
+    )
+    if known is not None:
+        longest = int(known.max()) if known.numel() else 0
+    else:
+        launch.values.assume("CTC targets whose lengths are not known are all as long as they can be.")
+        longest = targets.shape[1] if targets.dim() == 2 else -(-targets.numel() // batch)
+    # The lengths go to the card as int64 (both), and so do the offsets of the targets.
+    launch.transients(*3 * [8 * batch])
+    alpha = launch.new((batch, frames, 2 * longest + 1), log_probs.dtype)
+    return launch.new(batch, log_probs.dtype), alpha
+
+
+@kernel(_aten._ctc_loss_backward, on_host=True)
+def ctc_loss_backward(launch: Launch) -> Any:
+    """A gradient like the log probabilities; beta, as large as alpha, lives while it runs (native/cuda/LossCTC.cu)."""
+    log_probs, alpha = launch.args[1], launch.args[6]
+    if not log_probs.is_meta:
+        return NotImplemented
+    with launch.scratch(alpha.numel() * alpha.element_size()):
+        result = launch.new(log_probs.shape, log_probs.dtype)
+        launch.transients(*3 * [8 * log_probs.shape[1]])
     return result
-
-
-HANDLERS: dict[Any, Any] = {
-    _aten.mse_loss: structured,
-    _aten.smooth_l1_loss: structured,
-    _aten.huber_loss: huber_loss,
-    _aten.binary_cross_entropy: binary_cross_entropy,
-    _aten.multi_margin_loss: multi_margin_loss,
-    _aten.multilabel_margin_loss_forward: multilabel_margin_loss_forward,
-    _aten.multi_margin_loss_backward: gradient_of_input,
-    _aten.multilabel_margin_loss_backward: gradient_of_input,
-    _aten.fractional_max_pool3d_backward: gradient_of_input,
-}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
-
-if TYPE_CHECKING:
-    from memprof.virtual.calls import Call, Operator
-    from memprof.virtual.recording import RecordingMode
-    from memprof.watch.recorder import Place
+from memprof.virtual.kernels.registry import composite, input_copies, kernel, scratch
+from memprof.virtual.launch import Launch
+from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
 
@@ -24,21 +22,25 @@ _MAX_BLOCKS = 32 * 1024
 _MANY_ROWS = 64 * 1024
 
 
+@input_copies(_aten.native_layer_norm)
 def layer_norm_copy(args: Any) -> list[int]:
     """What is normalised, weight and bias are made contiguous (layer_norm_cuda)."""
     return contiguous(args[0], *args[2:4])
 
 
+@input_copies(_aten.native_layer_norm_backward)
 def layer_norm_backward_copy(args: Any) -> list[int]:
     """The same in the backward, before the gradients are made (layer_norm_backward_cuda)."""
     return contiguous(args[1], *args[5:7])
 
 
+@input_copies("aten._fused_rms_norm")
 def rms_norm_copy(args: Any) -> list[int]:
     """What is normalised and the weight are made contiguous (_fused_rms_norm_cuda)."""
     return contiguous(args[0], args[2])
 
 
+@input_copies("aten._fused_rms_norm_backward")
 def rms_norm_backward_copy(args: Any) -> list[int]:
     """The same in the backward."""
     return contiguous(args[1], args[4])
@@ -57,6 +59,7 @@ def _partial_sums(data: torch.Tensor, width: int, parameters: int, card: Card) -
     return parameters * [blocks * width * item] + parameters * finished
 
 
+@scratch(_aten.native_layer_norm_backward)
 def layer_norm_backward(args: Any, card: Card) -> list[int]:
     """A contiguous gradient, then partial sums of the gradients of weight and bias.
 
@@ -66,14 +69,16 @@ def layer_norm_backward(args: Any, card: Card) -> list[int]:
     return contiguous(args[0]) + (_partial_sums(args[1], math.prod(args[2]), wanted, card) if wanted else [])
 
 
+@scratch("aten._fused_rms_norm_backward")
 def rms_norm_backward(args: Any, card: Card) -> list[int]:
     """A contiguous gradient, then partial sums of the gradient of the weight."""
     return contiguous(args[0]) + (_partial_sums(args[1], math.prod(args[2]), 1, card) if args[5][1] else [])
 
 
-def norm_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten.native_layer_norm_backward, "aten._fused_rms_norm_backward", on_host=True)
+def norm_backward(launch: Launch) -> Any:
     """CUDA makes a contiguous gradient of the input; the meta kernel gives it the strides of its factors."""
-    result = mode.allocating(operator, call, place)
+    result = launch.run()
     gradient = result[0]
     if gradient is None or gradient.is_contiguous():
         return result
@@ -85,6 +90,7 @@ def _strides(size: torch.Size) -> tuple[int, ...]:
     return torch.empty(size, device="meta").stride()
 
 
+@scratch(_aten.native_group_norm)
 def group_norm(args: Any, card: Card) -> list[int]:
     """A scale and a shift for each sample's channels in float32, where there is a weight or a bias."""
     data, weight, bias, batch, channels, positions = args[:6]
@@ -93,6 +99,7 @@ def group_norm(args: Any, card: Card) -> list[int]:
     return 2 * [opmath(data) * batch * channels]
 
 
+@scratch(_aten.native_group_norm_backward)
 def group_norm_backward(args: Any, card: Card) -> list[int]:
     """Sums for each channel, and for the input's gradient factors for each channel and group, in float32."""
     data, weight = args[1], args[4]
@@ -106,19 +113,19 @@ def group_norm_backward(args: Any, card: Card) -> list[int]:
     return buffers
 
 
-INPUT_COPIES: dict[Any, Any] = {
-    _aten.native_layer_norm: layer_norm_copy,
-    _aten.native_layer_norm_backward: layer_norm_backward_copy,
-    **({_aten._fused_rms_norm: rms_norm_copy} if hasattr(_aten, "_fused_rms_norm") else {}),
-    **({_aten._fused_rms_norm_backward: rms_norm_backward_copy} if hasattr(_aten, "_fused_rms_norm_backward") else {}),
-}
-TEMPORARIES: dict[Any, Any] = {
-    _aten.native_layer_norm_backward: layer_norm_backward,
-    _aten.native_group_norm: group_norm,
-    _aten.native_group_norm_backward: group_norm_backward,
-    **({_aten._fused_rms_norm_backward: rms_norm_backward} if hasattr(_aten, "_fused_rms_norm_backward") else {}),
-}
-HANDLERS: dict[Any, Any] = {
-    _aten.native_layer_norm_backward: norm_backward,
-    **({_aten._fused_rms_norm_backward: norm_backward} if hasattr(_aten, "_fused_rms_norm_backward") else {}),
-}
+def rms_norm(
+    machine: Machine,
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """`torch.rms_norm` as one kernel; on other devices it runs in pieces."""
+    if not machine.is_on_card(input) or (weight is not None and weight.dtype != input.dtype):
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    machine.values.assume("torch.rms_norm runs as CUDA's fused kernel.")
+    return _aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]  # type: ignore[no-any-return]
+
+
+if hasattr(_aten, "_fused_rms_norm"):
+    composite(torch.rms_norm)(rms_norm)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memprof.trace.events import GPU
-from memprof.virtual.calls import Call, Operator
-
-if TYPE_CHECKING:
-    from memprof.virtual.recording import RecordingMode
-    from memprof.watch.recorder import Place
+from memprof.virtual.kernels.copies import contiguous
+from memprof.virtual.kernels.registry import composite, kernel
+from memprof.virtual.launch import Launch
+from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_CUDA = torch.device("cuda", 0)
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """Kind of layer -> its number in cuDNN (cudnnRNNMode_t)."""
@@ -31,6 +29,7 @@ _KEPT_FOR_BACKWARD = {0: 1, 1: 1, 2: 5, 3: 4}
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 DTYPES = (torch.float16, torch.float32, torch.float64)
 DROPOUT_STATE_BYTES = 2 << 20
+_DROPOUT_STATE = "state of cuDNN's dropout"
 
 RESERVE = (
     "Recurrent layers run on cuDNN, which keeps a reserve space for the backward pass: counted is what it cannot do "
@@ -46,93 +45,81 @@ def is_acceptable(tensor: torch.Tensor) -> bool:
     return torch._C._get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0
 
 
-class Recurrent:
-    """The composite functions, replaced where their input is on the card."""
+def _run(
+    original: Callable[..., Any], name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    acceptable = torch._C._get_cudnn_enabled() and data.dtype in DTYPES and data.numel() > 0
+    if kwargs or not acceptable or not machine.is_on_card(data):
+        return original(data, *args, **kwargs)
+    if isinstance(args[2], (list, tuple)):  # packed sequences: the third of the arguments is the weights
+        batch_sizes, hidden, weights, biases, layers, dropout, training, bidirectional = args
+        sizes, batch_first = [int(size) for size in batch_sizes.tolist()], False
+    else:
+        hidden, weights, biases, layers, dropout, training, bidirectional, batch_first = args
+        sizes = []
+    hx, cx = hidden if name == "lstm" else (hidden, None)
+    assume = machine.values.assume
+    assume(WORKSPACE)
+    if training:
+        assume(RESERVE)
+    size, projected = hx.shape[2], 0
+    if cx is not None and cx.shape[2] != size:
+        size, projected = cx.shape[2], size
+    per_layer = (4 if biases else 2) + bool(projected)
+    packing = Packing(MODES[name], data.shape[-1], size, projected, layers, bidirectional)
+    weights = list(weights)
+    buffer = packing.buffer_of(weights)
+    if torch.is_autocast_enabled("cuda") and torch.float32 in (data.dtype, weights[0].dtype):
+        half = torch.get_autocast_dtype("cuda")
+        data, hx = data.to(half), hx.to(half)
+        cx = None if cx is None else cx.to(half)
+        buffer, weights = _cast(machine, packing, weights, per_layer, half)
+    elif buffer is None:
+        assume(COPIED_WEIGHTS)
+    output, hy, cy, _, _ = _aten._cudnn_rnn(
+        data,
+        weights,
+        per_layer,
+        buffer,
+        hx,
+        cx,
+        MODES[name],
+        size,
+        projected,
+        layers,
+        batch_first,
+        dropout,
+        training,
+        bidirectional,
+        sizes,
+        _dropout_state(machine) if training and dropout > 0 else None,
+    )
+    return (output, hy, cy) if name == "lstm" else (output, hy)
 
-    def __init__(self, recording: RecordingMode, on_gpu: Callable[[torch.Tensor], bool]) -> None:
-        self._recording = recording
-        self._on_gpu = on_gpu
-        self._dropout_state: torch.Tensor | None = None
 
-    def handlers(self) -> dict[Any, Callable[..., Any]]:
-        """Function -> replacement, for the function mode."""
-        return {getattr(torch, name): functools.partial(self._run, getattr(torch, name), name) for name in MODES}
+for _name in MODES:
+    composite(getattr(torch, _name))(functools.partial(_run, getattr(torch, _name), _name))
 
-    def _run(self, original: Callable[..., Any], name: str, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        acceptable = torch._C._get_cudnn_enabled() and data.dtype in DTYPES and data.numel() > 0
-        if kwargs or not acceptable or not self._on_gpu(data):
-            return original(data, *args, **kwargs)
-        if isinstance(args[2], (list, tuple)):  # packed sequences: the third of the arguments is the weights
-            batch_sizes, hidden, weights, biases, layers, dropout, training, bidirectional = args
-            sizes, batch_first = [int(size) for size in batch_sizes.tolist()], False
-        else:
-            hidden, weights, biases, layers, dropout, training, bidirectional, batch_first = args
-            sizes = []
-        hx, cx = hidden if name == "lstm" else (hidden, None)
-        assume = self._recording.values.assume
-        assume(WORKSPACE)
-        if training:
-            assume(RESERVE)
-        size, projected = hx.shape[2], 0
-        if cx is not None and cx.shape[2] != size:
-            size, projected = cx.shape[2], size
-        per_layer = (4 if biases else 2) + bool(projected)
-        packing = Packing(MODES[name], data.shape[-1], size, projected, layers, bidirectional)
-        weights = list(weights)
-        buffer = packing.buffer_of(weights)
-        if torch.is_autocast_enabled("cuda") and torch.float32 in (data.dtype, weights[0].dtype):
-            half = torch.get_autocast_dtype("cuda")
-            data, hx = data.to(half), hx.to(half)
-            cx = None if cx is None else cx.to(half)
-            buffer, weights = self._cast(packing, weights, per_layer, half)
-        elif buffer is None:
-            assume(COPIED_WEIGHTS)
-        output, hy, cy, _, _ = _aten._cudnn_rnn(
-            data,
-            weights,
-            per_layer,
-            buffer,
-            hx,
-            cx,
-            MODES[name],
-            size,
-            projected,
-            layers,
-            batch_first,
-            dropout,
-            training,
-            bidirectional,
-            sizes,
-            self._dropout(dropout) if training and dropout > 0 else None,
-        )
-        return (output, hy, cy) if name == "lstm" else (output, hy)
 
-    def _dropout(self, dropout: float) -> torch.Tensor:
-        """The state of cuDNN's random numbers: made once, kept for good (get_dropout_state)."""
-        if self._dropout_state is None:
-            self._recording.values.assume(DROPOUT)
-            recording, outer = self._recording, self._recording.factory_device
-            recording.factory_device = GPU
-            try:
-                self._dropout_state = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=_META)
-            finally:
-                recording.factory_device = outer
-        return self._dropout_state
+def _dropout_state(machine: Machine) -> torch.Tensor:
+    """The state of cuDNN's random numbers: made once, kept for good (get_dropout_state)."""
+    if _DROPOUT_STATE not in machine.kept:
+        machine.values.assume(DROPOUT)
+        with machine.asked_for(GPU):
+            machine.kept[_DROPOUT_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=_META)
+    return machine.kept[_DROPOUT_STATE]
 
-    def _cast(
-        self, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Under autocast the weights are copied into a new half-precision buffer at every call."""
-        recording, outer = self._recording, self._recording.factory_device
-        recording.factory_device = GPU
-        try:
-            buffer = torch.zeros(packing.numel, dtype=dtype, device=_META)
-        finally:
-            recording.factory_device = outer
-        views = packing.views(buffer, [weight.shape for weight in weights], per_layer)
-        # Tensors of their own that share the buffer, not views of it, so that each has its own gradient.
-        parts = [view.detach() for view in views]
-        return buffer, [part.copy_(weight) for part, weight in zip(parts, weights, strict=True)]
+
+def _cast(
+    machine: Machine, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Under autocast the weights are copied into a new half-precision buffer at every call."""
+    with machine.asked_for(GPU):
+        buffer = torch.zeros(packing.numel, dtype=dtype, device=_META)
+    views = packing.views(buffer, [weight.shape for weight in weights], per_layer)
+    # Tensors of their own that share the buffer, not views of it, so that each has its own gradient.
+    parts = [view.detach() for view in views]
+    return buffer, [part.copy_(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
 class Packing:
@@ -177,17 +164,17 @@ class Packing:
 # -- the operators ----------------------------------------------------------------------------------------------------
 
 
-def flatten_weight(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten._cudnn_rnn_flatten_weight, on_host=True)
+def flatten_weight(launch: Launch) -> Any:
     """A new buffer; every parameter becomes a part of it, and its own storage is dropped."""
-    weights, per_layer, input_size, kind, hidden_size, projected, layers, _, bidirectional = call.args
+    weights, per_layer, input_size, kind, hidden_size, projected, layers, _, bidirectional = launch.args
     packing = Packing(kind, input_size, hidden_size, projected, layers, bidirectional)
-    buffer = torch.empty(packing.numel, dtype=weights[0].dtype, device=_META)
-    mode.record([buffer], operator.name, place, GPU)
+    buffer = launch.new(packing.numel, weights[0].dtype)
     with torch.no_grad():
         for weight, part in zip(
             weights, packing.views(buffer, [weight.shape for weight in weights], per_layer), strict=True
         ):
-            mode.values.drop(weight.untyped_storage()._cdata)
+            launch.values.drop(weight.untyped_storage()._cdata)
             weight.set_(part)
     return buffer
 
@@ -202,10 +189,6 @@ def _shapes(args: Any) -> tuple[int, int, int, int]:
     return steps, batch, directions, 0
 
 
-def _new(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=like.dtype, device=_META)
-
-
 def _reserve_bytes(args: Any) -> int:
     """What the backward pass cannot do without, in bytes: a lower bound of cuDNN's reserve space."""
     steps, batch, directions, rows = _shapes(args)
@@ -214,106 +197,72 @@ def _reserve_bytes(args: Any) -> int:
     return int((rows or steps * batch) * directions * vectors * data.element_size())
 
 
-def cudnn_rnn(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten._cudnn_rnn)
+def cudnn_rnn(launch: Launch) -> Any:
     """Output, last hidden and cell states, and in training the reserve space."""
-    if not call.on_gpu:
-        return NotImplemented
-    args = call.args
+    args = launch.args
     data, _, _, buffer, hx, cx = args[:6]
     size, projected, layers, batch_first, train = args[7], args[8], args[9], args[10], args[12]
     steps, batch, directions, rows = _shapes(args)
     out = projected or size
-    copy = _copied(mode, operator, place, data.transpose(0, 1) if batch_first and not rows else data)
-    output = _new((rows, out * directions) if rows else (steps, batch, out * directions), data)
-    hy = _new((layers * directions, batch, out), hx)
-    cy = _new((0,), hx) if cx is None else _new((layers * directions, batch, size), cx)
-    mode.record([output, hy, cy], operator.name, place, GPU)
-    if buffer is None:
-        packing = Packing(args[6], data.shape[-1], size, projected, layers, args[13])
-        buffer = _new((packing.numel,), data)
-        mode.record([buffer], operator.name, place, GPU)
-    reserve = torch.empty(_reserve_bytes(args) if train else 0, dtype=torch.uint8, device=_META)
-    mode.record([reserve], operator.name, place, GPU)
-    if copy is not None:
-        mode.recorder.free_hidden(copy)
-    return (output.transpose(0, 1) if batch_first and not rows else output), hy, cy, reserve, buffer
+    turned = batch_first and not rows
+    with launch.scratch(*contiguous(data.transpose(0, 1) if turned else data)):
+        shape = (rows, out * directions) if rows else (steps, batch, out * directions)
+        output = launch.new(shape, data.dtype)
+        hy = launch.new((layers * directions, batch, out), hx.dtype)
+        cy = launch.new((0,) if cx is None else (layers * directions, batch, size), (hx if cx is None else cx).dtype)
+        if buffer is None:
+            packing = Packing(args[6], data.shape[-1], size, projected, layers, args[13])
+            buffer = launch.new(packing.numel, data.dtype)
+        reserve = launch.new(_reserve_bytes(args) if train else 0, torch.uint8)
+    return (output.transpose(0, 1) if turned else output), hy, cy, reserve, buffer
 
 
-def _copied(mode: RecordingMode, operator: Operator, place: Place, tensor: torch.Tensor) -> int | None:
-    if tensor.is_contiguous():
-        return None
-    return mode.recorder.allocate_hidden(tensor.numel() * tensor.element_size(), operator.name, place, GPU)
-
-
-def cudnn_rnn_backward(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten._cudnn_rnn_backward)
+def cudnn_rnn_backward(launch: Launch) -> Any:
     """Gradients of the input, the states and, as parts of one buffer, the weights.
 
     Gradients that did not arrive are zeros for the time of the call; a batch-first input is transposed again, for the
     gradient of the input and once more for that of the weights.
     """
-    data, weights, per_layer, buffer, hx, cx, output, *grads = call.args[:10]
-    if not call.on_gpu:
-        return NotImplemented
-    kind, size, projected, layers, batch_first, _, _, bidirectional, sizes, _, _, mask = call.args[10:]
+    data, weights, per_layer, buffer, hx, cx, output, *grads = launch.args[:10]
+    kind, size, projected, layers, batch_first, _, _, bidirectional, sizes, _, _, mask = launch.args[10:]
     if all(grad is None for grad in grads):
         return None, None, None, [None] * len(weights)
     turned = batch_first and not sizes
-    taken: list[int | None] = []
-    for grad, like in zip(grads, (output, hx, cx), strict=True):
-        if grad is None and like is not None:
-            num_bytes = like.numel() * like.element_size()
-            taken.append(mode.recorder.allocate_hidden(num_bytes, operator.name, place, GPU))
+    missing = [like for grad, like in zip(grads, (output, hx, cx), strict=True) if grad is None and like is not None]
     again = data.transpose(0, 1) if turned else data
-    own = [_copied(mode, operator, place, again)]
-    turned_grads = [grads[0].transpose(0, 1) if turned and grads[0] is not None else grads[0], *grads[1:]]
-    own += [_copied(mode, operator, place, grad) for grad in turned_grads if grad is not None]
-    grad_data = _new(again.shape, data)
-    grad_hx = _new(hx.shape, hx)
-    grad_cx = None if cx is None else _new(cx.shape, cx)
-    mode.record([each for each in (grad_data, grad_hx, grad_cx) if each is not None], operator.name, place, GPU)
-    _give_back(mode, own)
+    arrived = [grads[0].transpose(0, 1) if turned and grads[0] is not None else grads[0], *grads[1:]]
     grad_weights: list[torch.Tensor | None] = [None] * len(weights)
-    if mask[3]:
-        own = [_copied(mode, operator, place, again)]
-        flat = _new((buffer.numel(),), buffer)
-        mode.record([flat], operator.name, place, GPU)
-        packing = Packing(kind, data.shape[-1], size, projected, layers, bidirectional)
-        grad_weights = list(packing.views(flat, [weight.shape for weight in weights], per_layer))
-        _give_back(mode, own)
-    _give_back(mode, taken)
+    with launch.scratch(*(like.numel() * like.element_size() for like in missing)):
+        with launch.scratch(*contiguous(again, *arrived)):
+            grad_data = launch.new(again.shape, data.dtype)
+            grad_hx = launch.new(hx.shape, hx.dtype)
+            grad_cx = None if cx is None else launch.new(cx.shape, cx.dtype)
+        if mask[3]:
+            with launch.scratch(*contiguous(again)):
+                flat = launch.new(buffer.numel(), buffer.dtype)
+                packing = Packing(kind, data.shape[-1], size, projected, layers, bidirectional)
+                grad_weights = list(packing.views(flat, [weight.shape for weight in weights], per_layer))
     return (grad_data.transpose(0, 1) if turned else grad_data), grad_hx, grad_cx, grad_weights
 
 
-def _give_back(mode: RecordingMode, taken: list[int | None]) -> None:
-    for index in taken:
-        if index is not None:
-            mode.recorder.free_hidden(index)
-
-
-def pack_padded_sequence(mode: RecordingMode, operator: Operator, call: Call, place: Place) -> Any:
+@kernel(_aten._pack_padded_sequence, on_host=True)
+def pack_padded_sequence(launch: Launch) -> Any:
     """Rows of stretches of equal batch size, copied where they are not neighbours, then joined (PackedSequence.cpp).
 
     The lengths are on the host and stay there.
     """
-    data, lengths, batch_first = call.args
+    data, lengths, batch_first = launch.args
     if not data.is_meta or lengths.is_meta:
         return NotImplemented
     steps = data.transpose(0, 1) if batch_first else data
-    taken: list[int | None] = []
+    copied: list[int] = []
     done = 0
     for length in sorted(set(lengths.tolist())):
-        batch = int((lengths >= length).sum())
-        taken.append(_copied(mode, operator, place, steps[done:length, :batch]))
+        copied += contiguous(steps[done:length, : int((lengths >= length).sum())])
         done = length
-    packed, batch_sizes = call.func(data, lengths, batch_first)
-    mode.record([packed], operator.name, place, call.device or GPU)
-    _give_back(mode, taken)
+    with launch.scratch(*copied):
+        packed, batch_sizes = launch.func(data, lengths, batch_first)
+        launch.record(packed)
     return packed, batch_sizes
-
-
-HANDLERS: dict[Any, Any] = {
-    _aten._pack_padded_sequence: pack_padded_sequence,
-    _aten._cudnn_rnn_flatten_weight: flatten_weight,
-    _aten._cudnn_rnn: cudnn_rnn,
-    _aten._cudnn_rnn_backward: cudnn_rnn_backward,
-}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.card import Card, torch_release
+from memprof.virtual.kernels.registry import scratch
 
 _aten = torch.ops.aten
 
@@ -225,23 +226,13 @@ def _welford(tensor: torch.Tensor) -> int:
 _HALVES_PER_LOAD = 8 if torch_release() >= (2, 10) else 4
 """Sum and mean of half precision load eight values at once since torch 2.10 (pull request 165055)."""
 
-REDUCTIONS: dict[Any, Callable[[Any, Card], list[int]]] = {
-    _aten.sum: _reduction(opmath, half_per_load=_HALVES_PER_LOAD, cast=True),
-    _aten.prod: _reduction(opmath, cast=True),
-    _aten.nansum: _reduction(opmath),
-    _aten.mean: _reduction(opmath, half_per_load=_HALVES_PER_LOAD),
-    _aten.linalg_vector_norm: _reduction(opmath, dims_at=2),
-    _aten.amax: _reduction(_own),
-    _aten.amin: _reduction(_own),
-    _aten.max: _reduction(_pair),
-    _aten.min: _reduction(_pair),
-    _aten.argmax: _reduction(_index),
-    _aten.argmin: _reduction(_index),
-    _aten.any: _reduction(_own),
-    _aten.all: _reduction(_own),
-    _aten.var: _reduction(_welford, values_per_load=2),
-    _aten.std: _reduction(_welford, values_per_load=2),
-    _aten.var_mean: _reduction(_welford, values_per_load=2),
-    _aten.std_mean: _reduction(_welford, values_per_load=2),
-}
-"""Operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu), by the type that they accumulate in."""
+# By the type in which the operators on gpu_reduce_kernel (native/cuda/Reduce*Kernel.cu) accumulate.
+scratch(_aten.sum)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD, cast=True))
+scratch(_aten.prod)(_reduction(opmath, cast=True))
+scratch(_aten.nansum)(_reduction(opmath))
+scratch(_aten.mean)(_reduction(opmath, half_per_load=_HALVES_PER_LOAD))
+scratch(_aten.linalg_vector_norm)(_reduction(opmath, dims_at=2))
+scratch(_aten.amax, _aten.amin, _aten.any, _aten.all)(_reduction(_own))
+scratch(_aten.max, _aten.min)(_reduction(_pair))
+scratch(_aten.argmax, _aten.argmin)(_reduction(_index))
+scratch(_aten.var, _aten.std, _aten.var_mean, _aten.std_mean)(_reduction(_welford, values_per_load=2))

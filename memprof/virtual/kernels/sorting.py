@@ -14,6 +14,7 @@ import torch
 
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.copies import contiguous
+from memprof.virtual.kernels.registry import scratch
 
 _aten = torch.ops.aten
 
@@ -103,6 +104,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
+@scratch(_aten.sort)
 def sort(args: Any, card: Card) -> list[int]:
     """`sort` and `argsort`; a dimension given by keyword (stable sorts) is taken to be the last."""
     return _sort_buffers(args[0], _dim(args, 1, args[0].dim()))
@@ -114,6 +116,7 @@ _REGISTERS_PER_SM = 65_536
 _MULTIBLOCK = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
 
 
+@scratch(_aten.topk)
 def topk(args: Any, card: Card) -> list[int]:
     """native/cuda/TensorTopK.cu: long slices are searched by several blocks; a sort of the k follows for k > 4,096."""
     data, k = args[0], args[1]
@@ -147,6 +150,7 @@ def topk(args: Any, card: Card) -> list[int]:
     ]
 
 
+@scratch(_aten.cumsum, _aten.cumprod, _aten._logcumsumexp)
 def scan(args: Any, card: Card) -> list[int]:
     """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs.
 
@@ -170,6 +174,7 @@ def nonzero(count: int) -> list[int]:
     return [4, scan_scratch(count, 4)] if count else []
 
 
+@scratch(_aten.multinomial)
 def multinomial(args: Any, card: Card) -> list[int]:
     """Exponential variates like the probabilities; for many draws with replacement sums of them (Distributions.cpp)."""
     weights, draws = args[0], args[1]
@@ -180,6 +185,7 @@ def multinomial(args: Any, card: Card) -> list[int]:
     return [weights.numel() * weights.element_size()]
 
 
+@scratch(_aten.randperm)
 def randperm(args: Any, card: Card) -> list[int]:
     """The range, random keys twice, and a sort by them (native/cuda/Randperm.cpp)."""
     count = args[0]
@@ -188,14 +194,3 @@ def randperm(args: Any, card: Card) -> list[int]:
     bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
     key = 4 if bits <= 32 else 8
     return [8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits)]
-
-
-TEMPORARIES: dict[Any, Any] = {
-    _aten.topk: topk,
-    _aten.cumsum: scan,
-    _aten.cumprod: scan,
-    _aten._logcumsumexp: scan,
-    _aten.multinomial: multinomial,
-    _aten.randperm: randperm,
-    _aten.sort: sort,
-}

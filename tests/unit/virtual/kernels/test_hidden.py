@@ -10,8 +10,8 @@ from memprof.catalog import find_gpu
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card, max_threads_per_sm
-from memprof.virtual.kernels import copies, hidden, norms, sorting
-from memprof.virtual.kernels.hidden import CublasWorkspace
+from memprof.virtual.kernels import attention, embedding, foreach, indexing, norms, softmax, sorting, upsampling
+from memprof.virtual.kernels.matrix_products import CublasWorkspace
 from memprof.virtual.kernels.reductions import Reduction, reduction_buffers
 
 MIB = 1 << 20
@@ -188,40 +188,40 @@ def test_the_cublas_workspace_is_taken_and_freed_from_2_15_on(monkeypatch: pytes
 
 def test_flash_attention_backward_rounds_rows_to_128_and_the_head_to_32() -> None:
     query, key = empty(2, 8, 1000, 80), empty(2, 8, 1000, 80)
-    assert hidden.flash_attention_backward((None, query, key), CARD) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
+    assert attention.flash_attention_backward((None, query, key), CARD) == [4 * 2 * 8 * 1024, 4 * 2 * 1024 * 8 * 96]
 
 
 def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -> None:
     query, key = empty(1, 8, 128, 64, dtype=torch.bfloat16), empty(1, 2, 128, 64, dtype=torch.bfloat16)
-    sizes = hidden.flash_attention_backward((None, query, key), CARD)
+    sizes = attention.flash_attention_backward((None, query, key), CARD)
     assert sizes == [4096, 262_144, 131_072, 131_072]
 
 
 def test_efficient_attention_backward_keeps_one_float_a_row() -> None:
-    assert hidden.efficient_attention_backward((None, empty(2, 8, 100, 64)), CARD) == [6400]
+    assert attention.efficient_attention_backward((None, empty(2, 8, 100, 64)), CARD) == [6400]
 
 
 def test_adding_at_indices_takes_what_was_recorded() -> None:
     # Recorded with one index tensor of 512 elements (medium at length 128, batch 4, torch 2.11): five arrays of int64
     # and cub's one byte.
     index = empty(512, dtype=torch.int64)
-    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True), CARD) == [4096] * 5 + [1]
-    assert hidden.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), CARD) == []
+    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), True), CARD) == [4096] * 5 + [1]
+    assert indexing.index_put_accumulate((empty(10, 4), [index], empty(512, 4), False), CARD) == []
 
 
 def test_safe_softmax_keeps_a_mask_of_scores_and_one_of_rows() -> None:
-    assert hidden.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
+    assert softmax.safe_softmax((empty(2, 4, 16, 32), -1), CARD) == [4096, 128]
 
 
 def test_the_backward_of_softmax_multiplies_gradient_and_output_first() -> None:
     output = empty(4, 8)
-    assert hidden.softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert softmax.softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == [128]
     # What is laid out otherwise is copied, an expanded gradient and a transposed output too.
-    assert hidden.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), CARD) == [128, 128, 128]
-    assert hidden.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
-    assert hidden.log_softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == []
-    assert hidden.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
-    assert hidden.softmax((empty(8, 4).t(), -1, False), CARD) == [128]
+    assert softmax.softmax_backward((empty(8, 4).t(), empty(8, 4).t(), -1, torch.float32), CARD) == [128, 128, 128]
+    assert softmax.softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert softmax.log_softmax_backward((empty(4, 8), output, -1, torch.float32), CARD) == []
+    assert softmax.log_softmax_backward((empty(1).expand(4, 8), output, -1, torch.float32), CARD) == [128]
+    assert softmax.softmax((empty(8, 4).t(), -1, False), CARD) == [128]
 
 
 def test_the_backward_of_eager_attention_peaks_with_the_product() -> None:
@@ -239,28 +239,28 @@ def test_copies_of_inputs_are_made_only_where_needed() -> None:
     assert sorting.scan((empty(2, 10, dtype=torch.int64), 0), CARD) == []
     assert sorting.scan((empty(2, 10), 0), CARD) == []
     indices = empty(4, 8, dtype=torch.int64)
-    assert hidden.embedding_copy((None, indices)) == []
-    assert hidden.embedding_copy((None, indices.t())) == [256]
+    assert embedding.embedding_copy((None, indices)) == []
+    assert embedding.embedding_copy((None, indices.t())) == [256]
 
 
 def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
-    assert hidden.foreach_norm(([empty(65537), empty(3)], 2))[:1] == [2 * 2 * 4]
-    assert hidden.foreach_norm(([empty(3, dtype=torch.bfloat16)],))[:1] == [4]
-    assert hidden.foreach_norm(([empty(3)], 3)) == []
+    assert foreach.foreach_norm(([empty(65537), empty(3)], 2))[:1] == [2 * 2 * 4]
+    assert foreach.foreach_norm(([empty(3, dtype=torch.bfloat16)],))[:1] == [4]
+    assert foreach.foreach_norm(([empty(3)], 3)) == []
 
 
 def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> None:
     strided, last = empty(2, 8, 6, 6)[:, :4], empty(2, 4, 6, 6).to(memory_format=torch.channels_last)
-    assert copies.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
-    assert copies.upsample_nearest2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
-    assert copies.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
-    assert copies.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
-    assert copies.upsample_nearest2d((last, [12, 12]), CARD) == []
+    assert upsampling.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert upsampling.upsample_nearest2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
+    assert upsampling.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
+    assert upsampling.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert upsampling.upsample_nearest2d((last, [12, 12]), CARD) == []
 
 
 def test_upsampling_of_few_channels_has_no_kernel_for_channels_last() -> None:
     images = empty(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    assert copies.upsample_nearest2d((images, [12, 12]), CARD) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
+    assert upsampling.upsample_nearest2d((images, [12, 12]), CARD) == [2 * 3 * 144 * 4, 2 * 3 * 36 * 4]
 
 
 def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.card import Card
-from memprof.virtual.kernels import hidden, norms, sorting
+from memprof.virtual.kernels import indexing, norms, registry, sorting
 
 CARD = Card((8, 0), 108, 2048, (2, 11))
 MIB = 1 << 20
@@ -182,7 +182,7 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
 
 def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
     index = empty(10_000, dtype=torch.int64)
-    sizes = hidden.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True), CARD)
+    sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True), CARD)
     assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16)]
 
 
@@ -203,7 +203,7 @@ def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
 def test_cublas_copies_matrices_without_neighbours_in_rows_or_columns(matrix, copied):
     other = empty(*matrix.shape[:-2], 16, 4)
     op = torch.ops.aten.mm if matrix.dim() == 2 else torch.ops.aten.bmm
-    assert hidden.INPUT_COPIES[op]((matrix, other)) == ([4 * matrix.numel()] if copied else [])
+    assert registry.input_copies.get(op)((matrix, other)) == ([4 * matrix.numel()] if copied else [])
 
 
 def test_a_copy_for_cublas_lives_while_the_product_is_made(gpu):

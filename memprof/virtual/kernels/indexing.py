@@ -1,0 +1,138 @@
+"""Indexing by tensors and masks: the indices that CUDA makes of a mask, and the sort before it adds at indices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from memprof.trace.events import GPU
+from memprof.virtual.calls import Kind, tensors_of
+from memprof.virtual.card import Card
+from memprof.virtual.kernels import sorting
+from memprof.virtual.kernels.registry import kernel, scratch
+from memprof.virtual.launch import Launch
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+
+
+@kernel(_aten.nonzero, on_host=True)
+def nonzero(launch: Launch) -> Any:
+    """The indices, and what CUDA takes to count and select them."""
+    mask = launch.args[0]
+    if not mask.is_meta:
+        return NotImplemented
+    result = launch.known(launch.values.selected(mask))
+    if launch.call.on_gpu:
+        launch.transients(*sorting.nonzero(mask.numel()))
+    return result
+
+
+@kernel(_aten.index, _aten.index_put_, _aten._index_put_impl_, on_host=True)
+def index(launch: Launch) -> Any:
+    """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
+    indices = launch.args[1]
+    if not launch.args[0].is_meta and any(i is not None and i.is_meta for i in indices):
+        # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
+        launch.note_mismatch()
+        real = [None if i is None else launch.values.read(i) for i in indices]
+        rest = [launch.values.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
+        return launch.func(launch.args[0], real, *rest, **launch.kwargs)
+    value = launch.args[2] if len(launch.args) > 2 else None
+    if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() > 1 and launch.args[0].is_meta:
+        # One number may be on the host, several may not (native/TensorAdvancedIndexing.cpp).
+        launch.note_mismatch()
+    masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if not masks or not (launch.call.on_gpu or launch.call.on_host):
+        return NotImplemented
+    if launch.operator.kind is Kind.IN_PLACE and _fills_a_mask(launch, masks):
+        launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
+        return launch.args[0]
+    expanded: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            expanded.append(index)
+            continue
+        columns = launch.values.selected(index)
+        if launch.device == GPU:
+            launch.transients(*sorting.nonzero(index.numel()))
+        # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
+        virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=_META)
+        launch.record(virtual, op="aten.nonzero")
+        expanded += virtual.unbind(0)
+    args = (launch.args[0], expanded, *launch.args[2:])
+    if launch.operator.kind is Kind.IN_PLACE:
+        launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
+        return launch.func(*args, **launch.kwargs)
+    result = launch.func(*args, **launch.kwargs)
+    launch.record(*tensors_of(result))
+    launch.values.learn(launch.func, launch.args, launch.kwargs, tensors_of(result))
+    return result
+
+
+def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
+    """Whether `x[mask] = number` is masked_fill_, which needs no indices: one mask and nothing else, and a number that
+    is on the host, as Python's are (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
+    value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
+    alone = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
+    return alone and not accumulates and not value.is_meta and value.numel() == 1
+
+
+@scratch(_aten.index_put, _aten.index_put_, _aten._index_put_impl_)
+def index_put_accumulate(args: Any, card: Card) -> list[int]:
+    """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
+
+    Taken: the linear index (wrapped, times its stride, summed over dimensions), sorted and original positions, a range,
+    and cub's scratch. The sequence is that of real recordings with one index tensor.
+    """
+    data = args[0]
+    indices = [index for index in args[1] if index is not None]
+    if not (len(args) > 3 and args[3]) or not indices:
+        return []
+    count = torch.broadcast_shapes(*(index.shape for index in indices)).numel()
+    slice_size = math.prod(
+        size for size, index in zip(data.shape, [*args[1], *[None] * data.dim()], strict=False) if index is None
+    )
+    bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
+    sort = sorting.radix_sort_scratch(count, 8, 8, bits)
+    return [8 * count] * (3 * len(indices) - 1) + [8 * count] * 3 + [sort]
+
+
+@kernel(_aten.masked_fill, _aten.masked_fill_, on_host=True)
+def masked_fill(launch: Launch) -> Any:
+    """CUDA fills with a number that lies on the host (native/cuda/Indexing.cu); the meta kernel would not take it."""
+    data, mask, value = launch.args
+    if not data.is_meta or not isinstance(value, torch.Tensor) or value.is_meta or value.dim():
+        return NotImplemented
+    with launch.inside():
+        return launch.func.overloadpacket.Scalar(data, mask, value.item())
+
+
+@kernel(_aten.masked_select, on_host=True)
+def masked_select(launch: Launch) -> Any:
+    """Indexing by the mask, broadcast (native/cuda/IndexKernel.cpp, masked_select_out_cuda_impl)."""
+    data, mask = launch.args
+    if not (data.is_meta and mask.is_meta):
+        return NotImplemented
+    data, mask = torch.broadcast_tensors(*(t.unsqueeze(0) if t.dim() == 0 else t for t in (data, mask)))
+    with launch.inside():
+        return _aten.index.Tensor(data, [mask])
+
+
+@scratch(_aten.scatter_reduce, _aten.scatter_reduce_)
+def scatter_reduce(args: Any, card: Card) -> list[int]:
+    """The mean counts what came together (native/TensorAdvancedIndexing.cpp, scatter_reduce_two)."""
+    data, source, reduce = args[0], args[3], args[4]
+    if reduce != "mean":
+        return []
+    item = data.element_size()
+    return [source.numel() * item, data.numel() * item, data.numel()]
+
+
+@scratch(_aten.masked_scatter, _aten.masked_scatter_)
+def masked_scatter(args: Any, card: Card) -> list[int]:
+    """Where each selected element's source lies: a scan of the mask as int64 (native/cuda/IndexKernel.cu)."""
+    count = args[0].numel()
+    return [8 * count, sorting.scan_scratch(count, 8)]

@@ -1,0 +1,134 @@
+"""Products of matrices: cuBLAS's workspaces, the copies that it needs, and biases."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memprof.virtual.engine import in_backward
+from memprof.virtual.kernels.registry import composite, input_copies, kernel, uses_cublas, uses_cublaslt
+from memprof.virtual.launch import Launch
+from memprof.virtual.machine import Machine
+from memprof.watch.wrappers import is_wrapped
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_linear = torch._C._nn.linear
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class CublasWorkspace:
+    """How torch's cuBLAS handles take their workspace (aten/src/ATen/cuda/CublasHandlePool.cpp).
+
+    Until torch 2.14 a handle keeps its workspace for good, one per thread and stream: the autograd thread's first
+    matrix product takes a second one. From 2.15 on it is taken and freed around every call.
+    """
+
+    num_bytes: int
+    lt_num_bytes: int
+    """The separate workspace of cuBLASLt (products with a bias); 0 where it shares the other one."""
+    permanent: bool
+
+    @classmethod
+    def of(cls, compute_capability: tuple[int, int], torch_version: tuple[int, int]) -> CublasWorkspace:
+        """The workspace of a card under a torch release; CUBLAS_WORKSPACE_CONFIG overrides the size."""
+        big = compute_capability[0] == 9 or (compute_capability[0] in (10, 12) and torch_version >= (2, 12))
+        num_bytes = 4096 * 8 * KIB if big else (4096 * 2 + 16 * 8) * KIB
+        setting = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+        pairs = re.findall(r":(\d+):(\d+)", setting)
+        if pairs:
+            num_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
+        permanent = torch_version < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+        return cls(num_bytes, 0 if torch_version >= (2, 12) else MIB, permanent)
+
+
+uses_cublas.mark(
+    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot)
+)
+uses_cublaslt.mark(_aten.addmm, _aten._addmm_activation)
+
+
+def _as_cublas_takes_it(tensor: torch.Tensor) -> bool:
+    """Whether a matrix, or each of a batch, has rows or columns that are neighbours (native/cuda/Blas.cpp)."""
+    *_, rows, columns = tensor.shape
+    *_, row_step, step = tensor.stride()
+    if (step == 1 and row_step >= columns) or (row_step == 1 and step >= rows):
+        return True
+    return (rows == 1 and step == 1) or (columns == 1 and row_step == 1) or (tensor.is_contiguous() and row_step > 0)
+
+
+def _matrix_copies(first: int) -> Callable[[Any], list[int]]:
+    """Copies of the two matrices from argument number `first` on, where cuBLAS cannot take them as they are."""
+
+    def formula(args: Any) -> list[int]:
+        return [
+            matrix.numel() * matrix.element_size()
+            for matrix in args[first : first + 2]
+            if not _as_cublas_takes_it(matrix) and matrix.numel()
+        ]
+
+    return formula
+
+
+input_copies(_aten.mm, _aten.bmm)(_matrix_copies(0))
+input_copies(_aten.addmm, _aten.baddbmm)(_matrix_copies(1))
+
+
+@kernel("aten._grouped_mm", on_host=True)
+def grouped_mm(launch: Launch) -> Any:
+    """CUDA takes any floating-point dtype (native/cuda/GroupedBlas.cpp); the meta kernel knows bfloat16 alone."""
+    dtype = launch.args[0].dtype
+    if dtype is torch.bfloat16 or not launch.args[0].is_meta:
+        return NotImplemented
+
+    def as_bfloat16(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return torch.empty_strided(value.size(), value.stride(), dtype=torch.bfloat16, device=_META)
+        return torch.bfloat16 if value is dtype else value
+
+    shape = launch.func(*map(as_bfloat16, launch.args), **{k: as_bfloat16(v) for k, v in launch.kwargs.items()})
+    result = torch.empty_strided(shape.size(), shape.stride(), dtype=dtype, device=_META)
+    launch.record(result)
+    return result
+
+
+@composite(_linear)
+def linear(
+    machine: Machine, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Where it is no single addmm, the bias is added in place; under a mode out of place (native/Linear.cpp)."""
+    if bias is None or is_wrapped(bias):  # in a real run it is added out of place as well
+        return _linear(input, weight, bias)
+    machine.adds_bias = True
+    try:
+        return _linear(input, weight, bias)
+    finally:
+        machine.adds_bias = False
+
+
+@kernel(_aten.add, on_host=True)
+def add(launch: Launch) -> Any:
+    """The engine's own accumulation of two gradients is in place on a run without modes: see engine.py."""
+    if in_backward():
+        if not launch.accumulates_in_place():
+            return NotImplemented
+        launch.args[0].add_(launch.args[1])
+        return launch.args[0]
+    # The other way round, and so no result of a product, is what vmap makes of an addmm.
+    if launch.adds_bias and _holds_sum(launch.args[0], launch.args[1]):
+        # Autograd sees an addition (of `linear`, above), so it is given another tensor on the same storage.
+        launch.args[0].add_(launch.args[1])
+        return launch.args[0].detach()
+    return NotImplemented
+
+
+def _holds_sum(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == torch.broadcast_shapes(one.shape, other.shape)

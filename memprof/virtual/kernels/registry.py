@@ -1,0 +1,127 @@
+"""Where kernels of the virtual GPU register themselves: what an operator does beyond its meta kernel, by family a file.
+
+    @kernel(aten.geqrf)              what runs in place of the operator: takes a `Launch`, gives its result, or
+    def geqrf(launch): ...           NotImplemented for a call that is ordinary after all
+
+    @scratch(aten.topk)              bytes that the kernel takes beside its result and gives back when it returns
+    def topk(args, card): ...
+
+    @input_copies(aten.roll)         bytes taken before the result: copies of inputs, mostly
+    def roll(args): ...
+
+    @composite(torch.dropout)        a torch function that chooses by device in C++, above all operators
+    def dropout(machine, input, p, train): ...
+
+A new file in this folder is found by itself. An operator that some releases of torch lack is named by a string,
+`"aten._safe_softmax"`, and passed over where it is absent.
+
+Sources. Beside each constant or formula stands the file of PyTorch in which CUDA's kernel allocates. Paths that begin
+with `native/` lie in aten/src/ATen; a release stands beside those that were read in another than `SOURCE_TAG`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import memprof.virtual.kernels as families
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+ABSENT: set[str] = set()
+"""Operators that were named by a string and are not in this release of torch."""
+
+
+class Table:
+    """Operator -> what is registered for it."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._entries: dict[Any, Any] = {}
+        self.get = self._entries.get
+
+    def __contains__(self, operator: Any) -> bool:
+        return operator in self._entries
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """All that is registered."""
+        return list(self._entries.items())
+
+    def add(self, operator: Any, entry: Any) -> None:
+        """Register one operator, or torch function.
+
+        Raises:
+            ValueError: it is registered already.
+        """
+        found = _named(operator) if isinstance(operator, str) else operator
+        if found is None:
+            ABSENT.add(operator)
+        elif found in self._entries:
+            names = [getattr(each, "__qualname__", str(each)) for each in (self._entries[found], entry)]
+            raise ValueError(f"{found} has two entries as {self._role}: {names[0]} and {names[1]}")
+        else:
+            self._entries[found] = entry
+
+    def mark(self, *operators: Any) -> None:
+        """Register operators of which nothing more is to be said."""
+        for operator in operators:
+            self.add(operator, True)
+
+    def __call__(self, *operators: Any) -> Callable[[Function], Function]:
+        """A decorator: the function is registered for these operators."""
+
+        def register(function: Function) -> Function:
+            for operator in operators:
+                self.add(operator, function)
+            return function
+
+        return register
+
+
+_kernels = Table("kernel")
+scratch = Table("scratch formula")
+"""Function of (args, card): sizes, taken one after the other once the result is there."""
+input_copies = Table("input copies")
+"""Function of (args): sizes, taken before the result, or before cuBLAS's workspace."""
+composite = Table("composite")
+"""Function of (machine, *arguments)."""
+uses_cublas = Table("user of cuBLAS")
+uses_cublaslt = Table("user of cuBLASLt")
+looked_into = Table("composite that is looked into")
+"""See expansion.py."""
+anywhere = Table("kernel for any device")
+
+
+def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Function]:
+    """Register the kernel of these operators.
+
+    It runs where some input is on the card; with `on_host` always, also on real tensors and without any.
+    """
+    if on_host:
+        anywhere.mark(*operators)
+    return _kernels(*operators)
+
+
+kernel_of = _kernels.get
+
+
+def composites(machine: Any) -> dict[Any, Callable[..., Any]]:
+    """Torch function -> its replacement on this machine, for the function mode."""
+    return {function: functools.partial(entry, machine) for function, entry in composite.items()}
+
+
+def load() -> None:
+    """Import every file of the folder, each of which registers what it holds."""
+    for module in pkgutil.iter_modules(families.__path__):
+        importlib.import_module(f"{families.__name__}.{module.name}")
+
+
+def _named(name: str) -> Any:
+    """The operator called `namespace.name`, None if torch has none."""
+    namespace, _, operator = name.partition(".")
+    return getattr(getattr(torch.ops, namespace), operator, None)

@@ -1,0 +1,74 @@
+"""Copies between host and card, and reads of values by the program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.trace.events import HOST
+from memprof.virtual.calls import HOST_VIRTUAL_BYTES
+from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.launch import Launch
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+
+
+@kernel(_aten._local_scalar_dense, on_host=True)
+def local_scalar(launch: Launch) -> Any:
+    """`item()`."""
+    return launch.values.read(launch.args[0]).item()
+
+
+@kernel(_aten.lift_fresh, on_host=True)
+def lift_fresh(launch: Launch) -> Any:
+    """The last act of `torch.tensor` and its like (utils/tensor_new.cpp), which make the tensor where no mode sees it.
+
+    Memory that belongs to another library (torch.from_numpy) cannot be resized: it is not counted.
+    """
+    made = launch.args[0]
+    if not made.is_meta and made.dim() and made.device.type == "cpu" and made.untyped_storage().resizable():
+        launch.record_real(made)
+    return launch.func(*launch.args, **launch.kwargs)
+
+
+@kernel(_aten._to_copy, on_host=True)
+def to_copy(launch: Launch) -> Any:
+    """`to` another device: values go to the card as far as they are known, and come back as far as they are."""
+    source = launch.args[0]
+    device = launch.kwargs.get("device")
+    if device is None or (device.type == "cpu") == (not source.is_meta) or (device.type == "meta" and source.is_meta):
+        return NotImplemented
+    dtype = launch.kwargs.get("dtype") or source.dtype
+    if not source.is_meta:
+        # Host to GPU: the values travel along.
+        result = torch.empty_like(source, dtype=dtype, device=_META)
+        if launch.asked_device != "meta":
+            launch.record(result)
+            if launch.values.wants(result):
+                launch.values.set(result, source.to(dtype))
+        return result
+    if source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES and launch.values.get(source) is None:
+        result = torch.empty_like(source, dtype=dtype)
+        launch.record(result, device=HOST)
+        return result
+    result = launch.values.read(source).to(dtype, copy=True)
+    launch.record_real(result)
+    return result
+
+
+@kernel(_aten.copy_, on_host=True)
+def copy_(launch: Launch) -> Any:
+    """`copy_` from one device to another."""
+    target, source = launch.args[0], launch.args[1]
+    if target.is_meta == source.is_meta and target.is_meta:
+        return NotImplemented
+    if target.is_meta:
+        if launch.values.wants(target):
+            launch.values.write(launch.func, (target, source), {}, target)
+        return target
+    if source.is_meta:
+        target.copy_(launch.values.read(source))
+        return target
+    return NotImplemented

@@ -1,0 +1,113 @@
+"""One call of an operator, as its kernel on the virtual GPU gets it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from memprof.trace.events import GPU
+from memprof.virtual.calls import Call, Operator
+from memprof.virtual.machine import Machine
+from memprof.watch.recorder import Place
+
+_META = torch.device("meta")
+
+
+class Launch:
+    """What a kernel is given of the call, and all that it may do.
+
+    `args` and `kwargs` are the operator's, tensors among them on torch's meta device unless they are small and on the
+    host; `card` says what kernels ask of the device, `values` which numbers are known.
+    """
+
+    __slots__ = ("_machine", "args", "call", "card", "func", "kwargs", "operator", "place", "values")
+
+    def __init__(self, machine: Machine, operator: Operator, call: Call, place: Place) -> None:
+        self._machine = machine
+        self.operator = operator
+        self.call = call
+        self.func = call.func
+        self.args = call.args
+        self.kwargs = call.kwargs
+        self.place = place
+        self.card = machine.card
+        self.values = machine.values
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument that may be given by position, by name or not at all."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    @property
+    def device(self) -> str:
+        """Where the results live: with the inputs, on the card if none of them is virtual."""
+        return self.call.device or GPU
+
+    def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
+        """These meta tensors are what the operator (or `op`, which it calls) makes; recorded in this order."""
+        made = [tensor for tensor in tensors if tensor is not None]
+        self._machine.record(made, op or self.operator.name, self.place, device or self.device)
+
+    def new(
+        self, shape: Any, dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format
+    ) -> torch.Tensor:
+        """A new tensor, recorded."""
+        made = torch.empty(shape, dtype=dtype, device=_META, memory_format=layout)
+        self.record(made)
+        return made
+
+    def record_real(self, tensor: torch.Tensor) -> None:
+        """The same of a host tensor that has data."""
+        self._machine.record_real(tensor, self.operator.name, self.place)
+
+    def known(self, result: Any) -> Any:
+        """New tensors that hold what the real ones of `result` hold."""
+
+        def lift(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            lifted = self.new(value.shape, value.dtype)
+            if self.values.wants(lifted):
+                self.values.set(lifted, value)
+            return lifted
+
+        return tree_map(lift, result)
+
+    def scratch(self, *sizes: int) -> AbstractContextManager[None]:
+        """Memory in bytes that the kernel holds on the card while what is inside runs."""
+        return self._machine.hidden(sizes, self.operator.name, self.place)
+
+    def transients(self, *sizes: int) -> None:
+        """Scratch memory that is taken, all of it, and given back at once."""
+        self._machine.transients(sizes, self.operator.name, self.place)
+
+    def run(self) -> Any:
+        """The operator run and recorded as one without a kernel of its own."""
+        return self._machine.allocating(self.operator, self.call, self.place)
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """Inside, the operators that are called are launched in turn."""
+        return self._machine
+
+    def note_mismatch(self) -> None:
+        """On a real card this call raises, for where its tensors live."""
+        self._machine.note_mixed(self.operator.name, self.call.tensors, self.place)
+
+    # -- what the program and the engine are about ------------------------------------------------------------------
+
+    @property
+    def asked_device(self) -> str | None:
+        """The device that the program named in the factory call that is running."""
+        return self._machine.factory_device
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this is part of a linear layer with a bias."""
+        return self._machine.adds_bias
+
+    def accumulates_in_place(self) -> bool:
+        """Whether this addition is the engine's, to a gradient that nobody else holds: see engine.py."""
+        made = self._machine.recorder.made_by_node(self.args[0].untyped_storage())
+        return self._machine.accumulation.is_in_place(self.args, self.kwargs, made)

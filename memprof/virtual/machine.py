@@ -1,0 +1,153 @@
+"""The machine that the program believes in: where each tensor lives, and the record of the storages it makes.
+
+What kernels and the program's edges are given of the virtual GPU. recording.py makes a dispatch mode of it, so that
+operators called `with machine:` run on it in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
+from memprof.virtual.calls import HOST_COUNTED_BYTES, Call, Operator
+from memprof.virtual.card import Card
+from memprof.virtual.engine import Accumulation
+from memprof.virtual.values import Values
+from memprof.watch.recorder import Place, Recorder
+from memprof.watch.wrappers import unwrapped
+
+# An extension that asks C++ for the data gets an error; a null pointer would end the process.
+_forbid_data = torch._C._set_throw_on_mutable_data_ptr
+_NoTorchFunction = torch._C.DisableTorchFunction
+
+
+class Machine(TorchDispatchMode):
+    """A host and one card."""
+
+    def __init__(self, recorder: Recorder, values: Values, card: Card) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.values = values
+        self.card = card
+        self.factory_device: str | None = None
+        """Set by the function mode around a factory call: the device that the program asked for."""
+        self.adds_bias = False
+        """Whether the operators that run are those of a linear layer with a bias."""
+        self.kept: dict[str, torch.Tensor] = {}
+        """What a library makes once and keeps for good."""
+        self.accumulation = Accumulation()
+        self.empty_meta: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        """Storages without bytes that are genuinely on the meta device."""
+        self._host: set[int] = set()
+        self._host_sources: dict[int, tuple[Any, int]] = {}
+
+    def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
+        """Run an operator that makes new storages in the ordinary way."""
+        raise NotImplementedError
+
+    def device_of(self, tensor: torch.Tensor) -> str:
+        """The device that the program believes `tensor` to be on."""
+        if not tensor.is_meta:
+            return str(tensor.device)
+        return self.device_of_storage(unwrapped(tensor).untyped_storage())
+
+    def device_of_storage(self, storage: torch.UntypedStorage) -> str:
+        """The same of a storage on torch's meta device."""
+        address = storage._cdata
+        if address not in self.recorder.live:
+            # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
+            # itself, they are taken for the program's own.
+            return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
+        return HOST if address in self._host else GPU
+
+    def is_on_card(self, tensor: torch.Tensor) -> bool:
+        """Whether the program believes `tensor` to be on the card."""
+        with _NoTorchFunction():
+            return self.device_of(tensor) == GPU
+
+    def is_virtual(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` stands for one that has data in a real run."""
+        with _NoTorchFunction():
+            return tensor.is_meta and self.device_of(tensor) != "meta"
+
+    def forget(self, address: int) -> None:
+        """The storage at `address` died."""
+        self.values.drop(address)
+        self._host.discard(address)
+
+    # -- recording --------------------------------------------------------------------------------------------------
+
+    def record(self, tensors: list[torch.Tensor], op: str, place: Place, device: str) -> None:
+        """Record the storages of `tensors` that are not known yet."""
+        live = self.recorder.live
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in live and tensor.is_meta and storage.nbytes():
+                _forbid_data(tensor)
+                self.recorder.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
+                if device == HOST:
+                    self._host.add(storage._cdata)
+
+    def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:
+        """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in self.recorder.live:
+            self.recorder.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
+
+    @contextlib.contextmanager
+    def hidden(self, sizes: Iterable[int], op: str, place: Place) -> Iterator[None]:
+        """Memory on the card that no tensor shows, for as long as something runs; sizes in bytes, 0 is none."""
+        taken = [self.recorder.allocate_hidden(size, op, place, GPU) for size in sizes if size]
+        yield
+        for index in taken:
+            self.recorder.free_hidden(index)
+
+    def transients(self, sizes: Iterable[int], op: str, place: Place) -> None:
+        """Temporaries of a kernel: taken one after the other, all given back when it returns."""
+        with self.hidden(sizes, op, place):
+            pass
+
+    @contextlib.contextmanager
+    def asked_for(self, device: str) -> Iterator[None]:
+        """Inside, factories make tensors on `device`."""
+        outer, self.factory_device = self.factory_device, device
+        try:
+            yield
+        finally:
+            self.factory_device = outer
+
+    # -- device mismatch --------------------------------------------------------------------------------------------
+
+    def note_mixed(self, op: str, tensors: list[torch.Tensor], place: Place | None = None) -> None:
+        """On a real GPU this call raises: keep what it was given, and where from."""
+        place = place or self.recorder.place(sys._getframe(1))
+        self.recorder.mismatch(
+            DeviceMismatch(
+                len(self.recorder.trace.events),
+                self.recorder.op_index(op),
+                place.module,
+                place.source,
+                tuple(self._operand(tensor) for tensor in tensors),
+            )
+        )
+
+    def _operand(self, tensor: torch.Tensor) -> Operand:
+        storage = tensor.untyped_storage()
+        source = -1
+        if tensor.is_meta:
+            index = self.recorder.live.get(storage._cdata)
+            if index is not None:
+                source = self.recorder.trace.storages[index].source
+        else:
+            ref, origin = self._host_sources.get(storage._cdata, (lambda: None, -1))
+            if ref() is storage:
+                source = origin
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Operand(self.device_of(tensor), tuple(tensor.shape), dtype, source)
