@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from memprof.trace.events import GPU, HOST, Work
 from memprof.virtual.calls import Call, Kind, Operator, tensors_of
-
-if TYPE_CHECKING:
-    from memprof.watch.recorder import Recorder
+from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.copy_})

@@ -219,10 +219,6 @@ def _balanced(output: torch.Tensor, args: Any) -> torch.Tensor:
     return (torch.arange(output.numel()) % choices).to(output.dtype).reshape(output.shape)
 
 
-def _zeros(output: torch.Tensor, args: Any) -> torch.Tensor:
-    return torch.zeros(output.shape, dtype=output.dtype)
-
-
 def _true(output: torch.Tensor, args: Any) -> torch.Tensor:
     return torch.ones(output.shape, dtype=output.dtype)
 

@@ -1,7 +1,8 @@
 """Scaled dot-product attention: the backend that CUDA chooses, and what cuDNN's takes.
 
 Sources: native/transformers/cuda/sdp_utils.cpp (choice), native/transformers/attention.cpp (the paths),
-native/transformers/cuda/attention.cu and native/cudnn/MHA.cpp (cuDNN), and for its workspace cudnn-frontend,
+native/transformers/cuda/attention.cu and native/cudnn/MHA.cpp (cuDNN), attention_backward.cu and flash_attn/ in
+native/transformers/cuda (the other backward passes), and for cuDNN's workspace cudnn-frontend,
 node/scaled_dot_product_flash_attention.h.
 """
 
@@ -20,7 +21,6 @@ from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_sdpa = torch._C._nn.scaled_dot_product_attention
 _HALF = (torch.float16, torch.bfloat16)
 
 _NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
@@ -46,7 +46,7 @@ def prefers_cudnn(card: Card) -> bool:
     return cudnn_version(card.release) > 91_500 and card.compute_capability[0] in (9, 10)
 
 
-@composite(_sdpa)
+@composite(torch._C._nn.scaled_dot_product_attention)
 def attention(
     machine: Machine,
     query: torch.Tensor,
@@ -57,10 +57,10 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Any:
     """`scaled_dot_product_attention` as the chosen backend runs it."""
     if not machine.is_on_card(query):
-        return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return NotImplemented
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     chosen = backend(machine.card, query, key, value, attn_mask, dropout_p, is_causal, needs_grad, enable_gqa)
     machine.values.assume(f"Attention runs on the {chosen} backend of scaled_dot_product_attention.")
@@ -81,13 +81,13 @@ def attention(
         result = _aten._scaled_dot_product_cudnn_attention(
             query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
         )
-        return result[0]  # type: ignore[no-any-return]
+        return result[0]
     if attn_mask is not None:
         attn_mask = _additive_mask(attn_mask, query, key)
     result = _aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
     )
-    return result[0]  # type: ignore[no-any-return]
+    return result[0]
 
 
 def backend(
@@ -238,7 +238,8 @@ def _math_attention(
         scores.add_(attn_mask)
     scores = torch._safe_softmax(scores, -1)
     if dropout_p > 0:
-        scores = dropout(machine, scores, dropout_p)
+        dropped = dropout(machine, scores, dropout_p)
+        scores = torch.dropout(scores, dropout_p, True) if dropped is NotImplemented else dropped
     result = (scores @ value).to(dtype)
     # The operator returns the scores too, in the input's dtype; SDPA drops them.
     scores.to(dtype)

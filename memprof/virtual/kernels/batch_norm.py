@@ -19,8 +19,6 @@ from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_batch_norm = torch.batch_norm
-_instance_norm = torch.instance_norm
 
 _INT_MAX = 2**31 - 1
 _MAX_BATCH_TRAINING = 880_801
@@ -53,7 +51,7 @@ def uses_cudnn(
     )
 
 
-@composite(_batch_norm)
+@composite(torch.batch_norm)
 def batch_norm(
     machine: Machine,
     input: torch.Tensor,
@@ -65,17 +63,17 @@ def batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> torch.Tensor:
+) -> Any:
     """`torch.batch_norm`: cuDNN's operator, which gets contiguous tensors, or torch's own."""
     parameters = (weight, bias, running_mean, running_var)
-    if input.numel() and machine.is_on_card(input) and uses_cudnn(input, *parameters, training):
-        data = input.contiguous(memory_format=suggested_format(input))
-        packed = [None if each is None else each.contiguous() for each in parameters]
-        return _aten.cudnn_batch_norm(data, *packed, training, momentum, eps)[0]  # type: ignore[no-any-return]
-    return _batch_norm(input, *parameters, training, momentum, eps, cudnn_enabled)
+    if not (input.numel() and machine.is_on_card(input) and uses_cudnn(input, *parameters, training)):
+        return NotImplemented
+    data = input.contiguous(memory_format=suggested_format(input))
+    packed = [None if each is None else each.contiguous() for each in parameters]
+    return _aten.cudnn_batch_norm(data, *packed, training, momentum, eps)[0]
 
 
-@composite(_instance_norm)
+@composite(torch.instance_norm)
 def instance_norm(
     machine: Machine,
     input: torch.Tensor,
@@ -87,19 +85,19 @@ def instance_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
-) -> torch.Tensor:
+) -> Any:
     """`torch.instance_norm`: batch norm of one sample with a channel for each sample's."""
-    statistics = (running_mean, running_var)
-    if not machine.is_on_card(input) or not (use_input_stats or all(each is not None for each in statistics)):
-        return _instance_norm(
-            input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
-        )
+    if not machine.is_on_card(input) or not (use_input_stats or (running_mean is not None and running_var is not None)):
+        return NotImplemented
     batch, channels = input.shape[:2]
     weight, bias, mean, var = (
         None if each is None else each.repeat(batch) for each in (weight, bias, running_mean, running_var)
     )
     flat = input.contiguous().view(1, batch * channels, *input.shape[2:])
-    result = batch_norm(machine, flat, weight, bias, mean, var, use_input_stats, momentum, eps, cudnn_enabled)
+    parameters = (weight, bias, mean, var, use_input_stats, momentum, eps, cudnn_enabled)
+    result = batch_norm(machine, flat, *parameters)
+    if result is NotImplemented:
+        result = torch.batch_norm(flat, *parameters)
     with torch.no_grad():
         for kept, seen in ((running_mean, mean), (running_var, var)):
             if kept is not None and seen is not None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from memprof.virtual.kernels.registry import composite
 from memprof.virtual.machine import Machine
 
-_cross_entropy: Callable[..., torch.Tensor] = torch._C._nn.cross_entropy_loss
 _nll_loss: Callable[..., torch.Tensor] = torch._C._nn.nll_loss_nd
 
 
-@composite(_cross_entropy)
+@composite(torch._C._nn.cross_entropy_loss)
 def cross_entropy(
     machine: Machine,
     input: torch.Tensor,
@@ -22,10 +22,10 @@ def cross_entropy(
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> torch.Tensor:
+) -> Any:
     """Under autocast the log-softmax inside keeps its dtype, and what follows it is cast (native/LossNLL.cpp)."""
     if not _autocasts(machine, input):
-        return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing)
+        return NotImplemented
     classes = 1 if input.dim() > 1 else 0
     log_softmax = torch.log_softmax(input, classes, dtype=input.dtype)
     if target.shape == input.shape:
@@ -42,11 +42,11 @@ def cross_entropy(
 @composite(torch.pairwise_distance)
 def pairwise_distance(
     machine: Machine, x1: torch.Tensor, x2: torch.Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False
-) -> torch.Tensor:
+) -> Any:
     """Under autocast the norm inside gives float32 (native/Distance.cpp)."""
     if not _autocasts(machine, x1):
-        return torch.pairwise_distance(x1, x2, p, eps, keepdim)
-    return torch._VF.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)  # type: ignore[attr-defined, no-any-return]
+        return NotImplemented
+    return torch._VF.norm(x1 - x2 + eps, p, -1, keepdim, dtype=torch.float32)  # type: ignore[attr-defined]
 
 
 def _autocasts(machine: Machine, input: torch.Tensor) -> bool:

@@ -11,16 +11,15 @@ from memprof.virtual.launch import Launch
 from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
-_dropout = torch.dropout
 
 
-@composite(_dropout)
-def dropout(machine: Machine, input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
+@composite(torch.dropout)
+def dropout(machine: Machine, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
     """`torch.dropout`, whose generic path keeps a mask in the input's dtype."""
     if not (train and 0 < p < 1 and input.numel() and machine.is_on_card(input)):
-        return _dropout(input, p, train)
+        return NotImplemented
     machine.values.assume("Dropout keeps a boolean mask (CUDA's native_dropout).")
-    return _aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
+    return _aten.native_dropout(input, p, train)[0]
 
 
 @kernel(_aten.native_dropout, on_host=True)

@@ -14,12 +14,10 @@ from memprof.virtual.kernels.attention import attention, backend
 from memprof.virtual.kernels.registry import composite
 from memprof.virtual.machine import Machine
 
-_native_attention = torch._native_multi_head_attention
-_native_layer = torch._transformer_encoder_layer_fwd
 _linear = torch._C._nn.linear
 
 
-@composite(_native_attention)
+@composite(torch._native_multi_head_attention)
 def multi_head_attention(
     machine: Machine,
     query: torch.Tensor,
@@ -39,21 +37,7 @@ def multi_head_attention(
     """Through a fused kernel where one can, else with the scores of every head."""
     same = query is key and key is value
     if not machine.is_on_card(query) or query.is_nested or not same or not query.numel():
-        return _native_attention(
-            query,
-            key,
-            value,
-            embed_dim,
-            num_heads,
-            qkv_weight,
-            qkv_bias,
-            proj_weight,
-            proj_bias,
-            mask,
-            need_weights,
-            average_attn_weights,
-            mask_type,
-        )
+        return NotImplemented
     batch, length, _ = query.shape
     width = embed_dim // num_heads
     if width % 8 == 0 and not need_weights and mask is None:
@@ -80,7 +64,7 @@ def multi_head_attention(
     return result, weights.sum(1).div_(num_heads) if average_attn_weights else weights
 
 
-@composite(_native_layer)
+@composite(torch._transformer_encoder_layer_fwd)
 def layer(
     machine: Machine,
     src: torch.Tensor,
@@ -103,28 +87,12 @@ def layer(
     ffn_bias_2: torch.Tensor,
     mask: torch.Tensor | None = None,
     mask_type: int | None = None,
-) -> torch.Tensor:
+) -> Any:
     """Attention, both norms and the feed-forward network; the activation is part of a matrix product."""
-    first = (norm_weight_1, norm_bias_1, eps)
-    second = (norm_weight_2, norm_bias_2, eps)
     if not machine.is_on_card(src) or src.is_nested or not src.numel():
-        projections = (qkv_weight, qkv_bias, proj_weight, proj_bias)
-        network = (ffn_weight_1, ffn_bias_1, ffn_weight_2, ffn_bias_2)
-        return _native_layer(  # type: ignore[no-any-return]
-            src,
-            embed_dim,
-            num_heads,
-            *projections,
-            use_gelu,
-            norm_first,
-            eps,
-            *first[:2],
-            *second[:2],
-            *network,
-            mask,
-            mask_type,
-        )
+        return NotImplemented
     shape = (embed_dim,)
+    first, second = (norm_weight_1, norm_bias_1, eps), (norm_weight_2, norm_bias_2, eps)
     x = torch.layer_norm(src, shape, *first) if norm_first else src
     x = multi_head_attention(
         machine,

@@ -119,12 +119,12 @@ def rms_norm(
     normalized_shape: Any,
     weight: torch.Tensor | None = None,
     eps: float | None = None,
-) -> torch.Tensor:
+) -> Any:
     """`torch.rms_norm` as one kernel; on other devices it runs in pieces."""
     if not machine.is_on_card(input) or (weight is not None and weight.dtype != input.dtype):
-        return torch.rms_norm(input, normalized_shape, weight, eps)
+        return NotImplemented
     machine.values.assume("torch.rms_norm runs as CUDA's fused kernel.")
-    return _aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]  # type: ignore[no-any-return]
+    return _aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
 
 
 if hasattr(_aten, "_fused_rms_norm"):

@@ -7,7 +7,7 @@ Sources: native/RNN.cpp (which path), native/cudnn/RNN.cpp (buffers, outputs, gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ _META = torch.device("meta")
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """Kind of layer -> its number in cuDNN (cudnnRNNMode_t)."""
-_LSTM = 2
 _KEPT_FOR_BACKWARD = {0: 1, 1: 1, 2: 5, 3: 4}
 """Hidden-sized vectors that the backward needs of a time step: the gates, an LSTM's cell, a GRU's hidden candidate."""
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
@@ -45,12 +44,10 @@ def is_acceptable(tensor: torch.Tensor) -> bool:
     return torch._C._get_cudnn_enabled() and tensor.is_cuda and tensor.dtype in DTYPES and tensor.numel() > 0
 
 
-def _run(
-    original: Callable[..., Any], name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     acceptable = torch._C._get_cudnn_enabled() and data.dtype in DTYPES and data.numel() > 0
     if kwargs or not acceptable or not machine.is_on_card(data):
-        return original(data, *args, **kwargs)
+        return NotImplemented
     if isinstance(args[2], (list, tuple)):  # packed sequences: the third of the arguments is the weights
         batch_sizes, hidden, weights, biases, layers, dropout, training, bidirectional = args
         sizes, batch_first = [int(size) for size in batch_sizes.tolist()], False
@@ -98,7 +95,7 @@ def _run(
 
 
 for _name in MODES:
-    composite(getattr(torch, _name))(functools.partial(_run, getattr(torch, _name), _name))
+    composite(getattr(torch, _name))(functools.partial(_run, _name))
 
 
 def _dropout_state(machine: Machine) -> torch.Tensor:

@@ -9,19 +9,17 @@
     @input_copies(aten.roll)         bytes taken before the result: copies of inputs, mostly
     def roll(args): ...
 
-    @composite(torch.dropout)        a torch function that chooses by device in C++, above all operators
-    def dropout(machine, input, p, train): ...
+    @composite(torch.dropout)        what CUDA runs for a function that chooses by device in C++, above all operators;
+    def dropout(machine, input, ..): NotImplemented where the function itself is to run
 
 A new file in this folder is found by itself. An operator that some releases of torch lack is named by a string,
 `"aten._safe_softmax"`, and passed over where it is absent.
 
-Sources. Beside each constant or formula stands the file of PyTorch in which CUDA's kernel allocates. Paths that begin
-with `native/` lie in aten/src/ATen; a release stands beside those that were read in another than `SOURCE_TAG`.
+Beside each constant or formula stands the file of PyTorch that it is from; `SOURCE_TAG` says of which release.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -32,6 +30,15 @@ import torch
 import memprof.virtual.kernels as families
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+SOURCE_TAG = "v2.13.0"
+"""The release of PyTorch whose files are named; those below native/ lie in aten/src/ATen.
+
+Headers were looked up in that release's wheel, and sources that the CPU build has in the names inside its libraries. Of
+what is compiled for CUDA alone (.cu files, native/cuda, native/cudnn, native/transformers/cuda) no copy of the tag was
+at hand, only single versions from the repository's history: that the files are there has been checked in those. What
+differs between releases is said beside it; recordings under 2.6, 2.11 and 2.13 bear the formulas out.
+"""
 
 ABSENT: set[str] = set()
 """Operators that were named by a string and are not in this release of torch."""
@@ -112,7 +119,15 @@ kernel_of = _kernels.get
 
 def composites(machine: Any) -> dict[Any, Callable[..., Any]]:
     """Torch function -> its replacement on this machine, for the function mode."""
-    return {function: functools.partial(entry, machine) for function, entry in composite.items()}
+
+    def chosen(function: Callable[..., Any], entry: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = entry(machine, *args, **kwargs)
+            return function(*args, **kwargs) if result is NotImplemented else result
+
+        return run
+
+    return {function: chosen(function, entry) for function, entry in composite.items()}
 
 
 def load() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +14,12 @@ from memprof.virtual.machine import Machine
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
-_one_hot: Callable[..., torch.Tensor] = torch._C._nn.one_hot
 
 
 @kernel(_aten.median, _aten.nanmedian)
 def median(launch: Launch) -> Any:
     """The median of all elements: from a sorted copy (native/cuda/Sorting.cpp, median_impl)."""
-    if (
-        launch.func not in (_aten.median.default, _aten.nanmedian.default)
-        or not launch.call.on_gpu
-        or not launch.args[0].numel()
-    ):
+    if launch.func not in (_aten.median.default, _aten.nanmedian.default) or not launch.args[0].numel():
         return NotImplemented
     data = launch.args[0]
     with launch.inside():
@@ -40,7 +34,7 @@ def median(launch: Launch) -> Any:
 @kernel(_aten.isin)
 def isin(launch: Launch) -> Any:
     """Few test elements are compared with each element, many are sorted (native/TensorCompare.cpp, isin)."""
-    if launch.func is not _aten.isin.Tensor_Tensor or not launch.call.on_gpu or launch.call.real:
+    if launch.func is not _aten.isin.Tensor_Tensor or launch.call.real:
         return NotImplemented
     elements, tests = launch.args[:2]
     invert = launch.kwargs.get("invert", False)
@@ -91,11 +85,11 @@ def unfold_backward(args: Any, card: Card) -> list[int]:
     return [8 * sizes[dim]] if step < size and sizes else []
 
 
-@composite(_one_hot)
-def one_hot(machine: Machine, input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+@composite(torch._C._nn.one_hot)
+def one_hot(machine: Machine, input: torch.Tensor, num_classes: int = -1) -> Any:
     """Ones scattered into zeros; on meta tensors C++ would compare with a range (native/Onehot.cpp)."""
     if not machine.is_on_card(input) or not input.numel() or input.dtype is not torch.int64:
-        return _one_hot(input, num_classes)
+        return NotImplemented
     if num_classes == -1:
         num_classes = int(input.max().item()) + 1
     result = torch.zeros((*input.shape, num_classes), dtype=torch.int64, device=input.device)

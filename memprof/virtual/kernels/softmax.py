@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +46,13 @@ def softmax_backward(args: Any, card: Card) -> list[int]:
 
 def _without_copy(func: Callable[..., torch.Tensor], operator: Any) -> None:
     @composite(func)
-    @functools.wraps(func)
     def softmax(
         machine: Machine, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+    ) -> Any:
         """From float16 to float32 without a copy, which CUDA's kernel does and others do not (native/SoftMax.cpp)."""
         if dtype is torch.float32 and input.dtype is torch.float16 and not kwargs and machine.is_on_card(input):
-            return operator(input, dim, True)  # type: ignore[no-any-return]
-        return func(input, dim, dtype=dtype, **kwargs)
+            return operator(input, dim, True)
+        return NotImplemented
 
 
 for _func in (torch.softmax, torch.Tensor.softmax, torch.special.softmax):

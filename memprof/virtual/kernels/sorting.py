@@ -67,7 +67,7 @@ def scan_scratch(count: int, item_bytes: int) -> int:
 
 
 def num_bits(largest: int) -> int:
-    """Significant bits of keys up to `largest` (cub.cuh, get_num_bits)."""
+    """Significant bits of keys up to `largest` (aten/src/ATen/cuda/cub.h, get_num_bits)."""
     return max(1, largest.bit_length())
 
 
@@ -187,7 +187,7 @@ def multinomial(args: Any, card: Card) -> list[int]:
 
 @scratch(_aten.randperm)
 def randperm(args: Any, card: Card) -> list[int]:
-    """The range, random keys twice, and a sort by them (native/cuda/Randperm.cpp)."""
+    """The range, random keys twice, and a sort by them (native/cuda/Randperm.cu)."""
     count = args[0]
     if not isinstance(count, int) or count <= 0:
         return []

@@ -1,0 +1,108 @@
+"""Kernels register themselves: one file adds an operator, no entry is lost, and what is named exists."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from memprof.catalog import find_gpu
+from memprof.trace.events import EventKind
+from memprof.virtual import VirtualGpu, kernels
+from memprof.virtual.kernels import registry
+
+# Added to torch after the oldest release that memprof runs on; older ones have a composite in their place.
+OF_NEWER_RELEASES = {"aten._fused_rms_norm", "aten._fused_rms_norm_backward"}
+
+TOY = '''
+"""A family of one operator."""
+
+import torch
+
+from memprof.virtual.kernels.registry import kernel, scratch
+
+_library = torch.library.Library("memprof_toy", "DEF")
+_library.define("halved(Tensor data) -> Tensor")
+_library.impl("halved", torch.empty_like, "Meta")
+_library.define("sorted(Tensor data) -> Tensor")
+_library.impl("sorted", torch.empty_like, "Meta")
+
+
+@kernel("memprof_toy.halved")
+def halved(launch):
+    data = launch.args[0]
+    with launch.scratch(4096):
+        return launch.new(len(data) // 2, data.dtype)
+
+
+@scratch("memprof_toy.sorted")
+def sorted_scratch(args, card):
+    return [2 * args[0].nbytes]
+'''
+
+
+def test_a_new_operator_is_one_new_file(tmp_path, monkeypatch):
+    (tmp_path / "toy_family.py").write_text(textwrap.dedent(TOY))
+    monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])
+    registry.load()
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        data = torch.empty(1024, device="cuda")
+        half = torch.ops.memprof_toy.halved(data)
+        whole = torch.ops.memprof_toy.sorted(data)
+        assert half.shape == (512,)
+        assert whole.shape == (1024,)
+    trace = gpu.trace
+    made = [(storage.num_bytes, trace.op(storage), storage.hidden) for storage in trace.storages]
+    assert made == [
+        (4096, "aten.empty", False),
+        (4096, "memprof_toy.halved", True),
+        (2048, "memprof_toy.halved", False),
+        (4096, "memprof_toy.sorted", False),
+        (8192, "memprof_toy.sorted", True),
+    ]
+    order = [tuple(event) for event in trace.events]
+    assert order.index((EventKind.FREE, 1)) > order.index((EventKind.ALLOC, 2))
+
+
+def test_a_second_registration_names_both_functions():
+    table = registry.Table("scratch formula")
+
+    @table(torch.ops.aten.mm)
+    def one(args, card):
+        return []
+
+    with pytest.raises(ValueError, match=r"aten\.mm has two entries as scratch formula: .*one and .*other"):
+
+        @table(torch.ops.aten.mm)
+        def other(args, card):
+            return []
+
+    assert table.get(torch.ops.aten.mm) is one
+
+
+def test_a_real_table_refuses_a_second_entry():
+    with pytest.raises(ValueError, match=r"aten\.topk has two entries as scratch formula"):
+        registry.scratch(torch.ops.aten.topk)(lambda args, card: [])
+    with pytest.raises(ValueError, match=r"aten\.convolution has two entries as kernel"):
+        registry.kernel("aten.convolution")(lambda launch: None)
+
+
+def test_what_is_named_by_a_string_exists_or_is_of_another_release():
+    absent = {name for name in registry.ABSENT if not name.startswith("memprof_toy.")}
+    assert absent <= OF_NEWER_RELEASES, "a misspelt operator, or one that this release of torch does not have"
+
+
+def test_sources_name_files_of_the_release():
+    """What the wheel lets one check of it: the headers, which CUDA's kernels are largely made of."""
+    if not registry.SOURCE_TAG.startswith(f"v{torch.__version__.partition('+')[0]}"):
+        pytest.skip(f"this torch is not {registry.SOURCE_TAG}")
+    include = Path(torch.__file__).parent / "include"
+    headers = {str(path.relative_to(include)) for path in include.rglob("*") if path.suffix in (".h", ".cuh")}
+    text = "".join(path.read_text() for path in Path(*kernels.__path__).glob("*.py"))
+    named = {name for name in re.findall(r"\b[\w/]+\.(?:cuh|h)\b", text) if not name.startswith(("cub/", "node/"))}
+    missing = {name for name in named if not any(f"/{header}".endswith(f"/{name}") for header in headers)}
+    assert len(named) >= 8
+    assert missing <= {"dispatch_scan.cuh"}  # of CUB
