@@ -5,9 +5,9 @@ arguments of a call before it is made, by the lists of torch's documentation (Au
 can autocast to ..."); which of them a torch release really has is asked of its dispatcher.
 
 What differs from torch: a C++ function that calls a listed operator inside itself is listed here by its own name
-(`_COMPOSITES`; composites.py has others), since the call inside is not seen. What is not listed there (matrix_power,
-cov, corrcoef, trapezoid) runs in the dtype of its input, and so does an overload called by its full name
-(torch.ops.aten.mm.default).
+(`_COMPOSITES`; kernels/cross_entropy.py has others), since the call inside is not seen. What is not listed there
+(matrix_power, cov, corrcoef, trapezoid) runs in the dtype of its input, and so does an overload called by its full
+name (torch.ops.aten.mm.default).
 """
 
 from __future__ import annotations
@@ -20,149 +20,49 @@ import torch
 
 _LOWER_PRECISION = frozenset(
     [
-        "_convolution",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_tbc",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "convolution",
-        "cudnn_convolution",
-        "cudnn_convolution_transpose",
-        "_cudnn_rnn",
-        "prelu",
-        "addmm",
-        "addmv",
-        "addr",
-        "matmul",
-        "einsum",
-        "mm",
-        "mv",
-        "linalg_vecdot",
-        "linear",
-        "addbmm",
-        "baddbmm",
-        "bmm",
-        "chain_matmul",
-        "linalg_multi_dot",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "lstm_cell",
-        "gru_cell",
-        "rnn_tanh_cell",
-        "rnn_relu_cell",
-        "_scaled_dot_product_flash_attention",
-        "scaled_dot_product_attention",
+        "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn", "prelu",
+        "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm",
+        "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell",
+        "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
     ]
-)
+)  # fmt: skip
 _FLOAT32 = frozenset(
     [
-        "acos",
-        "asin",
-        "cosh",
-        "erfinv",
-        "exp",
-        "expm1",
-        "log",
-        "log10",
-        "log2",
-        "log1p",
-        "reciprocal",
-        "rsqrt",
-        "sinh",
-        "tan",
-        "pow",
-        "softplus",
-        "layer_norm",
-        "native_layer_norm",
-        "group_norm",
-        "rms_norm",
-        "frobenius_norm",
-        "nuclear_norm",
-        "cosine_similarity",
-        "poisson_nll_loss",
-        "cosine_embedding_loss",
-        "nll_loss",
-        "nll_loss2d",
-        "hinge_embedding_loss",
-        "kl_div",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "mse_loss",
-        "margin_ranking_loss",
-        "multilabel_margin_loss",
-        "soft_margin_loss",
-        "triplet_margin_loss",
-        "multi_margin_loss",
-        "binary_cross_entropy_with_logits",
-        "dist",
-        "pdist",
-        "cdist",
-        "renorm",
-        "logsumexp",
-        "upsample_nearest1d",
-        "_upsample_nearest_exact1d",
-        "upsample_nearest2d",
-        "_upsample_nearest_exact2d",
-        "upsample_nearest3d",
-        "_upsample_nearest_exact3d",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-        "_upsample_bilinear2d_aa",
-        "upsample_trilinear3d",
-        "upsample_bicubic2d",
-        "_upsample_bicubic2d_aa",
+        "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+        "sinh", "tan", "pow", "softplus", "layer_norm", "native_layer_norm", "group_norm", "rms_norm", "frobenius_norm",
+        "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+        "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+        "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+        "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
+        "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+        "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+        "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
     ]
-)
+)  # fmt: skip
 _FLOAT32_RESULT = frozenset(
     ["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"]
 )
 """These compute and return float32 from the half input itself: `dtype` is set, nothing is cast before."""
 _WIDEST = frozenset(
     [
-        "addcdiv",
-        "addcmul",
-        "atan2",
-        "bilinear",
-        "cross",
-        "dot",
-        "vdot",
-        "grid_sampler",
-        "index_put",
-        "tensordot",
+        "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
         "scatter_add",
     ]
-)
+)  # fmt: skip
 _REFUSED = frozenset({"binary_cross_entropy"})
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Cast where cuDNN does not run them; where it does, recurrent.py casts their weights into one buffer."""
 _COMPOSITES = {
-    "lstm": _RECURRENT,
-    "gru": _RECURRENT,
-    "rnn_tanh": _RECURRENT,
-    "rnn_relu": _RECURRENT,
-    "nll_loss_nd": _FLOAT32,
-    "linalg_norm": _FLOAT32_RESULT,
-    "inner": _WIDEST,
-}
+    "lstm": _RECURRENT, "gru": _RECURRENT, "rnn_tanh": _RECURRENT, "rnn_relu": _RECURRENT, "nll_loss_nd": _FLOAT32,
+    "linalg_norm": _FLOAT32_RESULT, "inner": _WIDEST,
+}  # fmt: skip
 _OPERATORS = {
-    "__matmul__": "matmul",
-    "__rmatmul__": "matmul",
-    "__pow__": "pow",
-    "__rpow__": "pow",
-    "arccos": "acos",
-    "arcsin": "asin",
-    "linalg_matmul": "matmul",
-    "special_erfinv": "erfinv",
-    "special_expm1": "expm1",
-    "special_log1p": "log1p",
-    "special_log_softmax": "log_softmax",
-    "special_logsumexp": "logsumexp",
+    "__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow", "arccos": "acos",
+    "arcsin": "asin", "linalg_matmul": "matmul", "special_erfinv": "erfinv", "special_expm1": "expm1",
+    "special_log1p": "log1p", "special_log_softmax": "log_softmax", "special_logsumexp": "logsumexp",
     "special_softmax": "softmax",
-}
+}  # fmt: skip
 """Other names of listed operators."""
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -2,7 +2,7 @@
 
 Property reads (`t.device`, `t.is_cuda`) are answered with the device that the program believes in; device arguments
 that name CUDA become meta, and the recording mode is told what was asked for. Composite functions whose choices C++
-makes by device before any dispatch mode sees them are handed to composites.py.
+makes by device before any dispatch mode sees them are chosen in kernels/.
 
 torch's own Python functions (`torch.nn.functional` and friends) hand themselves to an active mode and then run with the
 mode taken off, so that a factory inside them would be missed. `python_functions_run_inside` keeps them from doing that:
@@ -26,7 +26,8 @@ from memprof.trace.events import GPU, HOST
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.calls import tensors_of
 from memprof.virtual.edges.interchange import Interchange
-from memprof.virtual.recording import RecordingMode
+from memprof.virtual.machine import Machine
+from memprof.virtual.torch_cuda.driver import LEGACY_TYPES
 from memprof.watch.wrappers import is_wrapped, unwrapped
 
 _Tensor = torch.Tensor
@@ -43,7 +44,7 @@ _autocast_enabled = torch.is_autocast_enabled
 class DeviceMode(TorchFunctionMode):
     """Answers for the virtual GPU at the level of torch functions."""
 
-    def __init__(self, recording: RecordingMode, composites: dict[Any, Callable[..., Any]]) -> None:
+    def __init__(self, recording: Machine, composites: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._recording = recording
         self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
@@ -223,13 +224,8 @@ class DeviceMode(TorchFunctionMode):
         return compatible
 
     def _on(self, device: str, func: Any, args: Any, kwargs: Any) -> Any:
-        recording = self._recording
-        outer = recording.factory_device
-        recording.factory_device = device
-        try:
+        with self._recording.asked_for(device):
             return func(*args, **kwargs)
-        finally:
-            recording.factory_device = outer
 
     def _make_device(self, *args: Any, **kwargs: Any) -> torch.device:
         """A bare index is an index of CUDA devices."""
@@ -351,12 +347,11 @@ class DeviceMode(TorchFunctionMode):
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
-            name = str(tensor.dtype).removeprefix("torch.")
-            legacy = _LEGACY_TYPES.get(name, name)
+            names = {kind: name for name, kind in LEGACY_TYPES.items()}
+            legacy = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
             return f"torch.cuda.{legacy}" if self._believed(tensor) == GPU else f"torch.{legacy}"
         if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-            names = {legacy: name for name, legacy in _LEGACY_TYPES.items()}
-            return self._to(tensor, _CUDA, getattr(torch, names[dtype.removeprefix("torch.cuda.")]))
+            return self._to(tensor, _CUDA, LEGACY_TYPES[dtype.removeprefix("torch.cuda.")])
         return _Tensor.type(tensor, dtype, non_blocking)
 
     # -- moves ------------------------------------------------------------------------------------------------------
@@ -524,16 +519,4 @@ _C_NAMES = {
     "has_torch_function": "_has_torch_function",
     "has_torch_function_unary": "_has_torch_function_unary",
     "has_torch_function_variadic": "_has_torch_function_variadic",
-}
-_LEGACY_TYPES = {
-    "float32": "FloatTensor",
-    "float64": "DoubleTensor",
-    "float16": "HalfTensor",
-    "bfloat16": "BFloat16Tensor",
-    "int64": "LongTensor",
-    "int32": "IntTensor",
-    "int16": "ShortTensor",
-    "int8": "CharTensor",
-    "uint8": "ByteTensor",
-    "bool": "BoolTensor",
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from memprof.trace.events import GPU, HOST, Work
-from memprof.virtual.calls import Call, Kind, Operator, tensors_of
+from memprof.virtual.calls import OVERWRITES, Call, Kind, Operator, tensors_of
 from memprof.watch.recorder import Recorder
 
 _aten = torch.ops.aten
@@ -27,7 +27,6 @@ _TOUCHES_NOTHING = frozenset(
     }
 )  # fmt: skip
 """Memory that is made and neither read nor written."""
-_OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
 
 
 class Meter:
@@ -84,7 +83,7 @@ class Meter:
                 return (operator.name, GPU, _dtype(target), 0, 0, *((crossing, 0) if ends[1] == GPU else (0, crossing)))
         if device not in (GPU, HOST) or operator.packet in _TOUCHES_NOTHING:
             return None
-        if operator.kind is Kind.IN_PLACE and operator.packet not in _OVERWRITES:
+        if operator.kind is Kind.IN_PLACE and operator.packet not in OVERWRITES:
             inputs = call.tensors  # what it writes it has read
             outputs = [*outputs, *(tensors_of(call.args[0]) if not outputs and call.args else [])]
         moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, outputs))

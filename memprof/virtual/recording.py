@@ -1,8 +1,8 @@
 """The dispatch mode: sees every operator below autograd, runs it on meta tensors, and records the storages it makes.
 
 For each operator it decides, once, what kind it is (a view makes no storage, an in-place operator writes into one, the
-rest allocate), and for each combination of input layouts it remembers the output's layout (layout.py), so that the
-second layer of a model costs a fraction of the first.
+rest allocate), and for each combination of input layouts it remembers the output's layout (layout_cache.py), so that
+the second layer of a model costs a fraction of the first.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.calls import OVERWRITES
+
 _aten = torch.ops.aten
 
 MAX_INTEGER_ELEMENTS = 1 << 24
@@ -161,7 +163,7 @@ class Values:
         address = target.untyped_storage()._cdata
         if address not in self._flat:
             whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-            overwrites = func.overloadpacket in _OVERWRITING
+            overwrites = func.overloadpacket in OVERWRITES
             if not (whole and overwrites and self.wants(target)):
                 return
             self.set_zeros(target)
@@ -243,4 +245,3 @@ _BLANK = frozenset(
     }
 )
 """These make zeros, or what may as well be zeros."""
-_OVERWRITING = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.calls import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
-from memprof.virtual.recording import RecordingMode
+from memprof.virtual.machine import Machine
 
 _NoTorchFunction = torch._C.DisableTorchFunction
 _META = torch.device("meta")
@@ -47,7 +47,7 @@ READ = frozenset({torch.bool, torch.int16, torch.int32, torch.int64})
 class Checkpoints:
     """Files of torch's, for one virtual GPU."""
 
-    def __init__(self, recording: RecordingMode, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
+    def __init__(self, recording: Machine, assume: Callable[[str], None], mode: TorchFunctionMode) -> None:
         self._recording = recording
         self._mode = mode
         self._assume = assume
@@ -63,12 +63,8 @@ class Checkpoints:
         yield _FORM, "_legacy_load", self._loading_old_files(_FORM._legacy_load)
         yield torch, "save", self._in_new_form(torch.save)
         yield _FORM, "save", torch.save
-        yield torch.UntypedStorage, "to", self._method(self._storage_to)
-        yield torch.UntypedStorage, "cuda", self._method(lambda storage, *args, **kwargs: self._to_card(storage))
-
-    @staticmethod
-    def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+        yield torch.UntypedStorage, "to", as_method(self._storage_to)
+        yield torch.UntypedStorage, "cuda", as_method(lambda storage, *args, **kwargs: self._to_card(storage))
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -306,6 +302,11 @@ class Checkpoints:
         if type(value) in (list, tuple):
             return type(value)(self._moved(part, on_card) for part in value)
         return value
+
+
+def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that becomes a method when it is made a class's attribute; bound ones do not."""
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
-from memprof.virtual.edges.checkpoints import Checkpoints
+from memprof.virtual.edges.checkpoints import Checkpoints, as_method
 from memprof.virtual.edges.safetensors_files import SafetensorsFiles
-from memprof.virtual.recording import RecordingMode
+from memprof.virtual.machine import Machine
 from memprof.watch.failure import KernelError
 
 _Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class Interchange:
 
     def __init__(
         self,
-        recording: RecordingMode,
+        recording: Machine,
         move: Callable[[_Tensor, Any], _Tensor],
         assume: Callable[[str], None],
         mode: TorchFunctionMode,
@@ -66,7 +66,7 @@ class Interchange:
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement) for what no function mode sees."""
-        yield torch.UntypedStorage, "data_ptr", _method(self._storage_ptr)
+        yield torch.UntypedStorage, "data_ptr", as_method(self._storage_ptr)
         # Python's own methods of tensors, which no mode sees (devices.py); and a loader pins in a thread of its own.
         methods = {
             "pin_memory": self._pin_memory,
@@ -78,13 +78,13 @@ class Interchange:
             "__dlpack_device__": self._dlpack_device,
         }
         for name, method in methods.items():
-            yield torch.Tensor, name, _method(method)
+            yield torch.Tensor, name, as_method(method)
         yield torch.utils.dlpack, "to_dlpack", self._dlpack
         yield torch.utils.dlpack, "from_dlpack", self._from_dlpack
         yield torch, "from_dlpack", self._from_dlpack
         yield from self.checkpoints.patches()
         yield from self.safetensors.patches()
-        yield torch.Tensor, "__reduce_ex__", _method(self._reduce)
+        yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
         for name, function in (
             ("_rebuild_meta_tensor_no_storage", self._rebuild),
             ("_rebuild_device_tensor_from_cpu_tensor", self._rebuild_known),
@@ -253,11 +253,6 @@ _array = _Tensor.__array__
 _share_memory = _Tensor.share_memory_
 _is_shared = _Tensor.is_shared
 _export = _Tensor.__dlpack__
-
-
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that becomes a method when it is made a class's attribute; bound ones do not."""
-    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
 
 
 def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES
 from memprof.virtual.edges.checkpoints import EMPTY, READ, SHELLS, UNREAD
+from memprof.virtual.machine import Machine
 from memprof.virtual.names import bound_everywhere
-from memprof.virtual.recording import RecordingMode
 
 _NoTorchFunction = torch._C.DisableTorchFunction
 _META = torch.device("meta")
@@ -45,7 +45,7 @@ _real_serialize_file = safetensors.serialize_file
 class SafetensorsFiles:
     """Files of safetensors, for one virtual GPU."""
 
-    def __init__(self, recording: RecordingMode, assume: Callable[[str], None]) -> None:
+    def __init__(self, recording: Machine, assume: Callable[[str], None]) -> None:
         self._recording = recording
         self.assume = assume
         self.is_off = False

@@ -86,7 +86,7 @@ def _legacy_type(name: str, dtype: torch.dtype) -> type:
     return OfDtype(name, (), {"__new__": __new__, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
 
 
-_LEGACY = {
+LEGACY_TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,
     "HalfTensor": torch.float16,
@@ -98,6 +98,7 @@ _LEGACY = {
     "ByteTensor": torch.uint8,
     "BoolTensor": torch.bool,
 }
+"""Names of tensor types from before there were dtypes."""
 
 
 def driver_patches() -> Iterator[tuple[Any, str, Any]]:
@@ -140,7 +141,7 @@ def driver_patches() -> Iterator[tuple[Any, str, Any]]:
         yield torch._C, name, returning(value)
     yield torch, "Generator", Generator
     yield torch.cuda, "default_generators", (CudaGenerator(),)
-    for name, dtype in _LEGACY.items():
+    for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _legacy_type(name, dtype)
 
 

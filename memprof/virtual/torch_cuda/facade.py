@@ -19,30 +19,24 @@ from memprof.virtual.torch_cuda.driver import Properties, driver_patches, rng_st
 from memprof.watch.recorder import Recorder
 
 _OF_MEMORY = (
-    "empty_cache",
-    "mem_get_info",
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "max_memory_reserved",
-    "memory_stats",
-    "memory_stats_as_nested_dict",
-    "reset_accumulated_memory_stats",
-    "reset_peak_memory_stats",
-)
+    "empty_cache", "mem_get_info", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    "memory_stats", "memory_stats_as_nested_dict", "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+)  # fmt: skip
 """What the program asks of the allocator."""
 _FRACTION = "per_process_memory_fraction"
 _OF_RANDOM = (
-    "get_rng_state",
-    "get_rng_state_all",
-    "initial_seed",
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "seed_all",
-    "set_rng_state",
-    "set_rng_state_all",
-)
+    "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all", "seed", "seed_all",
+    "set_rng_state", "set_rng_state_all",
+)  # fmt: skip
+
+
+_NOTHING = (
+    "set_device", "init", "_lazy_init", "synchronize", "ipc_collect", "manual_seed", "manual_seed_all", "seed",
+    "seed_all", "set_rng_state", "set_rng_state_all", "set_stream",
+)  # fmt: skip
+_ZERO = ("current_device", "initial_seed", "utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
+_TRUE = ("is_available", "is_initialized", "is_bf16_supported")
+"""Functions of `torch.cuda` that do nothing here, give 0, give True."""
 
 
 class _Device(contextlib.nullcontext[None]):
@@ -278,26 +272,13 @@ def cuda_facade(
 
     nothing = returning(None)
     cuda: dict[str, Any] = {
-        "is_available": returning(True),
-        "is_initialized": returning(True),
-        "is_bf16_supported": returning(True),
+        **dict.fromkeys(_NOTHING, nothing),
+        **dict.fromkeys(_ZERO, returning(0)),
+        **dict.fromkeys(_TRUE, returning(True)),
         "device_count": returning(1),
-        "current_device": returning(0),
-        "set_device": nothing,
-        "init": nothing,
-        "_lazy_init": nothing,
-        "synchronize": nothing,
         "empty_cache": empty_cache,
-        "ipc_collect": nothing,
-        "manual_seed": nothing,
-        "manual_seed_all": nothing,
-        "seed": nothing,
-        "seed_all": nothing,
-        "initial_seed": returning(0),
         "get_rng_state": lambda device=None: rng_state(),
-        "set_rng_state": nothing,
         "get_rng_state_all": lambda: [rng_state()],
-        "set_rng_state_all": nothing,
         "get_device_name": returning(gpu.name),
         "get_device_capability": returning((major, minor)),
         "get_device_properties": returning(properties),
@@ -314,17 +295,11 @@ def cuda_facade(
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": lambda device=None: fraction,
         "list_gpu_processes": returning("no processes are running"),
-        "utilization": returning(0),
-        "memory_usage": returning(0),
         "device_memory_used": lambda device=None: gpu.total_bytes - mem_get_info()[0],
-        "temperature": returning(0),
-        "power_draw": returning(0),
-        "clock_rate": returning(0),
         "device": _Device,
         "Stream": _Stream,
         "Event": _Stream,
         "stream": stream,
-        "set_stream": nothing,
         "current_stream": lambda device=None: _Stream(),
         "default_stream": lambda device=None: _Stream(),
         "is_current_stream_capturing": returning(False),
