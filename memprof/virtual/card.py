@@ -28,6 +28,16 @@ def cudnn_version(release: tuple[int, int]) -> int:
     return 91_900 if release >= (2, 11) else 91_002
 
 
+def cuda_version(release: tuple[int, int]) -> str:
+    """The CUDA that PyPI's wheel of a torch release is built with (12.8 until 2.10, 13.0 from 2.11 on)."""
+    return "13.0" if release >= (2, 11) else "12.8"
+
+
+def nccl_version(release: tuple[int, int]) -> tuple[int, int, int]:
+    """The NCCL that PyPI's wheel of torch 2.8 brings along (2.27.3), and of 2.9 (2.27.5); later ones have no older."""
+    return (2, 27, 5) if release >= (2, 9) else (2, 27, 3)
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """What kernels read of the device when they choose their launch, and the release whose kernels run."""

@@ -20,6 +20,7 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
+from memprof.virtual.card import nccl_version, torch_release
 from memprof.virtual.limits import not_yet
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
@@ -69,7 +70,7 @@ def patches(assume: Callable[[str], None], on_card: Callable[[torch.Tensor], boo
         yield owner, "init_process_group", init_process_group
     yield _c10d, "_new_process_group_helper", _creating(_c10d._new_process_group_helper, on_card)
     yield dist, "is_nccl_available", lambda: True
-    yield torch.cuda.nccl, "version", lambda: (0, 0, 0)
+    yield torch.cuda.nccl, "version", lambda: nccl_version(torch_release())
     if getattr(_c10d, "default_pg_nccl_timeout", None) is None:  # a build without NCCL warns
         yield _c10d, "default_pg_nccl_timeout", _TIMEOUT
 

@@ -36,7 +36,7 @@ def patches(on_card: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Any, str,
     for owner in (torch.cuda, torch.cuda.memory):
         for name, what in _ALLOCATORS.items():
             if hasattr(owner, name):
-                yield owner, name, _allocator(what)
+                yield owner, name, _allocator(name, what)
     for owner in (torch.cuda, torch.cuda.profiler):
         yield owner, "cudart", _runtime
         yield owner, "check_error", lambda result: None
@@ -49,11 +49,13 @@ def _kernel(name: str) -> Callable[..., NoReturn]:
     return launch
 
 
-def _allocator(what: str) -> Callable[..., NoReturn]:
-    def make(*args: Any, **kwargs: Any) -> NoReturn:
+def _allocator(name: str, what: str) -> type:
+    """A class, for programs name it in annotations (`torch.cuda.MemPool | None`), of which there is no instance."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise not_yet(f"uses {what}", "leave it out here: the run is simulated with torch's caching allocator")
 
-    return make
+    return type(name, (), {"__new__": refuse})
 
 
 def _runtime() -> Any:

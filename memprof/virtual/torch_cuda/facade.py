@@ -13,8 +13,9 @@ import torch.backends.cudnn.rnn
 
 from memprof.catalog import Gpu
 from memprof.trace.events import Trace
-from memprof.virtual.card import cudnn_version, max_threads_per_sm, torch_release
+from memprof.virtual.card import cuda_version, cudnn_version, max_threads_per_sm, torch_release
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
+from memprof.virtual.torch_cuda import streams
 from memprof.virtual.torch_cuda.driver import Properties, driver_patches, rng_state, shared_memory_bytes
 from memprof.watch.recorder import Recorder
 
@@ -44,39 +45,6 @@ class _Device(contextlib.nullcontext[None]):
 
     def __init__(self, device: Any = None) -> None:
         super().__init__()
-
-
-class _Stream:
-    """A CUDA stream or event: on the virtual GPU everything happens at once and in order."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.cuda_stream = 0
-        self.stream_id = 0
-        self.device_index = 0
-        self.device = torch.device("cuda", 0)
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def elapsed_time(self, other: Any) -> float:
-        """Milliseconds between two events: no time passes on the virtual GPU."""
-        return 0.0
-
-    def is_capturing(self) -> bool:
-        """No graph is being captured."""
-        return False
-
-    def query(self) -> bool:
-        """Everything has completed."""
-        return True
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    record = synchronize = wait = wait_stream = wait_event = record_event = _nothing
 
 
 def _distinct(value: Any) -> Any:
@@ -297,11 +265,9 @@ def cuda_facade(
         "list_gpu_processes": returning("no processes are running"),
         "device_memory_used": lambda device=None: gpu.total_bytes - mem_get_info()[0],
         "device": _Device,
-        "Stream": _Stream,
-        "Event": _Stream,
         "stream": stream,
-        "current_stream": lambda device=None: _Stream(),
-        "default_stream": lambda device=None: _Stream(),
+        "current_stream": lambda device=None: streams.CudaStream(),
+        "default_stream": lambda device=None: streams.CudaStream(),
         "is_current_stream_capturing": returning(False),
     }
     for name, value in cuda.items():
@@ -325,7 +291,7 @@ def cuda_facade(
         "set_device_index": nothing,
         "set_device_idx": nothing,
         "empty_host_cache": nothing,
-        "current_stream": lambda device=None: _Stream(),
+        "current_stream": lambda device=None: streams.CudaStream(),
         "set_stream": nothing,
         "synchronize": nothing,
         "empty_cache": empty_cache,
@@ -351,7 +317,11 @@ def cuda_facade(
     ):
         if hasattr(torch._C, name):  # releases differ
             yield torch._C, name, value
+    yield from streams.patches()
     yield torch.cuda, "device_of", _Device
+    if torch.version.cuda is None:  # a CPU build; programs read off it whether bfloat16 can be
+        yield torch.version, "cuda", cuda_version(torch_release())
+        yield torch.backends.cuda, "is_built", returning(True)
     yield torch.backends.cudnn, "is_available", returning(True)
     yield torch.backends.cudnn, "version", returning(cudnn_version(torch_release()))
     yield torch.backends.cudnn, "is_acceptable", is_acceptable
