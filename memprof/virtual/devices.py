@@ -64,6 +64,7 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.get_device: self._get_device,
             _Tensor.type: self._type,
             _Tensor.to: self._to,
+            _Tensor.type_as: self._to,
             _Tensor.cuda: self._to_cuda,
             _Tensor.cpu: self._to_cpu,
             **self.interchange.handlers(),
@@ -119,7 +120,7 @@ class DeviceMode(TorchFunctionMode):
         before = len(mismatches)
         if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and _in_place(func):
             args = self._writable(func, args, kwargs or {})
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = self._inside(func, args, kwargs or {})
         if len(mismatches) != before and not _in_place(func) and any(t.requires_grad for t in tensors_of(result)):
             # The breach is noted. On the way back the host tensor would be given a gradient on the card.
             del result
@@ -176,13 +177,22 @@ class DeviceMode(TorchFunctionMode):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = len(mismatches)
-            result = choose(*args, **kwargs)
+            result = self._inside(choose, args, kwargs)
             if len(mismatches) != before and any(tensor.requires_grad for tensor in tensors_of(result)):
                 del result
                 return choose(*self._moved(args), **self._moved(kwargs))
             return result
 
         return call
+
+    def _inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`func`, of which the recording mode knows what it was given: C++ makes tensors after those."""
+        recording = self._recording
+        outer, recording.calling = recording.calling, args
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recording.calling = outer
 
     def _moved(self, value: Any) -> Any:
         """Arguments of a call that mixed devices, its host tensors moved where autograd sees it."""

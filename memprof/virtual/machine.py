@@ -38,6 +38,8 @@ class Machine(TorchDispatchMode):
         self.card = card
         self.factory_device: str | None = None
         """Set by the function mode around a factory call: the device that the program asked for."""
+        self.calling: tuple[Any, ...] = ()
+        """Set by the function mode: the arguments of the function that is running."""
         self.adds_bias = False
         """Whether the operators that run are those of a linear layer with a bias."""
         self.kept: dict[str, torch.Tensor] = {}
@@ -100,6 +102,15 @@ class Machine(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in self.recorder.live:
             self.recorder.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
+
+    def resized(self, storage: torch.UntypedStorage, device: str, place: Place) -> None:
+        """The program resized a storage of `device` itself."""
+        index = self.recorder.live.get(storage._cdata)
+        if index is not None:
+            self.recorder.release(index)
+            self.values.drop(storage._cdata)
+        if storage.nbytes():
+            self.recorder.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
 
     @contextlib.contextmanager
     def hidden(self, sizes: Iterable[int], op: str, place: Place) -> Iterator[None]:

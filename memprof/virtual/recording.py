@@ -139,9 +139,16 @@ class RecordingMode(Machine):
             call.key.append(len(arg))
             for part in arg:
                 self._look(part, call)
+        elif isinstance(arg, (torch.UntypedStorage, torch.TypedStorage)):
+            call.key.append(arg.nbytes())  # the storage itself would live as long as what is remembered by the key
         else:
             call.key.append(arg.__class__)
             call.key.append(arg)
+
+    def _device_of_caller(self) -> str:
+        """Of what a C++ function makes inside, from the options of a tensor that it was given: that tensor's."""
+        devices = {self.device_of(tensor) for tensor in tensors_of(list(self.calling)) if tensor.is_meta}
+        return HOST if HOST in devices and GPU not in devices else GPU
 
     def _target_device(self, call: Call) -> str | None:
         """Where new storages of this call live: GPU, HOST, "real" on the CPU, or None for a genuine meta tensor."""
@@ -150,7 +157,7 @@ class RecordingMode(Machine):
             if device.type != "meta":
                 return "real"
             # The program asked for the GPU, or (a factory inside a C++ operator) inherits it from a device tensor.
-            wanted = self.factory_device or call.device or GPU
+            wanted = self.factory_device or call.device or self._device_of_caller()
             return None if wanted == "meta" else wanted
         if call.tensors:
             if call.on_gpu:

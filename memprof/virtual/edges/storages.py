@@ -1,0 +1,60 @@
+"""Memory that a program handles below its tensors: deep copies of them, and storages that it resizes itself."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memprof.virtual.machine import Machine
+
+_deepcopy = torch.Tensor.__deepcopy__
+_resize = torch.UntypedStorage.resize_
+_NoTorchFunction = torch._C.DisableTorchFunction
+
+
+def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement)."""
+
+    def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
+        """As torch/_tensor.py has it: the whole storage is copied, once for all tensors that share it.
+
+        torch's own copies the storage of a meta tensor where no mode sees it: off the card, and uncounted.
+        """
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if not tensor.is_leaf or not recording.is_virtual(tensor):
+            return _deepcopy(tensor, memo)  # which says what is wrong with one that is no leaf
+        storage = tensor.untyped_storage()
+        key = ("memprof", storage._cdata)
+        if key not in memo:
+            whole = tensor.detach().new_empty(0)
+            whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+            memo[key] = whole.clone()
+        made = tensor.detach().new_empty(0)
+        made.set_(memo[key].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        if type(tensor) is not torch.Tensor:
+            made = made.as_subclass(type(tensor))
+        if tensor.requires_grad:
+            made.requires_grad_()
+        if tensor.grad is not None:
+            made.grad = copy.deepcopy(tensor.grad, memo)
+        vars(made).update(copy.deepcopy(vars(tensor), memo))
+        memo[id(tensor)] = made
+        return made
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """On CUDA the old block is given back, and another one taken (native/cuda/Resize.cpp)."""
+        with _NoTorchFunction():
+            device = recording.device_of_storage(storage) if storage.device.type == "meta" else "meta"
+            before = storage.nbytes()
+            result: torch.UntypedStorage = _resize(storage, size)
+            if device != "meta" and storage.nbytes() != before:
+                recording.resized(storage, device, recording.recorder.place(sys._getframe(1)))
+            return result
+
+    yield torch.Tensor, "__deepcopy__", deepcopy
+    yield torch.UntypedStorage, "resize_", resize_
