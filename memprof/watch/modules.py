@@ -38,17 +38,17 @@ class ModuleTracker:
         """The replacement for `nn.Module.__call__`."""
         tracker = self
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            index = tracker._known.get(module)
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            index = tracker._known.get(self)
             if index is None:
-                index = tracker._register(module)
+                index = tracker._register(self)
             outer = tracker.current
             if outer == NONE:
-                tracker.on_outermost(module, index, args, kwargs)
+                tracker.on_outermost(self, index, args, kwargs)
             tracker.current = index
             tracker.listener(EventKind.ENTER, index)
             try:
-                result = original(module, *args, **kwargs)
+                result = original(self, *args, **kwargs)
             finally:
                 tracker.current = outer
                 tracker.listener(EventKind.EXIT, index)
