@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
-from memprof.virtual.edges import storages
+from memprof.virtual.edges import profiler, storages
 from memprof.virtual.edges.checkpoints import Checkpoints, as_method
 from memprof.virtual.edges.safetensors_files import SafetensorsFiles
 from memprof.virtual.machine import Machine
@@ -86,6 +86,7 @@ class Interchange:
         yield from self.checkpoints.patches()
         yield from self.safetensors.patches()
         yield from storages.patches(self._recording)
+        yield from profiler.patches()
         yield torch.Tensor, "__reduce_ex__", as_method(self._reduce)
         for name, function in (
             ("_rebuild_meta_tensor_no_storage", self._rebuild),
