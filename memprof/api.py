@@ -11,13 +11,15 @@ from memprof.allocator import Settings, SettingsInForce
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.flows import profile as pipeline
-from memprof.flows.profile import allocator_settings, analyze, device_facts, live_allocator
+from memprof.flows.account import analyze
+from memprof.flows.cards import RunAllocator, allocator_settings, device_facts
+from memprof.flows.profile import profile as profile_spec
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.remedies.applied import apply
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
+from memprof.trace.facts import Facts
 from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
 from memprof.virtual.arguments import copied, to_card
@@ -38,7 +40,7 @@ class ProfiledGpu:
         self._virtual = VirtualGpu(
             gpu,
             context_bytes=CONTEXT_BYTES,
-            memory=lambda trace: live_allocator(trace, gpu, self._settings.now),
+            memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
         )
 
@@ -58,12 +60,7 @@ class ProfiledGpu:
     def trace(self) -> Trace:
         """What was recorded."""
         trace = self._virtual.trace
-        trace.facts = {
-            "command": "virtual_gpu",
-            "target": {},
-            "device": device_facts(self._gpu),
-            "allocator": self._settings.now.facts(),
-        }
+        trace.facts = Facts(command="virtual_gpu", device=device_facts(self._gpu), allocator=self._settings.now.facts)
         return trace
 
     def report(self, limit_bytes: int | None = None) -> Document:
@@ -80,7 +77,8 @@ class ProfiledGpu:
         trace = self.trace
         if limit_bytes is not None:
             name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
-            trace.facts["device"] = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
+            held = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
+            trace.facts = dataclasses.replace(trace.facts, device=held)
         return analyze(trace)
 
     def check_limit(self, limit_bytes: int | None) -> None:
@@ -159,7 +157,7 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
         EmptyTraceError: the function put nothing on the card.
     """
     if isinstance(target, TargetSpec):
-        return pipeline.profile(target, *args, **kwargs)
+        return profile_spec(target, *args, **kwargs)
     if not callable(target):
         raise UsageError(
             "nothing that could be profiled",

@@ -33,6 +33,7 @@ _ENDS = (Action.ALLOC, Action.OOM)
 class Difference:
     """The first point where the replay is not what was recorded."""
 
+    device: int
     event: int
     """Index in the device's trace; its length for the final layout."""
     problem: str
@@ -310,7 +311,7 @@ class _Replay:
 
     def differs(self, index: int, problem: str) -> None:
         if self.first is None:
-            self.first = Difference(self.places[index], problem, self.reason())
+            self.first = Difference(self.device, self.places[index], problem, self.reason())
 
     def reason(self) -> str:
         """What in the file explains a difference."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
 from memprof.allocator.releases import LATEST, Release, release_for
+from memprof.trace.facts import AllocatorFacts
 
 _PROGRAM = "the program"
 
@@ -50,19 +50,21 @@ class Settings:
             return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
         return cls(torch, *config_from_environment(environ, release))
 
-    def facts(self) -> dict[str, Any]:
-        """As plain JSON values, for the trace's facts."""
-        return {"torch": self.torch, "alloc_conf": self.alloc_conf, "alloc_conf_from": self.origin}
+    @property
+    def facts(self) -> AllocatorFacts:
+        """What the trace keeps of them."""
+        return AllocatorFacts(self.torch, self.alloc_conf, self.origin)
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> Settings:
-        """The reverse of `facts`; defaults for what a capture does not say."""
-        torch, text = facts.get("torch"), facts.get("alloc_conf")
-        if text is None:
-            return cls(torch)
-        release = LATEST if torch is None else release_for(torch)
-        origin = facts.get("alloc_conf_from")
-        return cls(torch, parse_config(text, release, origin=origin or "alloc_conf"), origin)
+    def from_facts(cls, facts: AllocatorFacts | None) -> Settings:
+        """The reverse of `facts`; the newest release's defaults for a capture that does not say."""
+        if facts is None:
+            return cls()
+        release = LATEST if facts.torch is None else release_for(facts.torch)
+        origin = facts.alloc_conf_from
+        if facts.alloc_conf is None:
+            return cls(facts.torch)
+        return cls(facts.torch, parse_config(facts.alloc_conf, release, origin=origin or "alloc_conf"), origin)
 
     @property
     def alloc_conf(self) -> str | None:

@@ -59,14 +59,14 @@ def profile(spec: TargetSpec, how: How, output: Saved) -> None:
 
 def _run(spec: TargetSpec, how: How, progress: Progress) -> tuple[Trace, Document]:
     """The trace and the report that the options ask for."""
-    from memprof.flows import profile as pipeline
+    from memprof.flows import profile as flow
 
     if how.device != "auto":
         spec = spec.edit(device=how.device)
     elif spec.gpu == DEFAULT_GPU and spec.gpu_vram_bytes is None:  # a card that was named is to be simulated
-        spec = pipeline.resolve_device(spec, progress)
+        spec = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
-        return pipeline.profile(spec, progress)
+        return flow.profile(spec, progress)
     from memprof.flows.ladder import climb as ladders
     from memprof.flows.ladder import search as ladder_search
     from memprof.remedies.fixes import parse_fixes

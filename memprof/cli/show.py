@@ -23,9 +23,9 @@ def show(
     file: Annotated[Path, typer.Argument(help="A capture that `memprof profile --save` wrote.")], shown: Shown
 ) -> None:
     """Show the report of a saved capture. Needs neither torch nor the model."""
-    from memprof.flows import profile as pipeline
+    from memprof.flows.account import analyze
     from memprof.trace.io import load_trace
 
-    document = pipeline.analyze(load_trace(file), shown.alloc_conf)
+    document = analyze(load_trace(file), shown.alloc_conf)
     print_document(document, shown)
     raise typer.Exit(exit_code(document))

@@ -8,6 +8,7 @@ from enum import StrEnum
 from memprof.findings.lives import Lives
 from memprof.ledger.ledger import Ledger
 from memprof.spec import TargetSpec
+from memprof.trace.plain import json_name
 
 
 class Severity(StrEnum):
@@ -24,7 +25,7 @@ class Evidence:
 
     text: str
     """One line for people."""
-    num_bytes: int | None = None
+    num_bytes: int | None = field(default=None, metadata=json_name("bytes", last=True))
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     module: str | None = None
@@ -41,7 +42,7 @@ class Finding:
     id: str
     severity: Severity
     title: str
-    num_bytes: int | None
+    num_bytes: int | None = field(metadata=json_name("bytes", last=True))
     evidence: tuple[Evidence, ...]
     remedies: tuple[str, ...]
     """Names of remedies, most helpful first."""

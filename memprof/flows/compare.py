@@ -1,8 +1,9 @@
 """Two files of runs, laid side by side: the flow behind `memprof compare`.
 
-    FILE -pipeline, examine-> report or recording -report/sides-> Run;  two of them -report-> Comparison
+    FILE -account, recordings-> Document or Recording -report/matching-> Run;  two of them -report-> Comparison
 
-A capture is accounted for as `memprof show` does it, and then goes through the same lines as a report in JSON.
+A capture is accounted for as `memprof show` does it, and a report in JSON becomes the document that it was: from there
+both go through the same lines.
 """
 
 from __future__ import annotations
@@ -10,16 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from memprof.errors import UsageError
-from memprof.flows import profile as pipeline
-from memprof.flows import recordings as examine
+from memprof.flows.account import analyze
+from memprof.flows.recordings import open_file
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.comparison import Comparison
-from memprof.report.documents.report import SCHEMA
+from memprof.report.documents.report import SCHEMA, Document
 from memprof.report.matching.comparison_build import build_comparison
-from memprof.report.matching.runs import Run, run_of_recording, run_of_report
+from memprof.report.matching.runs import Run, run_of_document, run_of_recording
 from memprof.report.matching.tolerance import Tolerance
 from memprof.trace.io import load_trace
 
@@ -60,20 +60,19 @@ def open_run(path: Path) -> Run:
         raise UsageError("the file is empty", value=path, hint=f"give {_KINDS}")
     if head.startswith(_GZIP):
         try:
-            document = pipeline.analyze(load_trace(path))
+            return run_of_document(analyze(load_trace(path)), path.name, "memprof capture")
         except EmptyTraceError as error:
             raise UsageError(str(error.problem), value=path, hint="record it again") from None
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
-        return _run(document.to_json(), path, "memprof capture")
     if head.startswith(_PICKLE):
         return _snapshot(path)
     if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
         raise UsageError("neither a capture, a report nor a snapshot", value=path, hint=f"give {_KINDS}")
-    return _run(_report(path), path, "memprof report")
+    return run_of_document(_report(path), path.name, "memprof report")
 
 
-def _report(path: Path) -> dict[str, Any]:
+def _report(path: Path) -> Document:
     try:
         report = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -95,23 +94,17 @@ def _report(path: Path) -> dict[str, Any]:
             value=f"{path} (schema {schema}; this release reads up to {SCHEMA})",
             hint="update memprof",
         )
-    return report
-
-
-def _run(report: dict[str, Any], path: Path, kind: str) -> Run:
     try:
-        return run_of_report(report, path.name, kind)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"the {kind.removeprefix('memprof ')} is damaged", value=f"{path} ({error!r})", hint="write it again"
-        ) from error
+        return Document.from_json(report)
+    except ValueError as error:
+        raise UsageError("the report is damaged", value=f"{path} ({error})", hint="write it again") from error
 
 
 def _snapshot(path: Path) -> Run:
     """The device of a snapshot that allocates most."""
-    opened = examine.open_file(path)
+    opened = open_file(path)
     one = max(opened.recordings, key=lambda recording: recording.peak()[0])
-    notes = list(opened.facts.assumptions)
+    notes = list(opened.origin.assumptions)
     if len(opened.recordings) > 1:
         notes.append(f"Of {len(opened.recordings)} devices, the one that allocates most is taken: {one.device}.")
-    return run_of_recording(one, path.name, opened.facts.settings, tuple(notes))
+    return run_of_recording(one, path.name, opened.origin.settings, tuple(notes))

@@ -10,7 +10,7 @@ from pathlib import Path
 from memprof.estimate.geometry import Subject
 from memprof.estimate.methods import Plan
 from memprof.estimate.table import Simulated
-from memprof.flows import profile as pipeline
+from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 
 UNLIMITED = 8 << 40
@@ -52,7 +52,7 @@ def simulate(
             alloc_conf="",
             **fields,  # type: ignore[arg-type]
         )
-        _, document = pipeline.profile(spec, progress)
+        _, document = profile(spec, progress)
     peak = document.peak
     return Simulated(
         peak.stage,

@@ -1,7 +1,6 @@
-"""The whole flow: read this first.
+"""The whole flow: read this first, and then account.py.
 
-    TargetSpec -workload-> step -capture-> Trace -allocator-> replay -ledger-> Ledger -findings-> [Finding]
-        -report-> Document
+    TargetSpec -workload-> step -capture-> Trace -account-> Document
 
 A run is captured once; everything else is computed from its trace. So a saved capture gives the same report again,
 and a simulated and a measured run go through the same lines of code.
@@ -11,27 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import importlib.metadata
-import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from memprof.allocator import Card, LiveAllocator, Settings, SettingsInForce, replay_on_card, without_allocator
-from memprof.catalog import Gpu, custom_gpu, find_gpu
-from memprof.device.context import CONTEXT_BYTES
-from memprof.device.host import available_bytes, memory_bytes, processor_name
+from memprof.allocator import SettingsInForce
+from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
-from memprof.findings import Context, find_all
-from memprof.ledger.bridge import build_bridge
-from memprof.ledger.ledger import EmptyTraceError, build_ledger
-from memprof.recording.from_trace import snapshot_of
-from memprof.report.documents.report import Document, build_document
-from memprof.report.export.memory_viz import as_plain
-from memprof.spec import Mode, TargetSpec
-from memprof.trace.events import CPU, Trace
+from memprof.flows.account import analyze
+from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts, virtual_card
+from memprof.ledger.ledger import EmptyTraceError
+from memprof.report.documents.report import Document
+from memprof.spec import TargetSpec
+from memprof.trace.events import Trace
+from memprof.trace.facts import Target
 from memprof.units import format_bytes
-from memprof.version import __version__
 
 if TYPE_CHECKING:
     from memprof.workload.step import SwitchOn
@@ -67,7 +59,7 @@ def profile(
     try:
         if spec.device == "virtual":
             trace = capture_virtual(
-                workload, gpu, progress, lambda trace: live_allocator(trace, gpu, in_force.now), in_force
+                workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
             )
         else:
             if spec.device == "cpu":
@@ -75,26 +67,25 @@ def profile(
             trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
     except RunFailedError as error:
         failed, trace = error, error.trace
-    settings = in_force.now
-    trace.facts |= {
-        "command": "profile",
-        "memprof_version": __version__,
-        "target": {
-            **dataclasses.asdict(spec),
-            "model": source.name,
-            "task": source.task,
-            "num_parameters": workload.num_parameters,
-            "num_trainable_parameters": workload.num_trainable_parameters,
-            "context_length": workload.context_length,
-            "dtype": workload.dtype,
-            "vocab_size": source.vocab_size,
-            "asked_vocab_size": source.asked_vocab_size,
-            "max_positions": source.max_positions,
-            "alloc_conf": settings.alloc_conf,
-        },
-        "device": device,
-        "allocator": settings.facts(),
-    }
+    trace.facts = dataclasses.replace(
+        trace.facts,
+        command="profile",
+        target=Target(
+            asked=spec,
+            model=source.name,
+            task=source.task,
+            num_parameters=workload.num_parameters,
+            num_trainable_parameters=workload.num_trainable_parameters,
+            context_length=workload.context_length,
+            dtype=workload.dtype,
+            vocab_size=source.vocab_size,
+            asked_vocab_size=source.asked_vocab_size,
+            max_positions=source.max_positions,
+            alloc_conf=in_force.now.alloc_conf,
+        ),
+        device=device,
+        allocator=in_force.now.facts,
+    )
     progress("accounting")
     if failed is None:
         return trace, analyze(trace, explained=explained)
@@ -146,131 +137,3 @@ def _switch_on(spec: TargetSpec) -> SwitchOn | None:
     from memprof.remedies.on_spec import switch_on
 
     return switch_on
-
-
-def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = True) -> Document:
-    """The report on a trace, simulated or measured, new or loaded from a file.
-
-    Args:
-        trace: what happened.
-        alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
-        explained: whether the report has findings and the bridge. A search over many runs asks for the figures alone.
-
-    Raises:
-        EmptyTraceError: nothing was allocated on the card.
-        UsageError: torch would refuse `alloc_conf`.
-    """
-    if alloc_conf is not None:
-        trace = with_settings(trace, alloc_conf)
-    facts: dict[str, Any] = trace.facts
-    target, device = facts["target"], facts["device"]
-    settings = _recorded_settings(trace)
-    if trace.device == CPU:
-        run = without_allocator(trace)
-    else:
-        card = Card(device["total_bytes"], device["context_bytes"])
-        run = replay_on_card(trace, card, settings.config, settings.release)
-    ledger = build_ledger(trace, run)
-    if not explained:
-        return build_document(ledger, [], settings)
-    fields = {field.name for field in dataclasses.fields(TargetSpec)}
-    spec = (
-        TargetSpec(**{**{k: v for k, v in target.items() if k in fields}, "mode": Mode(target["mode"])})
-        if target
-        else None
-    )
-    context = Context(
-        ledger=ledger,
-        usable_bytes=device["usable_bytes"],
-        card=device["name"],
-        spec=spec,
-        vocab_size=target.get("vocab_size"),
-        asked_vocab_size=target.get("asked_vocab_size"),
-        num_parameters=target.get("num_parameters"),
-        context_length=target.get("context_length"),
-        max_positions=target.get("max_positions"),
-    )
-    bridge = build_bridge(ledger)
-    return build_document(ledger, find_all(context), settings, bridge)
-
-
-def with_settings(trace: Trace, alloc_conf: str) -> Trace:
-    """The same requests under these settings of the caching allocator, as if it had been recorded with them.
-
-    Raises:
-        UsageError: torch would refuse them.
-    """
-    settings = Settings.resolve(alloc_conf, _recorded_settings(trace).torch, environ={})
-    facts: dict[str, Any] = trace.facts
-    target = facts["target"]
-    target = {**target, "alloc_conf": alloc_conf} if target else target
-    return dataclasses.replace(trace, facts={**facts, "target": target, "allocator": settings.facts()})
-
-
-def _recorded_settings(trace: Trace) -> Settings:
-    facts: dict[str, Any] = trace.facts
-    return Settings.from_facts(facts.get("allocator", {}))  # captures of earlier releases say nothing
-
-
-def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
-    """The caching allocator of the installed torch, with `alloc_conf` or the environment's settings.
-
-    Raises:
-        UsageError: torch would refuse them.
-    """
-    return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
-
-
-def live_allocator(trace: Trace, gpu: Gpu, settings: Settings) -> _Statistics:
-    """What answers a program that asks for memory statistics while it runs."""
-    return _Statistics(trace, gpu, settings)
-
-
-class _Statistics(LiveAllocator):
-    """The allocator of a run, which is also written down as torch would."""
-
-    def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
-        card = Card(gpu.total_bytes, CONTEXT_BYTES)
-        super().__init__(trace, card, settings.config, settings.release)
-        self._snapshot = functools.partial(
-            snapshot_of, trace, settings.config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes
-        )
-
-    def snapshot(self) -> dict[str, Any]:
-        """torch.cuda.memory._snapshot() now, with the history since the run began."""
-        return as_plain(self._snapshot().snapshot)
-
-
-def virtual_card(spec: TargetSpec) -> Gpu:
-    """The card that `spec` asks for."""
-    return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
-
-
-def device_facts(gpu: Gpu) -> dict[str, object]:
-    """What the report says of a card: capacity, and what is left of it for tensors."""
-    return {
-        "name": gpu.name,
-        "total_bytes": gpu.total_bytes,
-        "usable_bytes": gpu.total_bytes - CONTEXT_BYTES,
-        "context_bytes": CONTEXT_BYTES,
-    }
-
-
-def measured_device_facts(name: str) -> dict[str, object]:
-    """What the report says of the device that a run was measured on.
-
-    Raises:
-        MemprofError: there is no such device.
-    """
-    if name == "cpu":
-        total = memory_bytes()
-        return {"name": processor_name(), "total_bytes": total, "usable_bytes": total, "context_bytes": 0}
-    from memprof.measured.cuda import cuda_card
-
-    card = cuda_card()
-    return {
-        "name": card.name,
-        "total_bytes": card.total_bytes,
-        "usable_bytes": card.total_bytes - card.context_bytes,
-        "context_bytes": card.context_bytes,
-    }

@@ -23,7 +23,7 @@ from memprof.recording.recording import Recording, Steps, recordings
 from memprof.recording.slices import annotated, event_times, name_stages, slices_of
 from memprof.recording.steps import LEAST_STEPS, find_steps
 from memprof.report.documents.analysis import Analysis
-from memprof.report.documents.analysis_build import Facts, Question, build_analysis
+from memprof.report.documents.analysis_build import Origin, Question, build_analysis
 from memprof.trace.events import Trace
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
@@ -43,7 +43,7 @@ class Opened:
 
     snapshot: Snapshot
     recordings: list[Recording]
-    facts: Facts
+    origin: Origin
     converted: Converted | None
     """For a capture."""
 
@@ -93,8 +93,8 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     notes = ["Modules and categories are guessed from the stacks."] if any(one.lives for one in found) else []
     if not snapshot.settings:
         notes.append("The file does not say the allocator's settings; the defaults are taken.")
-    facts = Facts(path.name, "torch snapshot", "measured", str(settings), tuple(notes))
-    return Opened(snapshot, found, facts, None)
+    origin = Origin(path.name, "torch snapshot", "measured", str(settings), tuple(notes))
+    return Opened(snapshot, found, origin, None)
 
 
 def _open_capture(path: Path) -> Opened:
@@ -105,9 +105,8 @@ def _open_capture(path: Path) -> Opened:
             raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
     config, note = _settings(trace)
-    device = trace.facts.get("device")
-    card = device if isinstance(device, dict) else {}
-    converted = snapshot_of(trace, config, usable_bytes=card.get("usable_bytes"), total_bytes=card.get("total_bytes"))
+    card = trace.facts.device
+    converted = snapshot_of(trace, config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes)
     if not converted.snapshot.traces[0]:
         raise UsageError("the capture holds no allocation on the GPU", value=path, hint="record it again")
     found = recordings(converted.snapshot, converted.origins)
@@ -120,22 +119,17 @@ def _open_capture(path: Path) -> Opened:
         notes.append(
             "From the out-of-memory error on, the run is followed on a card without limit, to show its whole need."
         )
-    facts = Facts(
-        path.name,
-        f"memprof capture, {trace.source} on {card.get('name', 'a card')}",
-        trace.source,
-        config.text,
-        tuple(notes),
+    origin = Origin(
+        path.name, f"memprof capture, {trace.source} on {card.name}", trace.source, config.text, tuple(notes)
     )
-    return Opened(converted.snapshot, found, facts, converted)
+    return Opened(converted.snapshot, found, origin, converted)
 
 
 def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
     """The allocator's settings that a capture was made under; else those of the environment."""
-    known = trace.facts.get("allocator")
-    if isinstance(known, dict):
-        text = known.get("alloc_conf") or ""
-        return parse_config(str(text)), f"Allocator settings of the run: {text or 'the defaults'}."
+    if trace.facts.allocator is not None:
+        text = trace.facts.allocator.alloc_conf or ""
+        return parse_config(text), f"Allocator settings of the run: {text or 'the defaults'}."
     config, variable = config_from_environment()
     where = f"{variable} of the environment" if variable else "the defaults"
     return config, f"The capture does not name the allocator's settings; {where} are taken."
@@ -197,7 +191,7 @@ def analyze_file(
     if question.at == "oom" and device is None:
         # Of several devices seldom all run out.
         chosen = [one for one in chosen if any(event.action is Action.OOM for event in one.events)] or chosen
-    return build_analysis(chosen, opened.facts, question)
+    return build_analysis(chosen, opened.origin, question)
 
 
 def export_file(path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None) -> str:

@@ -1,25 +1,27 @@
 """The dry run: a user's script, unmodified, on a virtual card or measured on a real device.
 
-    Program -capture/script-> Trace, Outcome -pipeline.analyze-> Document
+    Program -script/capture-> Trace, Outcome -account-> Document
 
-Everything after the capture is `pipeline.analyze`, as for `memprof profile`.
+Everything after the capture is as for `memprof profile`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from dataclasses import dataclass
 
 from memprof.allocator import Settings, SettingsInForce
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.flows.profile import allocator_settings, analyze, device_facts, live_allocator, measured_device_facts
+from memprof.flows.account import analyze
+from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
 from memprof.script import Ended, Outcome, Program, StopRule
 from memprof.trace.events import PhaseKind, Trace
-from memprof.version import __version__
+from memprof.trace.facts import ProgramFacts
 
 BEYOND = (
     "The script ended where the card was full: what it would need after that was not seen (--beyond goes on past it)."
@@ -84,34 +86,29 @@ def run_script(
         virtual = VirtualGpu(
             gpu,
             context_bytes=CONTEXT_BYTES,
-            memory=lambda trace: live_allocator(trace, gpu, settings.read()),
+            memory=lambda trace: RunAllocator(trace, gpu, settings.read()),
             # Kernels write tensors that they are given: memory is their callers' to ask for.
             passes_kernels=True,
             allocator_settings=settings,
             refuses=not beyond,
         )
         trace, outcome = capture_script(program, virtual, rule, switch.before_forward, worst_batch=worst_batch)
-        facts = device_facts(gpu)
+        on = device_facts(gpu)
     else:
-        facts = measured_device_facts(device)
+        on = measured_device_facts(device)
         measured = MeasuredDevice(device, Outside() if device == "cuda" else None, detail=detail)
         trace, outcome = capture_script(program, measured, rule, switch.before_forward, worst_batch=worst_batch)
     if outcome.ended is Ended.REFUSED and device == "virtual":
         trace.assumptions.append(BEYOND)
-    trace.facts |= {
-        "command": "run",
-        "memprof_version": __version__,
-        "target": {},
-        "program": {
-            "command": program.command,
-            "ended": outcome.ended.value,
-            "exit_code": outcome.exit_code,
-            "steps": _training_steps(trace),
-            "fixes": list(fixes),
-        },
-        "device": facts,
-        "allocator": settings.read().facts(),
-    }
+    trace.facts = dataclasses.replace(
+        trace.facts,
+        command="run",
+        program=ProgramFacts(
+            tuple(program.command), outcome.ended.value, outcome.exit_code, _training_steps(trace), fixes
+        ),
+        device=on,
+        allocator=settings.read().facts,
+    )
     document = None
     with contextlib.suppress(EmptyTraceError):
         document = analyze(trace)

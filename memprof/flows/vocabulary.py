@@ -1,6 +1,6 @@
 """A corpus, its coverage, and what a smaller vocabulary saves: the flow behind `memprof vocab`.
 
-CORPUS -corpus-> CorpusCount -caps-> pipeline, once for each vocabulary -report-> Vocabulary
+CORPUS -corpus-> CorpusCount -caps-> profile, once for each vocabulary -report-> Vocabulary
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from memprof.corpus.count import WORDS
 from memprof.corpus.sources import find_sources
 from memprof.errors import UsageError
 from memprof.findings.lives import Lives
-from memprof.flows import profile as pipeline
+from memprof.flows.cards import virtual_card
+from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Document
@@ -29,8 +30,9 @@ from memprof.report.documents.vocabulary import (
     Vocabulary,
     build_vocabulary,
 )
-from memprof.spec import TargetSpec
+from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import HOST, Trace
+from memprof.trace.facts import Target
 from memprof.units import format_count, parse_count
 from memprof.version import __version__
 
@@ -122,7 +124,7 @@ def check_model(spec: TargetSpec) -> None:
     """
     from memprof.workload.models import find_source  # imports torch
 
-    pipeline.virtual_card(spec)
+    virtual_card(spec)
     find_source(spec)
 
 
@@ -132,17 +134,18 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
     Before is `spec.vocab_size`; if that is None, all words of the corpus, or with a tokenizer the model's own.
 
     Raises:
-        MemprofError: as `pipeline.profile`.
+        MemprofError: as `profile`.
     """
     if spec.vocab_size is None and counted.tokenizer == WORDS:
         spec = spec.edit(vocab_size=before_size(counted))
 
     def run(name: str, spec: TargetSpec) -> tuple[Trace, Document]:
-        return pipeline.profile(spec, lambda doing: progress(f"{name}: {doing}"))
+        return profile(spec, lambda doing: progress(f"{name}: {doing}"))
 
     trace, document = run(BEFORE, spec)
     target = document.target
-    rows = target.get("vocab_size") or target.get("asked_vocab_size")
+    assert target is not None
+    rows = target.vocab_size or target.asked_vocab_size
     if rows is None:
         rows = before_size(counted)  # a factory says nothing of its vocabulary
     notes = []
@@ -161,7 +164,7 @@ def simulate(spec: TargetSpec, counted: CorpusCount, caps: Sequence[Cap], progre
             continue
         trace, document = run(cap.name, spec.edit(vocab_size=cap.vocab_size))
         capped.append(_measured(cap.name, cap.vocab_size, trace, document))
-    return Savings(SIMULATED, _describe(target), str(document.device["name"]), before, tuple(capped), tuple(notes))
+    return Savings(SIMULATED, _describe(target), document.device.name, before, tuple(capped), tuple(notes))
 
 
 def _measured(name: str, rows: int, trace: Trace, document: Document) -> Memory:
@@ -172,10 +175,11 @@ def _measured(name: str, rows: int, trace: Trace, document: Document) -> Memory:
         if category is Category.LOGITS_AND_LOSS and trace.storages[index].device != HOST
     ]
     state = document.model_state
+    assert state is not None and document.target is not None
     return Memory(
         name=name,
         vocab_size=rows,
-        num_parameters=document.target["num_parameters"],
+        num_parameters=document.target.num_parameters,
         parameters_bytes=state.parameters_bytes,
         gradients_bytes=state.gradients_bytes,
         optimizer_state_bytes=state.optimizer_state_bytes,
@@ -186,13 +190,12 @@ def _measured(name: str, rows: int, trace: Trace, document: Document) -> Memory:
     )
 
 
-def _describe(target: dict[str, object]) -> str:
-    amp = f" with {target['amp']} autocast" if target.get("amp") else ""
-    doing = target["optimizer"] if target["mode"] == "train" else "inference"
-    return (
-        f"{target['model']}, batch {target['batch_size']} x {target['context_length']:,} tokens, "
-        f"{target['dtype']}{amp}, {doing}"
-    )
+def _describe(target: Target) -> str:
+    asked = target.asked
+    amp = f" with {asked.amp} autocast" if asked.amp else ""
+    doing = asked.optimizer if asked.mode is Mode.TRAIN else "inference"
+    batch = f"batch {asked.batch_size} x {target.context_length or 0:,} tokens"
+    return f"{target.model}, {batch}, {target.dtype}{amp}, {doing}"
 
 
 def reckon(

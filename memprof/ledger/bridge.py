@@ -2,25 +2,15 @@
 
     requested + rounding = allocated;  + fragmentation = reserved;  + context, libraries, other processes = device used
 
-torch's own figures stop at reserved, NVML's begin at device used; each step between is named here. A measured run may
-say in its trace's facts what NVML saw, all in bytes:
-
-    facts["nvml"] = {
-        "reserved_bytes": what torch had reserved when NVML was asked,
-        "process_bytes": of this process,
-        "used_bytes": of the card,
-        "processes": [{"pid": 4711, "name": "python", "bytes": ...}, ...] of the others; None where not permitted,
-    }
-
-Any of them may be missing or None. Without them, the samples of a measured run tell what is on the card beside torch's
-segments and the context, libraries and other processes together. A simulated run has neither.
+torch's own figures stop at reserved, NVML's begin at device used; each step between is named here. A measured run says
+in its trace's facts what NVML saw (`NvmlFacts`). Where it does not, its samples tell what is on the card beside torch's
+segments and the context: libraries and other processes together. A simulated run has neither.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from memprof.allocator.blocks import DEFAULT_POOL
 from memprof.allocator.pools import SegmentLayout
@@ -28,6 +18,7 @@ from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import Span
 from memprof.trace.events import CPU, Trace
+from memprof.trace.facts import NvmlFacts, OtherProcess
 
 MOST_SEGMENTS = 5
 """Kinds of segments that are listed, those with most free memory."""
@@ -97,15 +88,6 @@ class BridgeMoment:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherProcess:
-    """Another process on the card, as NVML names it."""
-
-    pid: int
-    name: str
-    bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Bridge:
     """The steps where most is reserved, and where most is allocated."""
 
@@ -126,10 +108,9 @@ def build_bridge(ledger: Ledger) -> Bridge | None:
     """The bridge of a run; None if it was on no card (a CPU), where there is neither context nor driver."""
     if ledger.trace.device == CPU:
         return None
-    device: dict[str, Any] = ledger.trace.facts["device"]  # type: ignore[assignment]
     reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
     ledger.run.prepare_layouts((reserved, allocated))
-    outside = _Outside.of(ledger.trace, device["context_bytes"])
+    outside = _Outside.of(ledger.trace, ledger.trace.facts.device.context_bytes)
     return Bridge(
         peak_reserved=_moment(ledger, reserved, ledger.peak_reserved_stage, ledger.peak_reserved_bytes, outside),
         peak_allocated=_moment(ledger, allocated, ledger.peak_stage, ledger.run.timeline.reserved[allocated], outside),
@@ -150,19 +131,15 @@ class _Outside:
 
     @classmethod
     def of(cls, trace: Trace, context: int) -> _Outside:
-        nvml = trace.facts.get("nvml")
-        seen: dict[str, Any] = nvml if isinstance(nvml, dict) else {}
-        used, process, reserved = (seen.get(name) for name in ("used_bytes", "process_bytes", "reserved_bytes"))
-        processes = seen.get("processes")
+        seen = trace.facts.nvml or NvmlFacts()
+        used, process, reserved = seen.used_bytes, seen.process_bytes, seen.reserved_bytes
         libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
         return cls(
             context=context,
             libraries=libraries,
             others=None if used is None or process is None else max(used - process, 0),
             unnamed=_beside_torch(trace, context) if libraries is None else None,
-            processes=None
-            if processes is None
-            else tuple(OtherProcess(one["pid"], one["name"], one.get("bytes")) for one in processes),
+            processes=seen.processes,
         )
 
 

@@ -14,6 +14,7 @@ from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import Span, spans
 from memprof.trace.events import HOST, EventKind, Trace
+from memprof.trace.plain import json_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class Stage:
 class LiveTensor:
     """Equal storages alive at the peak: same layout, category, operator and line, in one module of each layer."""
 
-    num_bytes: int
+    num_bytes: int = field(metadata=json_name("bytes"))
     """Of one storage, as requested."""
     count: int
-    allocated_bytes: int
+    allocated_bytes: int = field(metadata=json_name("total_bytes"))
     """Of all of them, rounded to 512 bytes."""
     shape: tuple[int, ...]
     dtype: str
@@ -59,18 +60,18 @@ class LiveTensor:
     source: str | None
     name: str | None
     """The parameter, gradient or optimizer state that it is."""
-    phase: str
-    storages: tuple[int, ...]
+    phase: str = field(default="", metadata=json_name(None))
+    storages: tuple[int, ...] = field(default=(), metadata=json_name(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the ledger at the peak."""
+    """One row of the ledger at the peak: bytes by category, module and phase of birth."""
 
     category: Category
     module: str
     phase: str
-    allocated_bytes: int
+    allocated_bytes: int = field(metadata=json_name("bytes"))
 
 
 @dataclass(frozen=True, slots=True)

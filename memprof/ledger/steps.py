@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from memprof.trace.events import EventKind, PhaseKind, Trace
+from memprof.trace.events import NONE, EventKind, PhaseKind, Trace
+from memprof.trace.plain import json_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +14,15 @@ class Step:
     """A training step, from the end of the one before to the end of its optimizer's step; sizes in bytes allocated."""
 
     step: int
-    begin: int
-    """Its first event; `end` is the first that is no longer its own."""
-    end: int
+    """From 1."""
     peak_bytes: int
     """The highest of its phases but evaluation."""
     end_bytes: int
     growth_bytes: int
     """`end_bytes` beyond what was held when the step before ended; of the first step, when it began."""
+    begin: int = field(default=NONE, metadata=json_name(None))
+    """Its first event; `end` is the first that is no longer its own. NONE in a report that was read from JSON."""
+    end: int = field(default=NONE, metadata=json_name(None))
 
 
 def training_steps(trace: Trace, allocated: Sequence[int]) -> list[Step]:
@@ -49,6 +51,6 @@ def training_steps(trace: Trace, allocated: Sequence[int]) -> list[Step]:
     before = allocated[begin - 1] if begin else 0
     for number, end in sorted(ends.items(), key=lambda item: item[1]):
         peak = max((allocated[time] for time in range(begin, end) if not evaluates[time]), default=before)
-        steps.append(Step(number, begin, end, peak, allocated[end - 1], allocated[end - 1] - before))
+        steps.append(Step(number, peak, allocated[end - 1], allocated[end - 1] - before, begin, end))
         before, begin = allocated[end - 1], end
     return steps

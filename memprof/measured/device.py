@@ -22,6 +22,7 @@ from memprof.measured.merge import merge
 from memprof.measured.outside import Outside
 from memprof.measured.quiet import quiet_profiler
 from memprof.trace.events import CPU, GPU, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
+from memprof.trace.facts import Facts
 from memprof.watch.imports import watch_imports
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.patches import Patches
@@ -78,7 +79,7 @@ class MeasuredDevice:
     def __exit__(self, *exc: object) -> None:
         self._marks.reading()
         if self._outside is not None:  # while the process still holds what the run took
-            self.trace.facts["nvml"] = self._outside.facts()
+            self.trace.facts = Facts(nvml=self._outside.facts())
         end_ns = time.time_ns()
         recorded = self._stop()
         self._remove()

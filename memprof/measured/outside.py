@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
 from memprof.device.nvml import Nvml
+from memprof.trace.facts import NvmlFacts, OtherProcess
 
 
 class Outside:
@@ -36,20 +36,16 @@ class Outside:
         """Of the whole card, by everybody; None: NVML cannot be asked."""
         return self._nvml.use(self._card).used_bytes
 
-    def facts(self) -> dict[str, Any]:
-        """What the bridge (ledger/bridge.py) makes of this moment; `note` says why something is None."""
+    def facts(self) -> NvmlFacts:
+        """What the bridge (ledger/bridge.py) makes of this moment."""
         use = self._nvml.use(self._card)
-        own = os.getpid()
-        return {
-            "reserved_bytes": torch.cuda.memory_reserved(),
-            "process_bytes": use.own_bytes,
-            "used_bytes": use.used_bytes,
-            "processes": None
+        others = [process for process in use.by_process if process.pid != os.getpid()]
+        return NvmlFacts(
+            reserved_bytes=torch.cuda.memory_reserved(),
+            process_bytes=use.own_bytes,
+            used_bytes=use.used_bytes,
+            processes=None
             if use.used_bytes is None
-            else [
-                {"pid": process.pid, "name": process.name, "bytes": process.used_bytes}
-                for process in use.by_process
-                if process.pid != own
-            ],
-            "note": use.note,
-        }
+            else tuple(OtherProcess(process.pid, process.name, process.used_bytes) for process in others),
+            note=use.note,
+        )

@@ -34,9 +34,9 @@ class Group:
     """Blocks alive at a moment that have the same line, module, category or size class."""
 
     key: str
-    num_bytes: int
+    allocated_bytes: int
     """Of their blocks."""
-    requested: int
+    requested_bytes: int
     count: int
     category: Category
     """That of most of their bytes; `op` and `module` likewise."""
@@ -120,15 +120,15 @@ def group(lives: list[Life], by: str) -> list[Group]:
         found.append(
             Group(
                 key=key,
-                num_bytes=sum(life.size for life in own),
-                requested=sum(life.requested for life in own),
+                allocated_bytes=sum(life.size for life in own),
+                requested_bytes=sum(life.requested for life in own),
                 count=len(own),
                 category=Category(category),
                 op=op,
                 module=module,
             )
         )
-    return sorted(found, key=lambda one: (-one.num_bytes, one.key))
+    return sorted(found, key=lambda one: (-one.allocated_bytes, one.key))
 
 
 def _key(life: Life, by: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memprof.allocator.rounding import SMALL_SIZE, round_size, segment_size
 from memprof.recording.occupancy import fragmentation
-from memprof.recording.origins import Origin, origin_of
+from memprof.recording.origins import origin_of
 from memprof.recording.recording import Recording
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
@@ -17,22 +17,22 @@ class Refusal:
     """One out-of-memory error."""
 
     event: int
-    requested: int
-    tried: int
+    requested_bytes: int
+    tried_bytes: int
     """The segment that the driver refused: what torch's message says it tried to allocate."""
-    device_free: int
+    device_free_bytes: int
     """Free on the card, outside torch's cache."""
-    allocated: int
-    reserved: int
-    cached: int
+    allocated_bytes: int
+    reserved_bytes: int
+    cached_bytes: int
     """Reserved and not in use."""
-    usable: int
+    usable_bytes: int
     """Of it, in the pool and on the stream of the request."""
-    largest_free: int
+    largest_free_bytes: int
     """Largest free block there."""
-    origin: Origin
     fragmented: bool
     """Cached memory and what is free on the card together would have been enough."""
+    source: str
     reasons: tuple[str, ...]
 
 
@@ -85,15 +85,15 @@ def _explain(recording: Recording, index: int) -> Refusal:
     _, allocated, reserved = recording.at(index)
     return Refusal(
         event=index,
-        requested=event.size,
-        tried=tried,
-        device_free=event.address,
-        allocated=allocated,
-        reserved=reserved,
-        cached=state.free,
-        usable=usable,
-        largest_free=largest,
-        origin=origin_of(event.frames),
+        requested_bytes=event.size,
+        tried_bytes=tried,
+        device_free_bytes=event.address,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        cached_bytes=state.free,
+        usable_bytes=usable,
+        largest_free_bytes=largest,
         fragmented=fragmented,
+        source=origin_of(event.frames).source,
         reasons=tuple(reasons),
     )

@@ -43,11 +43,11 @@ class Leak:
     source: str
     module: str
     op: str
-    num_bytes: int
+    allocated_bytes: int
     """Of all that are alive at the end."""
     count: int
-    per_step: int
-    """Bytes that a step leaves behind, in the middle of all steps."""
+    per_step_bytes: int
+    """What a step leaves behind, in the middle of all steps."""
     steps: int
     """Steps that left something."""
 
@@ -161,10 +161,10 @@ def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:
                 source=source,
                 module=Counter(life.origin.module for _, life in own).most_common(1)[0][0],
                 op=op,
-                num_bytes=sum(left.values()),
+                allocated_bytes=sum(left.values()),
                 count=len(own),
-                per_step=amounts[len(amounts) // 2],
+                per_step_bytes=amounts[len(amounts) // 2],
                 steps=len(left),
             )
         )
-    return sorted(found, key=lambda leak: (-leak.num_bytes, leak.source))
+    return sorted(found, key=lambda leak: (-leak.allocated_bytes, leak.source))

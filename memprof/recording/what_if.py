@@ -21,10 +21,10 @@ class Outcome:
     """What one configuration makes of the requests."""
 
     settings: str
-    peak_reserved: int
-    peak_allocated: int
-    final_reserved: int
-    segments: int
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    final_reserved_bytes: int
+    driver_allocations: int
     """Taken from the driver in all; mappings, of expandable segments."""
     final_segments: int
 
@@ -35,23 +35,22 @@ class WhatIf:
 
     before: Outcome
     after: Outcome
-    recorded_peak_reserved: int
-    refused: int
-    """Requests that were refused in the recording, and are left out of both replays."""
-
-    @property
-    def saved(self) -> int:
-        """Bytes of peak reserved memory that the other settings save; below 0 if they cost."""
-        return self.before.peak_reserved - self.after.peak_reserved
+    saved_bytes: int
+    """Of peak reserved memory; below 0 if the other settings need more."""
+    recorded_peak_reserved_bytes: int
+    refused_requests: int
+    """In the recording; they are left out of both replays."""
 
 
 def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
     """Replay the requests of `recording` under its own settings and under `other`."""
+    before, after = (_replay(recording, config) for config in (recording.replay.config, other))
     return WhatIf(
-        before=_replay(recording, recording.replay.config),
-        after=_replay(recording, other),
-        recorded_peak_reserved=recording.peak("reserved")[0],
-        refused=sum(event.action is Action.OOM for event in recording.events),
+        before=before,
+        after=after,
+        saved_bytes=before.peak_reserved_bytes - after.peak_reserved_bytes,
+        recorded_peak_reserved_bytes=recording.peak("reserved")[0],
+        refused_requests=sum(event.action is Action.OOM for event in recording.events),
     )
 
 
@@ -102,10 +101,10 @@ def _replay(recording: Recording, config: AllocatorConfig) -> Outcome:
     stats = allocator.stats()
     return Outcome(
         settings=config.text or "the defaults",
-        peak_reserved=stats["reserved_bytes.all.peak"],
-        peak_allocated=stats["allocated_bytes.all.peak"],
-        final_reserved=stats["reserved_bytes.all.current"],
-        segments=stats["num_device_alloc"],
+        peak_reserved_bytes=stats["reserved_bytes.all.peak"],
+        peak_allocated_bytes=stats["allocated_bytes.all.peak"],
+        final_reserved_bytes=stats["reserved_bytes.all.current"],
+        driver_allocations=stats["num_device_alloc"],
         final_segments=len(allocator.segments()),
     )
 

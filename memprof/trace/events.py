@@ -11,6 +11,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from memprof.trace.facts import Facts
+
 NONE = -1
 """An index that points nowhere: no module, no source, no forward event."""
 
@@ -266,8 +268,7 @@ class Failure(NamedTuple):
 class Trace:
     """The whole record of one run.
 
-    `events` is the time axis. What the analysis does not need (versions, card, resolved spec) is in `facts`, as plain
-    JSON values.
+    `events` is the time axis. What is no event (versions, card, what was asked for) is in `facts`.
     """
 
     source: str = "simulated"
@@ -288,7 +289,7 @@ class Trace:
     work: list[Work] = field(default_factory=list)
     """Empty if it was not counted."""
     assumptions: list[str] = field(default_factory=list)
-    facts: dict[str, object] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     failure: Failure | None = None
     """None if the run came to its end."""
     trains: bool = False

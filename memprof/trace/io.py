@@ -34,6 +34,7 @@ from memprof.trace.events import (
     Trace,
     Work,
 )
+from memprof.trace.facts import Facts
 from memprof.trace.files import write_whole
 
 SCHEMA = 2
@@ -54,7 +55,7 @@ def save_trace(trace: Trace, path: Path) -> None:
         "format": _FORMAT,
         "schema": SCHEMA if any(event.kind is EventKind.EMPTY_CACHE for event in trace.events) else 1,
         "source": trace.source,
-        "facts": trace.facts,
+        "facts": trace.facts.to_json(),
         "assumptions": trace.assumptions,
         "ops": trace.ops,
         "sources": trace.sources,
@@ -133,7 +134,7 @@ def _trace(document: dict[str, Any]) -> Trace:
         owners={index: Owner(Role(role), name) for index, role, name in document["owners"]},
         mismatches=[_mismatch(row) for row in document["mismatches"]],
         assumptions=document["assumptions"],
-        facts=document["facts"],
+        facts=Facts.from_json(document["facts"]),
         # Captures of earlier releases have none.
         failure=None if document.get("failure") is None else _failure(document["failure"]),
         device=document.get("device", GPU),

@@ -13,6 +13,7 @@ from memprof.corpus import Frequencies
 from memprof.findings import Finding
 from memprof.findings.lives import Lives
 from memprof.flows import profile as pipeline
+from memprof.flows.cards import virtual_card
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Document
@@ -94,7 +95,7 @@ def largest_batch(spec: TargetSpec) -> int:
     # Memory grows evenly with the batch, but for rounding: two runs say about where to look.
     (few, _), (more, _) = required(64), required(128)
     each = (more - few) / 64
-    total = pipeline.virtual_card(spec).total_bytes
+    total = virtual_card(spec).total_bytes
     batch_size = 128 + int((total - more) / each)
     while not required(batch_size)[1]:
         batch_size -= 1

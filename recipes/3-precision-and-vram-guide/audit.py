@@ -12,6 +12,7 @@ from specs import AFTER, BEFORE, CARDS, DEVIATIONS, KEPT_LAYERS, RECOMMENDED, SI
 import memprof
 from memprof.catalog import find_gpu
 from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.units import GIB, format_bytes
@@ -196,7 +197,7 @@ def _loop_claims() -> list[Claim]:
     before, emptied = (analysis(BEFORE, 32, empty_cache=empty).report().verdict for empty in (False, True))
     same = before.oom_stage == emptied.oom_stage and before.tried_to_allocate_bytes == emptied.tried_to_allocate_bytes
     trace = analysis(AFTER, 112, lengths=(100, 512, 317, 420, 233, 480, 64)).trace
-    default, expandable = (pipeline.analyze(trace, conf).peak for conf in ("", "expandable_segments:True"))
+    default, expandable = (analyze(trace, conf).peak for conf in ("", "expandable_segments:True"))
     with memprof.virtual_gpu(AFTER.gpu, alloc_conf="") as gpu:
         model = build(AFTER)
         shown = torch.cuda.memory_allocated() / 1024**3

@@ -121,7 +121,7 @@ def claims(found: Runs) -> list[Claim]:
             "tried to allocate 37.09 GiB on a card of 94.97 GiB",
             "holds" if not verdict.fits and round(tried / GIB, 2) == 37.09 else "does not hold",
             f"{verdict.oom_op} of {verdict.oom_dtype} {list(verdict.oom_shape or ())}: {format_bytes(tried)} refused "
-            f"with {format_bytes(in_use)} in use, on {format_bytes(found.full.device['total_bytes'])}",
+            f"with {format_bytes(in_use)} in use, on {format_bytes(found.full.device.total_bytes)}",
         ),
         Claim(
             "cross entropy adds ~74 GB in float32; 111 GB for the loss alone",
@@ -134,7 +134,7 @@ def claims(found: Runs) -> list[Claim]:
             "parameters: 8.72 GB, 3.92B in bfloat16",
             is_about(3.92e9 * 2, 8.72),
             f"3.92B take {3.92e9 * 2 / GIB:.2f} GiB, and 8.72 GiB are {8.72 * GIB / 2e9:.2f}B; the model here has "
-            f"{found.model_own.target['num_parameters'] / 1e9:.2f}B, "
+            f"{found.model_own.target.num_parameters / 1e9:.2f}B, "
             f"{format_bytes(found.full.peak.categories['parameters'])}",
         ),
         Claim(

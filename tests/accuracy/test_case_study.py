@@ -54,7 +54,7 @@ def study() -> Document:
 def test_the_card_is_the_study_s(study: Document, shared_dir: Path) -> None:
     text = (shared_dir / "case-studies" / "5-long-context-logits.md").read_text(encoding="utf-8")
     assert "Tried to allocate 37.09 GiB" in text and "GPU 0 capacity: 94.97 GiB" in text
-    assert round(study.device["total_bytes"] / GIB, 2) == 94.97
+    assert round(study.device.total_bytes / GIB, 2) == 94.97
 
 
 def test_the_same_request_is_refused(study: Document) -> None:

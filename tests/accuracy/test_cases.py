@@ -62,7 +62,7 @@ def test_every_case_runs_and_its_ledger_sums_up(name: str) -> None:
 def test_adamw_keeps_twice_the_parameters(name: str, parameters: int) -> None:
     """And a step counter of 4 bytes, a block, for each; blocks and rests add less than 1%."""
     found = ran(name)
-    assert found.document.target["num_parameters"] == parameters
+    assert found.document.target.num_parameters == parameters
     item = 2 if CASES[name].dtype == "bfloat16" else 4
     assert 2 * parameters * item <= found.category("optimizer state") < 2 * parameters * item * 1.01
     assert parameters * item <= found.category("parameters") < parameters * item * 1.01
@@ -115,14 +115,14 @@ def test_the_chunked_loss_never_holds_the_logits() -> None:
     logits = 1024 * VOCABULARY * 2
     assert any(storage.num_bytes == logits for storage in ran("llama-1b-sdpa").trace.storages)
     chunked = ran("llama-1b-chunked-loss")
-    assert chunked.document.target["num_parameters"] == LLAMA_PARAMETERS
+    assert chunked.document.target.num_parameters == LLAMA_PARAMETERS
     # In float32 they would be as large as the head itself, which is there.
     assert not any(storage.num_bytes == logits for storage in chunked.trace.storages)
 
 
 def test_lora_trains_the_adapters_alone() -> None:
     """Rank 16 on queries and values (PEFT's choice for Llama): 16 layers x 16 x (2,048 + 2,048 + 2,048 + 512)."""
-    trained = ran("llama-1b-lora").document.target["num_trainable_parameters"]
+    trained = ran("llama-1b-lora").document.target.num_trainable_parameters
     assert trained == 16 * 16 * (2048 + 2048 + 2048 + 512)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from memprof.catalog import find_gpu
 from memprof.flows import profile as pipeline
-from memprof.flows.profile import allocator_settings, live_allocator
+from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
 from memprof.virtual import VirtualGpu
@@ -148,7 +148,7 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     settings = allocator_settings("")
     with (
         _no_collection(),
-        VirtualGpu(find_gpu(card), memory=lambda trace: live_allocator(trace, find_gpu(card), settings)) as gpu,
+        VirtualGpu(find_gpu(card), memory=lambda trace: RunAllocator(trace, find_gpu(card), settings)) as gpu,
     ):
         if isinstance(run, Recipe):
             torchtune_recipe.train(run)
@@ -221,7 +221,7 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     card, settings = find_gpu("rtx-4080"), allocator_settings("")
-    with _no_collection(), VirtualGpu(card, memory=lambda trace: live_allocator(trace, card, settings)):
+    with _no_collection(), VirtualGpu(card, memory=lambda trace: RunAllocator(trace, card, settings)):
         peft.prepare_model_for_kbit_training(causal_lm(key, "nf4"))
         assert round(torch.cuda.max_memory_allocated() / GIB, 4) == LOADING[key]
 
@@ -251,7 +251,7 @@ def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:
     settings: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_targets": ",".join(ATTENTION)}
     spec = TargetSpec(model="qwen2.5-0.5b", context_length=1024, activation_checkpointing=True, gpu=card, **settings)
     document = pipeline.profile(spec)[1]
-    assert document.target["num_trainable_parameters"] == 2_162_688
+    assert document.target.num_trainable_parameters == 2_162_688
     assert document.peak.allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.measured import MeasuredDevice, cuda
 from memprof.spec import TargetSpec
 from memprof.trace.events import CPU, GPU
@@ -104,7 +105,7 @@ def test_a_case_is_recorded_and_compared(
     # Two weights of this size, their gradients, and AdamW's two moments; more is activations of it.
     assert sum(size == weight for size, _ in stream) >= 8
     assert {"aten.addmm", "aten.clamp_min"} <= {op for _, op in stream}
-    assert pipeline.analyze(trace).peak.allocated_bytes > 8 * weight
+    assert analyze(trace).peak.allocated_bytes > 8 * weight
     plain = gzip.decompress((folder / "small.snapshot.pickle.gz").read_bytes())
     assert [entry["action"] for entry in pickle.loads(plain)["device_traces"][0]] == [e["action"] for e in HISTORY]
     assert b"frames" not in plain

@@ -11,7 +11,7 @@ from memprof.allocator import parse_config
 from memprof.recording.recording import recordings
 from memprof.recording.steps import find_steps
 from memprof.report.documents.analysis import Analysis
-from memprof.report.documents.analysis_build import Facts, Question, build_analysis
+from memprof.report.documents.analysis_build import Origin, Question, build_analysis
 from memprof.report.terminal.analysis import render_text
 from tests.golden.test_report import check
 from tests.unit.recording.builder import training
@@ -23,8 +23,8 @@ def document(**question) -> Analysis:
     found = recordings(program.snapshot())
     for one in found:
         one.steps = find_steps(one)
-    facts = Facts("training.pickle", "torch snapshot", "measured", "", ("A hand-written run.",))
-    return build_analysis(found, facts, Question(**question))
+    origin = Origin("training.pickle", "torch snapshot", "measured", "", ("A hand-written run.",))
+    return build_analysis(found, origin, Question(**question))
 
 
 def test_text():

@@ -4,15 +4,17 @@
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.report.documents.comparison import Comparison
 from memprof.report.matching.comparison_build import build_comparison
-from memprof.report.matching.runs import run_of_report
+from memprof.report.matching.runs import run_of_document
 from memprof.report.matching.tolerance import parse_tolerance
 from memprof.report.terminal.comparison import render_text
+from memprof.trace.facts import AllocatorFacts
 from tests.golden.test_report import check, training_run
 from tests.unit.report.runs import facts
 
@@ -21,16 +23,14 @@ def document(tolerance="1%") -> Comparison:
     """The float32 copies that the layers keep are in half precision in B, under expandable segments."""
     before, after = training_run(), training_run()
     before.facts = facts()
-    after.facts = facts(fixes=["norms-in-bfloat16"], steps=2)
-    after.facts["allocator"] = {
-        "torch": "2.11.0", "alloc_conf": "expandable_segments:True", "alloc_conf_from": "--alloc-conf",
-    }  # fmt: skip
+    expandable = AllocatorFacts("2.11.0", "expandable_segments:True", "--alloc-conf")
+    after.facts = replace(facts(fixes=("norms-in-bfloat16",), steps=2), allocator=expandable)
     after.assumptions.append("The norms compute in bfloat16.")
     for index, storage in enumerate(after.storages):
         if storage.shape == (1, 4096, 2048):
             after.storages[index] = storage._replace(dtype="bfloat16", num_bytes=storage.num_bytes // 2)
     runs = [
-        run_of_report(pipeline.analyze(trace).to_json(), name, "memprof capture")
+        run_of_document(analyze(trace), name, "memprof capture")
         for trace, name in ((before, "before.memprof"), (after, "after.memprof"))
     ]
     return build_comparison(runs[0], runs[1], parse_tolerance(tolerance))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
 from memprof.report.terminal.report import render_text
+from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
     Event,
@@ -25,6 +26,7 @@ from memprof.trace.events import (
     Storage,
     Trace,
 )
+from memprof.trace.facts import DeviceFacts, Facts, Target
 
 HERE = Path(__file__).parent
 MIB = 2**20
@@ -143,32 +145,22 @@ def training_run() -> Trace:
 
 def document(total_bytes: int) -> Document:
     trace = training_run()
-    trace.facts = {
-        "command": "profile",
-        "memprof_version": "0.1.0",
-        "target": {
-            "model": "tiny",
-            "num_parameters": 68681728,
-            "batch_size": 1,
-            "context_length": 4096,
-            "dtype": "bfloat16",
-            "optimizer": "adamw",
-            "mode": "train",
-            "activation_checkpointing": False,
-            "gradient_accumulation": 1,
-            "steps": 2,
-            "vocab_size": 64000,
-            "asked_vocab_size": None,
-            "max_positions": 8192,
-        },
-        "device": {
-            "name": "Golden Card",
-            "total_bytes": total_bytes,
-            "usable_bytes": total_bytes - 426 * MIB,
-            "context_bytes": 426 * MIB,
-        },
-    }
-    return pipeline.analyze(trace)
+    context = 426 * MIB
+    trace.facts = Facts(
+        command="profile",
+        memprof_version="0.1.0",
+        target=Target(
+            asked=TargetSpec(model="tiny"),
+            model="tiny",
+            num_parameters=68681728,
+            context_length=4096,
+            dtype="bfloat16",
+            vocab_size=64000,
+            max_positions=8192,
+        ),
+        device=DeviceFacts("Golden Card", total_bytes, total_bytes - context, context),
+    )
+    return analyze(trace)
 
 
 def check(name: str, actual: str) -> None:

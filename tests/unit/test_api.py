@@ -12,7 +12,7 @@ import memprof
 from memprof.allocator import Settings, replay_trace
 from memprof.catalog import custom_gpu
 from memprof.errors import UsageError
-from memprof.flows.profile import allocator_settings, live_allocator
+from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot_file import parse_snapshot
 from memprof.virtual import VirtualGpu
@@ -79,7 +79,7 @@ def test_a_snapshot_after_a_request_that_was_refused() -> None:
     """The program has gone on without it, and so has its cache."""
     gpu = custom_gpu(GIB)
     settings = allocator_settings("")
-    with VirtualGpu(gpu, memory=lambda trace: live_allocator(trace, gpu, settings), refuses=True):
+    with VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), refuses=True):
         kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         assert kept.is_cuda
         with pytest.raises(torch.OutOfMemoryError):
@@ -131,7 +131,7 @@ def test_nothing_is_replayed_for_a_program_that_does_not_ask(monkeypatch: pytest
     def fail(*args: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr("memprof.api.live_allocator", fail)
+    monkeypatch.setattr("memprof.api.RunAllocator", fail)
     with memprof.virtual_gpu("a100-40gb"):
         train(1)
         torch.cuda.empty_cache()

@@ -8,7 +8,6 @@ from torch import nn
 
 import memprof
 from memprof.errors import RunFailedError, UsageError
-from memprof.flows import profile as pipeline
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.spec import TargetSpec
 
@@ -32,7 +31,7 @@ def test_arguments_are_copied_to_the_card() -> None:
     model, optimizer, batch = parts()
     before = model.weight.detach().clone()
     document = memprof.profile(train_step, model, optimizer, batch, scale=0.5, gpu="rtx-4090", steps=3)
-    assert document.device["name"] == "NVIDIA GeForce RTX 4090"
+    assert document.device.name == "NVIDIA GeForce RTX 4090"
     assert [row.step for row in document.steps] == [1, 2, 3]
     assert document.model_state.parameters_bytes == document.model_state.gradients_bytes == WEIGHT
     assert document.model_state.optimizer_state_bytes >= 2 * WEIGHT
@@ -53,7 +52,7 @@ def test_state_of_an_optimizer_that_has_stepped_comes_along() -> None:
 
 def test_a_card_by_its_capacity() -> None:
     document = memprof.profile(lambda: torch.empty(2000 * MIB, dtype=torch.uint8, device="cuda"), vram="2GiB")
-    assert document.device["total_bytes"] == 2 << 30 and document.verdict.fits is False
+    assert document.device.total_bytes == 2 << 30 and document.verdict.fits is False
 
 
 def test_growth_is_found() -> None:
@@ -86,7 +85,7 @@ def test_what_the_function_raises_comes_with_the_report() -> None:
 
 def test_a_specification_goes_through_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(pipeline, "profile", lambda *given: seen.append(given) or ("trace", "document"))
+    monkeypatch.setattr("memprof.api.profile_spec", lambda *given: seen.append(given) or ("trace", "document"))
     spec = TargetSpec(model="gpt2")
     assert memprof.profile(spec, print) == ("trace", "document")
     assert seen == [(spec, print)]

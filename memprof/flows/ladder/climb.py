@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError
-from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze, with_settings
+from memprof.flows.cards import virtual_card
+from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.remedies.fixes import Fix, edit_spec, in_force, worst_numerics
 from memprof.remedy_catalog import REMEDIES
@@ -19,6 +21,7 @@ from memprof.report.documents.ladder import Rung, StepWork, bottleneck_of, cost_
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
+from memprof.trace.facts import target_to_json
 from memprof.units import GIB, format_bytes
 
 LADDER = (
@@ -101,7 +104,7 @@ class Runs(abc.ABC):
     def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
         """A run's trace as one with `fixes` would be, which differ from the run's in the allocator's settings alone."""
         settings = self._alloc_conf(fixes)
-        return trace if settings is None else pipeline.with_settings(trace, settings)
+        return trace if settings is None else with_settings(trace, settings)
 
     @abc.abstractmethod
     def check(self, fixes: Sequence[Fix]) -> None:
@@ -131,7 +134,7 @@ class Runs(abc.ABC):
         self.check(fixes)
         before = self.with_fixes(others) if others else self.original
         trace = self._retold(before.trace, fixes)
-        self._known[key] = Run(trace, pipeline.analyze(trace), before.work)
+        self._known[key] = Run(trace, analyze(trace), before.work)
         return self._known[key]
 
     def _made(self, fixes: Sequence[Fix]) -> Run:
@@ -169,7 +172,7 @@ class SpecRuns(Runs):
     def __init__(self, spec: TargetSpec, progress: Callable[[str], None]) -> None:
         self._progress = progress
         self._spec = spec
-        super().__init__(pipeline.virtual_card(spec))
+        super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
         """The spec with `fixes`.
@@ -179,7 +182,7 @@ class SpecRuns(Runs):
         """
         spec = self._spec
         for fix in fixes:
-            spec = edit_spec(spec, fix, self.original.document.target)
+            spec = edit_spec(spec, fix, target_to_json(self.original.document.target))
         return spec
 
     def check(self, fixes: Sequence[Fix]) -> None:
@@ -196,7 +199,7 @@ class SpecRuns(Runs):
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
         spec = self.in_force(fixes) if fixes else self._spec
-        return pipeline.profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
+        return profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
 
 
 def apply_fixes(
@@ -206,7 +209,7 @@ def apply_fixes(
 
     Raises:
         UsageError: a fix does not apply.
-        RunFailedError: as `pipeline.profile`.
+        RunFailedError: as `profile`.
     """
     runs = SpecRuns(spec, progress)
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
@@ -238,7 +241,7 @@ def climb(runs: Runs, names: Sequence[str] = LADDER) -> tuple[Trace, Document]:
     model. What trains another model (LoRA) is tried only where nothing else is enough.
 
     Raises:
-        RunFailedError: as `pipeline.profile`.
+        RunFailedError: as `profile`.
     """
     run, fixes = runs.original, list[Fix]()
     rungs = [runs.rung((), run, None)]

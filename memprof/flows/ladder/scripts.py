@@ -13,11 +13,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
-from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.flows.ladder.climb import Runs, climb
 from memprof.flows.ladder.search import search
 from memprof.remedies.fixes import Fix
@@ -85,18 +84,18 @@ class ScriptRuns(Runs):
 
     def on_now(self) -> frozenset[str]:
         """What the settings say; what the script has switched on itself is found out by trying."""
-        settings = str(self.original.document.allocator["alloc_conf"] or "")
+        settings = self.original.document.allocator.alloc_conf or ""
         return frozenset({"expandable-segments"} if EXPANDABLE in settings else ())
 
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
-        settings = self.original.document.allocator["alloc_conf"]
+        settings = self.original.document.allocator.alloc_conf
         return ",".join(filter(None, (settings, EXPANDABLE)))
 
     def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
         trace = super()._retold(trace, fixes)
-        facts: dict[str, Any] = trace.facts
-        program = {**facts["program"], "fixes": [*map(str, fixes)]}
-        return dataclasses.replace(trace, facts={**facts, "program": program})
+        assert trace.facts.program is not None
+        program = dataclasses.replace(trace.facts.program, fixes=tuple(map(str, fixes)))
+        return dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, program=program))
 
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "as it is"))
@@ -116,7 +115,7 @@ class ScriptRuns(Runs):
             if done.returncode not in (0, 3) or not kept.exists():
                 raise _failure(done.returncode, done.stderr, fixes)
             trace = load_trace(kept)
-        return trace, pipeline.analyze(trace)
+        return trace, analyze(trace)
 
 
 def _failure(code: int, said: str, fixes: Sequence[Fix]) -> MemprofError:

@@ -41,7 +41,7 @@ def search(runs: Runs, tiers: Sequence[tuple[str, Sequence[str]]] = _TIERS) -> t
     Cheap is what adds least to the time of a step at the card's published rates.
 
     Raises:
-        RunFailedError: as `pipeline.profile`.
+        RunFailedError: as `profile`.
     """
     if runs.original.fits:
         return with_ladder(runs, (), "it fits as it is: nothing is to be changed")

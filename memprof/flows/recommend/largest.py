@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memprof.catalog import Gpu, ModelEntry, list_models
 from memprof.errors import MemprofError
-from memprof.flows import profile as pipeline
+from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import snippet
 from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, eight_bit_optimizer, half_of
@@ -71,11 +71,11 @@ def recommend_models(
         progress: told what is being done.
         context_length: at which models are tried; None: 2,048.
     """
-    gpu = pipeline.virtual_card(spec)
+    gpu = virtual_card(spec)
     runs = Simulator(gpu, progress)
     rows = tuple(_largest(runs, spec, task, context_length or CONTEXT) for task in tasks(gpu))
     return Recommendation(
-        device=pipeline.device_facts(gpu),
+        device=device_facts(gpu),
         goal=None,
         model=None,
         num_parameters=None,
@@ -147,7 +147,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         model=entry.key,
         num_parameters=entry.num_parameters,
         needed_bytes=outcome.needed_bytes,
-        at_context=int(str(outcome.target["context_length"])),
+        at_context=outcome.target.context_length or 0,
         context_length=longest,
         first_too_long=too_long,
         next_model=None if after is None else after.key,
@@ -166,7 +166,7 @@ def _longest(
     runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, available: int, outcome: Outcome
 ) -> tuple[int, int | None]:
     """The longest context of this model, and the next that was tried; multiples of GRAIN."""
-    at = int(str(outcome.target["context_length"]))
+    at = outcome.target.context_length or 0
     high = (entry.max_positions or 0) // GRAIN * GRAIN
 
     def needed(length: int) -> int:

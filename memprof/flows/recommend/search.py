@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memprof.errors import MemprofError
-from memprof.flows import profile as pipeline
+from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import cards, snippet
 from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
@@ -148,7 +148,7 @@ class Search:
 
     def context_limit(self, tried: Tried, longest: int | None) -> Bound:
         """The longest context of this configuration, in steps of GRAIN tokens."""
-        now = int(str(tried.outcome.target["context_length"]))
+        now = tried.outcome.target.context_length or 0
         high = (longest or MAX_CONTEXT) // GRAIN * GRAIN
         if high < GRAIN:
             return Bound(now, None)
@@ -249,7 +249,7 @@ def recommend(
     Raises:
         MemprofError: the model cannot be found, or no way to run the goal applies to it.
     """
-    gpu = pipeline.virtual_card(spec)
+    gpu = virtual_card(spec)
     runs = runs or Simulator(gpu, progress)
     default = 1 if goal is Goal.INFER else DEFAULT_EFFECTIVE_BATCH
     batch = effective_batch or micro_batch or default
@@ -270,22 +270,22 @@ def recommend(
     example = chosen or found.least
     assert example is not None
     target = example.outcome.target
-    context_length = int(str(target["context_length"]))
-    longest = target.get("max_positions")
+    context_length = target.context_length or 0
+    longest = target.max_positions
     batch_limit = context = None
     alternatives: tuple[Alternative, ...] = ()
     if chosen is not None:
         batch_limit = search.batch_limit(chosen)
-        if target.get("vocab_size") is not None:
-            context = search.context_limit(chosen, None if longest is None else int(str(longest)))
+        if target.vocab_size is not None:
+            context = search.context_limit(chosen, longest)
     else:
         alternatives = cards.alternatives(search, example)
     rows = _choices(runs, found.tried, chosen)
     answer = Recommendation(
-        device=pipeline.device_facts(gpu),
+        device=device_facts(gpu),
         goal=goal.value,
-        model=str(target["model"]),
-        num_parameters=int(str(target["num_parameters"])),
+        model=target.model,
+        num_parameters=target.num_parameters,
         context_length=context_length,
         effective_batch=batch,
         chosen=rows[0] if chosen is not None else None,

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
-from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
+from memprof.flows.profile import profile
 from memprof.ledger.state import ModelState
 from memprof.remedies.fixes import Fix, edit_spec, in_force
 from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.ladder import StepWork, accumulated_work
 from memprof.spec import Mode, TargetSpec
+from memprof.trace.facts import Target, target_to_json
 
 HOST_BYTES = 256 << 30
 """Host memory that is taken for granted, as in memprof/flows/ladder/climb.py."""
@@ -41,7 +43,7 @@ class Outcome:
     host_bytes: int
     step: StepWork | None
     state: ModelState
-    target: dict[str, object]
+    target: Target
     dies_in: str
 
     def against(self, available: int) -> int:
@@ -104,16 +106,17 @@ class Simulator:
             return None
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> Outcome:
-        trace, document = pipeline.profile(spec, explained=False)
+        trace, document = profile(spec, explained=False)
         step = accumulated_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
         if not document.verdict.fits and together and "expandable-segments" not in in_force(spec):
             # All tensors together would fit: perhaps they do without the pieces in between.
-            edited = edit_spec(spec, Fix(REMEDIES["expandable-segments"]), document.target)
-            again = pipeline.analyze(trace, edited.alloc_conf, explained=False)
+            edited = edit_spec(spec, Fix(REMEDIES["expandable-segments"]), target_to_json(document.target))
+            again = analyze(trace, edited.alloc_conf, explained=False)
             if again.verdict.fits:
                 spec, document = edited, again
-        verdict = document.verdict
+        verdict, target, state = document.verdict, document.target, document.model_state
+        assert target is not None and state is not None
         where = verdict.oom_stage or ""
         return Outcome(
             spec=spec,
@@ -121,7 +124,7 @@ class Simulator:
             fits=bool(verdict.fits) and document.host_peak_bytes <= HOST_BYTES,
             host_bytes=document.host_peak_bytes,
             step=step,
-            state=document.model_state,
-            target=dict(document.target),
+            state=state,
+            target=target,
             dies_in=f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where,
         )

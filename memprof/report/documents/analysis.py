@@ -5,9 +5,14 @@ All sizes are integer bytes; events are indices of the device's trace, -1 before
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
+
+from memprof.allocator import Difference
+from memprof.recording.occupancy import Group
+from memprof.recording.refusals import Refusal
+from memprof.recording.steps import Leak
+from memprof.recording.what_if import WhatIf
+from memprof.trace.plain import Plain
 
 SCHEMA = 1
 
@@ -23,19 +28,6 @@ class Amounts:
     reserved_bytes: int
     stage: str | None = None
     """What was being done: a stage of a simulated run, an annotation of a recorded one; else None."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """Blocks that have the same line, module, category or size."""
-
-    key: str
-    allocated_bytes: int
-    requested_bytes: int
-    count: int
-    category: str
-    op: str
-    module: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +57,7 @@ class Moment:
     pending_bytes: int
     """Freed by the program, and waiting for other streams."""
     by: str
-    groups: tuple[GroupRow, ...]
+    groups: tuple[Group, ...]
     blocks: tuple[BlockRow, ...]
     """The largest."""
     num_groups: int
@@ -107,37 +99,6 @@ class FragmentationRow:
 
 
 @dataclass(frozen=True, slots=True)
-class OomRow:
-    """An out-of-memory error, explained."""
-
-    event: int
-    requested_bytes: int
-    tried_bytes: int
-    device_free_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    cached_bytes: int
-    usable_bytes: int
-    largest_free_bytes: int
-    fragmented: bool
-    source: str
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LeakRow:
-    """Blocks of one line that pile up from step to step."""
-
-    source: str
-    module: str
-    op: str
-    allocated_bytes: int
-    count: int
-    per_step_bytes: int
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepsRow:
     """The steps that were recognised."""
 
@@ -156,47 +117,13 @@ class MissingFrames:
 
 
 @dataclass(frozen=True, slots=True)
-class DifferenceRow:
-    """The first point where the replay differs from the recording."""
-
-    device: int
-    event: int
-    problem: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ReplayRow:
     """How far our allocator gives every address that the recording has."""
 
     allocations: int
     identical_addresses: int
     final_layout_identical: bool
-    first_difference: DifferenceRow | None
-
-
-@dataclass(frozen=True, slots=True)
-class OutcomeRow:
-    """What settings make of the requests."""
-
-    settings: str
-    peak_reserved_bytes: int
-    peak_allocated_bytes: int
-    final_reserved_bytes: int
-    driver_allocations: int
-    final_segments: int
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIfRow:
-    """The same requests under two configurations."""
-
-    before: OutcomeRow
-    after: OutcomeRow
-    saved_bytes: int
-    """Of peak reserved memory; below 0 if the other settings need more."""
-    recorded_peak_reserved_bytes: int
-    refused_requests: int
+    first_difference: Difference | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +157,16 @@ class DeviceReport:
     moment: Moment
     fragmentation_at_peak: FragmentationRow
     fragmentation_at_end: FragmentationRow
-    ooms: tuple[OomRow, ...]
+    ooms: tuple[Refusal, ...]
     steps: StepsRow | None
-    leaks: tuple[LeakRow, ...]
+    leaks: tuple[Leak, ...]
     missing_frames: MissingFrames
     replay: ReplayRow
-    what_if: WhatIfRow | None
+    what_if: WhatIf | None
 
 
 @dataclass(frozen=True, slots=True)
-class Analysis:
+class Analysis(Plain):
     """The whole document."""
 
     schema: int
@@ -260,10 +187,6 @@ class Analysis:
     def ran_out(self) -> bool:
         """Whether the recording holds an out-of-memory error."""
         return any(device.ooms for device in self.devices)
-
-    def to_json(self) -> dict[str, Any]:
-        """The document as plain JSON values."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         from memprof.report.terminal.analysis import render_text

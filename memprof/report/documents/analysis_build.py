@@ -13,26 +13,20 @@ from memprof.recording.origins import NO_FRAMES
 from memprof.recording.recording import BEFORE, NEVER, Life, Recording
 from memprof.recording.refusals import refusals
 from memprof.recording.steps import find_leaks
-from memprof.recording.what_if import Outcome, what_if
+from memprof.recording.what_if import what_if
 from memprof.report.documents.analysis import (
     SCHEMA,
     Amounts,
     Analysis,
     BlockRow,
     DeviceReport,
-    DifferenceRow,
     FragmentationRow,
-    GroupRow,
-    LeakRow,
     MissingFrames,
     Moment,
-    OomRow,
-    OutcomeRow,
     PinnedSegment,
     ReplayRow,
     StepsRow,
     TimelineRow,
-    WhatIfRow,
 )
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
@@ -56,8 +50,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of the file beside its recordings."""
+class Origin:
+    """The file of some recordings: what is known beside them."""
 
     file: str
     format: str
@@ -66,7 +60,7 @@ class Facts:
     assumptions: tuple[str, ...] = ()
 
 
-def build_analysis(recordings: Sequence[Recording], facts: Facts, question: Question) -> Analysis:
+def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Question) -> Analysis:
     """The document on `recordings`.
 
     Raises:
@@ -77,10 +71,10 @@ def build_analysis(recordings: Sequence[Recording], facts: Facts, question: Ques
         schema=SCHEMA,
         memprof_version=__version__,
         command="analyze",
-        source=facts.source,
-        file=facts.file,
-        format=facts.format,
-        settings=facts.settings,
+        source=origin.source,
+        file=origin.file,
+        format=origin.format,
+        settings=origin.settings,
         devices=devices,
         replay=ReplayRow(
             allocations=sum(device.replay.allocations for device in devices),
@@ -88,7 +82,7 @@ def build_analysis(recordings: Sequence[Recording], facts: Facts, question: Ques
             final_layout_identical=all(device.replay.final_layout_identical for device in devices),
             first_difference=next((d.replay.first_difference for d in devices if d.replay.first_difference), None),
         ),
-        assumptions=facts.assumptions,
+        assumptions=origin.assumptions,
     )
 
 
@@ -99,8 +93,6 @@ def _device(recording: Recording, question: Question) -> DeviceReport:
     at_peak = fragmentation(recording, peak)
     at_end = fragmentation(recording, recording.end)
     replay = recording.replay
-    first = replay.first_difference
-    leaks = find_leaks(recording, steps) if steps is not None else []
     return DeviceReport(
         device=recording.device,
         events=len(recording.events),
@@ -116,37 +108,17 @@ def _device(recording: Recording, question: Question) -> DeviceReport:
         moment=_moment(recording, question),
         fragmentation_at_peak=_fragmentation(at_peak, peak, question.top),
         fragmentation_at_end=_fragmentation(at_end, recording.end, question.top),
-        ooms=tuple(
-            OomRow(
-                event=one.event,
-                requested_bytes=one.requested,
-                tried_bytes=one.tried,
-                device_free_bytes=one.device_free,
-                allocated_bytes=one.allocated,
-                reserved_bytes=one.reserved,
-                cached_bytes=one.cached,
-                usable_bytes=one.usable,
-                largest_free_bytes=one.largest_free,
-                fragmented=one.fragmented,
-                source=one.origin.source,
-                reasons=one.reasons,
-            )
-            for one in refusals(recording)
-        ),
+        ooms=tuple(refusals(recording)),
         steps=None if steps is None else StepsRow(len(steps.begins), steps.found_by, steps.begins),
-        leaks=tuple(
-            LeakRow(one.source, one.module, one.op, one.num_bytes, one.count, one.per_step, one.steps) for one in leaks
-        ),
+        leaks=() if steps is None else tuple(find_leaks(recording, steps)),
         missing_frames=_missing(recording, peak),
         replay=ReplayRow(
             allocations=replay.allocations,
             identical_addresses=replay.identical_addresses,
             final_layout_identical=replay.final_layout_identical,
-            first_difference=None
-            if first is None
-            else DifferenceRow(recording.device, first.event, first.problem, first.reason),
+            first_difference=replay.first_difference,
         ),
-        what_if=None if question.what_if is None else _what_if(recording, question.what_if),
+        what_if=None if question.what_if is None else what_if(recording, question.what_if),
     )
 
 
@@ -200,10 +172,7 @@ def _moment(recording: Recording, question: Question) -> Moment:
         amounts=_amounts(recording, event),
         pending_bytes=sum(life.size for life in alive if life.freed <= event),
         by=question.by,
-        groups=tuple(
-            GroupRow(one.key, one.num_bytes, one.requested, one.count, one.category.value, one.op, one.module)
-            for one in groups[: question.top]
-        ),
+        groups=tuple(groups[: question.top]),
         blocks=tuple(_block(life) for life in largest[: question.top]),
         num_groups=len(groups),
         num_blocks=len(alive),
@@ -302,25 +271,3 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
     if recording.orphans:
         reasons.append(f"{recording.orphans:,} events do not fit to what went before: parts of the trace are lost")
     return MissingFrames(len(without), sum(life.size for life in without), tuple(reasons))
-
-
-def _what_if(recording: Recording, other: AllocatorConfig) -> WhatIfRow:
-    found = what_if(recording, other)
-    return WhatIfRow(
-        before=_outcome(found.before),
-        after=_outcome(found.after),
-        saved_bytes=found.saved,
-        recorded_peak_reserved_bytes=found.recorded_peak_reserved,
-        refused_requests=found.refused,
-    )
-
-
-def _outcome(one: Outcome) -> OutcomeRow:
-    return OutcomeRow(
-        settings=one.settings,
-        peak_reserved_bytes=one.peak_reserved,
-        peak_allocated_bytes=one.peak_allocated,
-        final_reserved_bytes=one.final_reserved,
-        driver_allocations=one.segments,
-        final_segments=one.final_segments,
-    )

@@ -5,9 +5,10 @@ All sizes are integer bytes. A difference is B less A. What is not known is None
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from memprof.trace.plain import Plain, json_name
 
 SCHEMA = 1
 
@@ -104,7 +105,7 @@ class CategoryRow:
 class TensorSide:
     """Equal tensors alive at one run's peak."""
 
-    bytes: int
+    num_bytes: int = field(metadata=json_name("bytes"))
     """Of one, as requested."""
     count: int
     shape: tuple[int, ...] | None
@@ -112,6 +113,14 @@ class TensorSide:
     dtype: str | None
     op: str
     source: str | None
+    category: str = field(default="", metadata=json_name(None))
+    """This and `where` are those of the row."""
+    where: str | None = field(default=None, metadata=json_name(None))
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all of them."""
+        return self.num_bytes * self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +143,7 @@ class KernelUse:
 
     kind: str
     """CPU kernels or CUDA kernels."""
-    bytes: int
+    num_bytes: int = field(metadata=json_name("bytes"))
     tensors: tuple[TensorSide, ...]
 
 
@@ -161,7 +170,7 @@ class FindingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Plain):
     """The whole document. Every list has its largest differences first."""
 
     schema: int
@@ -201,14 +210,10 @@ class Comparison:
             or any(row.status != SAME for row in self.stages)
             or any(row.difference_bytes for row in self.categories)
             or self.tensors
-            or self.kernels_a.bytes != self.kernels_b.bytes
+            or self.kernels_a.num_bytes != self.kernels_b.num_bytes
             or any(row.difference_bytes for row in self.reserved)
             or self.findings
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The document as plain JSON values."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         from memprof.report.terminal.comparison import render_text

@@ -168,7 +168,7 @@ def bottleneck_of(document: Document) -> Bottleneck:
         return Bottleneck(peak.stage, peak.step, largest, peak.categories[largest], text)
     tried = verdict.tried_to_allocate_bytes or 0
     stage = f"{verdict.oom_stage}" + (f" of step {verdict.oom_step}" if verdict.oom_step else "")
-    if peak.allocated_bytes <= document.device["usable_bytes"]:
+    if peak.allocated_bytes <= (document.device.usable_bytes or 0):
         # All tensors together would fit: it is the pieces in between that do not.
         wasted = (verdict.reserved_bytes or 0) - (verdict.in_use_bytes or 0)
         text = f"dies in {stage}: {format_bytes(tried)} asked, {format_bytes(wasted)} reserved in pieces too small"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+
+from memprof.trace.facts import DeviceFacts
+from memprof.trace.plain import Plain
 
 SCHEMA = 1
 
@@ -161,10 +163,10 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(Plain):
     """The whole answer. Without a model `largest` is filled, with one the rest."""
 
-    device: dict[str, Any]
+    device: DeviceFacts
     goal: str | None
     model: str | None
     num_parameters: int | None
@@ -193,7 +195,3 @@ class Recommendation:
         if self.largest:
             return any(row.model is not None for row in self.largest)
         return self.chosen is not None
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return dataclasses.asdict(self)

@@ -13,12 +13,13 @@ from memprof.allocator import Settings
 from memprof.findings import Finding
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
-from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Stage
+from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Row, Stage
 from memprof.ledger.state import ModelState, model_state
-from memprof.ledger.steps import training_steps
+from memprof.ledger.steps import Step, training_steps
 from memprof.report.documents.ladder import Rung
 from memprof.trace.events import CPU, NONE, FailureKind, Trace
-from memprof.version import __version__
+from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
+from memprof.trace.plain import Plain, json_name
 
 SCHEMA = 2
 """2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
@@ -61,46 +62,6 @@ class StageRow:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
-    """One training step that ran to its end; bytes allocated."""
-
-    step: int
-    """From 1."""
-    peak_bytes: int
-    """The highest since the step before, apart from evaluation where it was recognised."""
-    end_bytes: int
-    """When the optimizer's step ends."""
-    growth_bytes: int
-    """`end_bytes` beyond those of the step before; of the first, beyond what was held when it began."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """Equal tensors alive at the peak."""
-
-    bytes: int
-    count: int
-    total_bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    category: str
-    module: str | None
-    op: str
-    source: str | None
-    name: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerRow:
-    """Allocated bytes at the peak, by category, module and phase of birth; the rows sum to the peak."""
-
-    category: str
-    module: str
-    phase: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Peak:
     """The moment at which most is allocated; and of reserved, which may have its peak elsewhere."""
 
@@ -118,8 +79,9 @@ class Peak:
     host_allocated_bytes: int
     """In host memory at this moment; `host_peak_bytes` of the document is the highest of the whole run."""
     categories: dict[str, int]
-    tensors: tuple[TensorRow, ...]
-    rows: tuple[LedgerRow, ...]
+    tensors: tuple[LiveTensor, ...]
+    rows: tuple[Row, ...]
+    """They sum to `allocated_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +90,7 @@ class CaughtRow:
 
     stage: str
     step: int
-    bytes: int
+    num_bytes: int = field(metadata=json_name("bytes"))
     """Of the tensor."""
     shape: tuple[int, ...]
     dtype: str
@@ -188,27 +150,28 @@ class FailureRow:
     source: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document(Plain):
     """A whole report."""
 
     schema: int
     memprof_version: str
     command: str
     source: str
-    target: dict[str, Any]
-    program: dict[str, Any] | None
-    """Of a script: its `command`, how it `ended` (steps, exit, timeout, error, refused, interrupted), its `exit_code`,
-    the training `steps` that it began (none where nothing is learned) and the `fixes` in force."""
-    device: dict[str, Any]
-    allocator: dict[str, Any]
-    """`torch`, `alloc_conf` and `alloc_conf_from`: whose rules, and by which settings."""
+    target: Target | None
+    """None (in JSON an empty object): not of `memprof profile`."""
+    program: ProgramFacts | None
+    """Of `memprof run`."""
+    device: DeviceFacts
+    allocator: AllocatorFacts
+    """Whose rules, and by which settings."""
     stages: tuple[StageRow, ...]
     peak: Peak
     host_peak_bytes: int
-    bridge: Bridge | None
+    bridge: Bridge | None = None
     """From what tensors asked for to what the card has in use; None where there is no card."""
-    model_state: ModelState
+    model_state: ModelState | None = None
+    """None: a report of an early release."""
     findings: tuple[Finding, ...]
     ladder: tuple[Rung, ...]
     """Runs with remedies in force, where they were asked for."""
@@ -220,17 +183,12 @@ class Document:
     """Why the ladder's remedies were chosen, if they were (`--fix auto`)."""
     ladder_left_out: dict[str, str] = field(default_factory=dict)
     """Remedy -> why it is no row."""
-    steps: tuple[StepRow, ...] = ()
+    steps: tuple[Step, ...] = ()
     """Of a program that names no phases of its own, if two or more of its steps ended."""
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
-        result = dataclasses.asdict(self)
-        for finding in result["findings"]:
-            finding["bytes"] = finding.pop("num_bytes")
-            for evidence in finding["evidence"]:
-                evidence["bytes"] = evidence.pop("num_bytes")
-        return result
+        return super(Document, self).to_json() | {"target": target_to_json(self.target)}
 
     def __str__(self) -> str:
         from memprof.report.terminal.report import render_text
@@ -243,21 +201,21 @@ def build_document(
 ) -> Document:
     """The report on a ledger; `settings` are those of its replay, and `bridge` its own, if there is one."""
     trace = ledger.trace
-    facts: dict[str, Any] = trace.facts
-    device = facts["device"]
-    context = device["context_bytes"]
+    facts = trace.facts
+    context = facts.device.context_bytes
     on_cpu = trace.device == CPU
     first = StageRow("context", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, context, None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
+    steps = training_steps(trace, ledger.allocated)
     return Document(
         schema=SCHEMA,
-        memprof_version=facts.get("memprof_version", __version__),
-        command=facts["command"],
+        memprof_version=facts.memprof_version,
+        command=facts.command,
         source=trace.source,
-        target=facts["target"],
-        program=facts.get("program"),
-        device=device,
-        allocator=settings.facts(),
+        target=facts.target,
+        program=facts.program,
+        device=facts.device,
+        allocator=settings.facts,
         stages=(
             *(() if on_cpu else (first,)),
             *(_measured(_stage_row(stage, context, ledger.out_of_memory), stage, trace) for stage in ledger.stages),
@@ -274,8 +232,8 @@ def build_document(
             device_used_bytes=ledger.peak_reserved_bytes + context,
             host_allocated_bytes=ledger.host[ledger.peak_event],
             categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
-            tensors=tuple(_tensor_row(tensor) for tensor in ledger.live),
-            rows=tuple(LedgerRow(r.category.value, r.module, r.phase, r.allocated_bytes) for r in ledger.rows),
+            tensors=tuple(ledger.live),
+            rows=tuple(ledger.rows),
         ),
         host_peak_bytes=ledger.host_peak_bytes,
         bridge=bridge,
@@ -289,15 +247,8 @@ def build_document(
             *_outside(bridge),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
-        steps=() if facts["command"] == "profile" else _steps(ledger),
+        steps=() if facts.command == "profile" or len(steps) < 2 else tuple(steps),
     )
-
-
-def _steps(ledger: Ledger) -> tuple[StepRow, ...]:
-    steps = training_steps(ledger.trace, ledger.allocated)
-    if len(steps) < 2:
-        return ()
-    return tuple(StepRow(step.step, step.peak_bytes, step.end_bytes, step.growth_bytes) for step in steps)
 
 
 def _outside(bridge: Bridge | None) -> tuple[str, ...]:
@@ -381,7 +332,7 @@ def _caught_row(error: CaughtError, trace: Trace) -> CaughtRow:
     return CaughtRow(
         stage=error.stage.name,
         step=error.stage.step,
-        bytes=storage.num_bytes,
+        num_bytes=storage.num_bytes,
         shape=storage.shape,
         dtype=storage.dtype,
         op=trace.op(storage),
@@ -393,38 +344,15 @@ def _caught_row(error: CaughtError, trace: Trace) -> CaughtRow:
 
 def _stage_row(stage: Stage, context: int, oom: OutOfMemory | None) -> StageRow:
     span = stage.span
+    amounts = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage) if field.name != "span"}
     return StageRow(
         name=span.name,
         step=span.step,
         micro_batch=span.micro_batch,
-        allocated_bytes=stage.allocated_bytes,
-        delta_bytes=stage.delta_bytes,
-        peak_allocated_bytes=stage.peak_allocated_bytes,
-        requested_bytes=stage.requested_bytes,
-        requested_delta_bytes=stage.requested_delta_bytes,
-        peak_requested_bytes=stage.peak_requested_bytes,
-        reserved_bytes=stage.reserved_bytes,
-        peak_reserved_bytes=stage.peak_reserved_bytes,
         device_used_bytes=stage.reserved_bytes + context,
         seconds=None,
-        host_allocated_bytes=stage.host_allocated_bytes,
-        peak_host_bytes=stage.peak_host_bytes,
         stack=span.stack,
         index=span.index,
         oom=oom is not None and oom.stage == span,
-    )
-
-
-def _tensor_row(tensor: LiveTensor) -> TensorRow:
-    return TensorRow(
-        bytes=tensor.num_bytes,
-        count=tensor.count,
-        total_bytes=tensor.allocated_bytes,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        category=tensor.category.value,
-        module=tensor.module,
-        op=tensor.op,
-        source=tensor.source,
-        name=tensor.name,
+        **amounts,
     )

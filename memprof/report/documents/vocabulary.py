@@ -5,12 +5,11 @@ All sizes are integer bytes, coverage is a share from 0 to 1. What is not known 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 from memprof.corpus import CorpusCount
 from memprof.corpus.frequencies import Frequencies
+from memprof.trace.plain import Plain
 
 SCHEMA = 1
 SIMULATED, ARITHMETIC = "simulated", "arithmetic"
@@ -75,7 +74,7 @@ class Savings:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(Plain):
     """The whole document."""
 
     schema: int
@@ -103,10 +102,6 @@ class Vocabulary:
     caps: tuple[Cap, ...]
     savings: Savings | None
     notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The document as plain JSON values."""
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         from memprof.report.terminal.vocabulary import render_text

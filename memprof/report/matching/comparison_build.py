@@ -20,7 +20,6 @@ from memprof.report.documents.comparison import (
     StageAmounts,
     StageRow,
     StepRow,
-    TensorSide,
     TotalRow,
 )
 from memprof.report.matching.runs import (
@@ -180,15 +179,11 @@ def _categories(a: dict[str, int], b: dict[str, int]) -> tuple[CategoryRow, ...]
 
 
 def _kernels(run: Run) -> KernelUse:
-    own = [
-        TensorSide(row.bytes, row.count, row.shape, row.dtype, row.op, row.source)
-        for row in run.tensors
-        if row.category == KERNELS
-    ]
+    own = [row for row in run.tensors if row.category == KERNELS]
     return KernelUse(
         kind="CUDA kernels" if run.side.on_card else "CPU kernels",
-        bytes=sum(one.bytes * one.count for one in own),
-        tensors=tuple(sorted(own, key=lambda one: -one.bytes * one.count)),
+        num_bytes=sum(one.total_bytes for one in own),
+        tensors=tuple(sorted(own, key=lambda one: -one.total_bytes)),
     )
 
 

@@ -7,11 +7,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from memprof.findings import Finding
 from memprof.ledger.categories import Category
+from memprof.ledger.ledger import LiveTensor
 from memprof.recording.occupancy import fragmentation, group
 from memprof.recording.recording import Recording
-from memprof.report.documents.comparison import Side, StageAmounts
+from memprof.report.documents.comparison import Side, StageAmounts, TensorSide
+from memprof.report.documents.report import Document, StageRow
 from memprof.trace.events import NONE
+from memprof.trace.facts import target_to_json
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
 
@@ -66,20 +70,6 @@ class Stage:
     index: int = NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """Equal tensors alive at the peak."""
-
-    category: str
-    where: str | None
-    op: str
-    shape: tuple[int, ...] | None
-    dtype: str | None
-    bytes: int
-    source: str | None
-    count: int
-
-
 @dataclass(slots=True)
 class Run:
     """One of the two runs."""
@@ -91,7 +81,7 @@ class Run:
     totals: dict[str, int | None]
     stages: dict[StageKey, Stage]
     categories: dict[str, int]
-    tensors: list[Tensors]
+    tensors: list[TensorSide]
     knows_shapes: bool
     bridge: dict[str, int | None]
     findings: dict[str, int | None] | None = None
@@ -99,119 +89,86 @@ class Run:
     assumptions: tuple[str, ...] = ()
 
 
-def run_of_report(report: dict[str, Any], file: str, kind: str) -> Run:
-    """From the JSON of `memprof profile`.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is none.
-    """
-    device, target, allocator, peak = (report[name] for name in ("device", "target", "allocator", "peak"))
-    on_cpu = report["bridge"] is None if "bridge" in report else (target or {}).get("device") == "cpu"
-    on_card = not (report["source"] == "measured" and on_cpu)
+def run_of_document(document: Document, file: str, kind: str) -> Run:
+    """From a report of `memprof profile` or `memprof run`."""
+    device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
+    state, bridge, failure = document.model_state, document.bridge, document.failure
     notes = []
-    state = report.get("model_state")
-    if state is None:
+    if state is not None:
+        on_cpu = bridge is None
+    else:
+        on_cpu = target is not None and target.asked.device == "cpu"
         notes.append("written by an earlier memprof: the totals of parameters, gradients and state are not in it")
-    failure = report.get("failure")
-    totals: dict[str, int | None] = {
-        name: None if state is None else _whole(state[attribute]) for name, attribute in STATE.items()
-    }
+    on_card = not (document.source == "measured" and on_cpu)
+    totals = {name: None if state is None else getattr(state, attribute) for name, attribute in STATE.items()}
     totals |= {
-        ALLOCATED: _whole(peak["allocated_bytes"]),
-        RESERVED: _whole(peak["reserved_bytes"]) if on_card else None,
-        DEVICE_USED: _whole(peak["device_used_bytes"]) if on_card else None,
-        HOST: _whole(report["host_peak_bytes"]),
+        ALLOCATED: peak.allocated_bytes,
+        RESERVED: peak.reserved_bytes if on_card else None,
+        DEVICE_USED: peak.device_used_bytes if on_card else None,
+        HOST: document.host_peak_bytes,
     }
-    bridge = report.get("bridge")
+    asked = {name: value for name, value in target_to_json(target).items() if name not in _NOT_SETTINGS}
     settings = {
-        "source": report["source"],
-        "memprof": report["memprof_version"],
-        "device name": device["name"],
-        "device memory": None if device.get("total_bytes") is None else format_bytes(_whole(device["total_bytes"])),
-        "torch": allocator.get("torch"),
-        "alloc_conf": allocator.get("alloc_conf"),
-        **{name: value for name, value in (target or {}).items() if name not in _NOT_SETTINGS},
+        "source": document.source,
+        "memprof": document.memprof_version,
+        "device name": device.name,
+        "device memory": None if device.total_bytes is None else format_bytes(device.total_bytes),
+        "torch": allocator.torch,
+        "alloc_conf": allocator.alloc_conf,
+        **asked,
     }
     return Run(
         side=Side(
             file=file,
             format=kind,
-            source=str(report["source"]),
-            device=device["name"],
+            source=document.source,
+            device=device.name,
             on_card=on_card,
-            fits=report["verdict"]["fits"],
-            failure=None if failure is None else f"{failure['error']} in {failure['phase']}",
+            fits=document.verdict.fits,
+            failure=None if failure is None else f"{failure.error} in {failure.phase}",
             notes=tuple(notes),
         ),
         settings=settings,
         all_settings=True,
         totals=totals,
-        stages=_stages(report["stages"]),
-        categories={str(name): _whole(num_bytes) for name, num_bytes in peak["categories"].items() if name != KERNELS},
-        tensors=_tensors(peak["tensors"]),
+        stages=_stages(document.stages),
+        categories={name: num_bytes for name, num_bytes in peak.categories.items() if name != KERNELS},
+        tensors=[
+            TensorSide(one.num_bytes, one.count, one.shape, one.dtype, one.op, one.source, one.category, _place(one))
+            for one in peak.tensors
+        ],
         knows_shapes=True,
         bridge={
-            name: None if bridge is None else _whole_or_none(bridge["peak_reserved"][attribute])
+            name: None if bridge is None else getattr(bridge.peak_reserved, attribute)
             for name, attribute in BRIDGE.items()
         },
-        findings=_findings(report["findings"]),
-        assumptions=tuple(map(str, report["assumptions"])),
+        findings=_findings(document.findings),
+        assumptions=document.assumptions,
     )
 
 
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{value!r} is not a number of bytes")
-    return value
-
-
-def _whole_or_none(value: Any) -> int | None:
-    return None if value is None else _whole(value)
-
-
-def _stages(rows: list[dict[str, Any]]) -> dict[StageKey, Stage]:
+def _stages(rows: tuple[StageRow, ...]) -> dict[StageKey, Stage]:
     found: dict[StageKey, Stage] = {}
     seen: Counter[tuple[str, int]] = Counter()
     for row in rows:
-        key = row["name"], row["step"]
-        amounts = StageAmounts(
-            allocated_bytes=_whole(row["allocated_bytes"]),
-            delta_bytes=_whole(row["delta_bytes"]),
-            peak_allocated_bytes=_whole(row["peak_allocated_bytes"]),
-            requested_bytes=_whole(row["requested_bytes"]),
-            reserved_bytes=_whole_or_none(row["reserved_bytes"]),
-            seconds=row.get("seconds"),
-        )
-        found[*key, seen[key]] = Stage(amounts, row["micro_batch"], row.get("stack", ""), row.get("index", NONE))
+        key = row.name, row.step
+        amounts = StageAmounts(**{name: getattr(row, name) for name in StageAmounts.__slots__})
+        found[*key, seen[key]] = Stage(amounts, row.micro_batch, row.stack, row.index)
         seen[key] += 1
     return found
 
 
-def _tensors(rows: list[dict[str, Any]]) -> list[Tensors]:
-    found = []
-    for row in rows:
-        where = row["name"] or row["module"]
-        found.append(
-            Tensors(
-                category=row["category"],
-                where=None if where is None else _NUMBER.sub("*", where),
-                op=row["op"],
-                shape=tuple(row["shape"]),
-                dtype=row["dtype"],
-                bytes=_whole(row["bytes"]),
-                source=row["source"],
-                count=_whole(row["count"]),
-            )
-        )
-    return found
+def _place(tensor: LiveTensor) -> str | None:
+    where = tensor.name or tensor.module
+    return None if where is None else _NUMBER.sub("*", where)
 
 
-def _findings(rows: list[dict[str, Any]]) -> dict[str, int | None]:
+def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
     """Bytes by finding; None of one that is not about bytes."""
     found: dict[str, int | None] = {}
     for row in rows:
-        known, more = found.get(row["id"]), _whole_or_none(row["bytes"])
-        found[row["id"]] = known if more is None else (known or 0) + more
+        known = found.get(row.id)
+        found[row.id] = known if row.num_bytes is None else (known or 0) + row.num_bytes
     return found
 
 
@@ -270,10 +227,10 @@ def run_of_recording(recording: Recording, file: str, settings: str, notes: tupl
         totals=totals,
         stages=stages,
         categories={
-            one.category.value: one.num_bytes for one in group(alive, "category") if one.category.value != KERNELS
+            one.category.value: one.allocated_bytes for one in group(alive, "category") if one.category.value != KERNELS
         },
         tensors=[
-            Tensors(category, module, op, None, None, requested, source, count)
+            TensorSide(requested, count, None, None, op, source, category, module)
             for (category, module, op, requested, source), count in kinds.items()
         ],
         knows_shapes=False,

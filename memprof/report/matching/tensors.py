@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from memprof.report.documents.comparison import ONLY_IN_A, ONLY_IN_B, TensorRow, TensorSide
-from memprof.report.matching.runs import Tensors
 
 BY_SHAPE = "category, place, shape and dtype"
 BY_BYTES = "bytes"
@@ -24,7 +23,7 @@ class Matched:
     by: str
 
 
-def match_tensors(a: list[Tensors], b: list[Tensors], *, by_shape: bool) -> Matched:
+def match_tensors(a: list[TensorSide], b: list[TensorSide], *, by_shape: bool) -> Matched:
     """Pair the tensors of two peaks.
 
     In this order: all the same; another operator or another number of them; another shape or dtype at the same place,
@@ -41,30 +40,30 @@ def match_tensors(a: list[Tensors], b: list[Tensors], *, by_shape: bool) -> Matc
         matching.alike(_but_operator)
         matching.changed(_place)
     else:
-        matching.alike(lambda one: one.bytes)
+        matching.alike(lambda one: one.num_bytes)
     return matching.result(BY_SHAPE if by_shape else BY_BYTES)
 
 
-def _exact(one: Tensors) -> Hashable:
-    return one.category, one.where, one.op, one.shape, one.dtype, one.bytes
+def _exact(one: TensorSide) -> Hashable:
+    return one.category, one.where, one.op, one.shape, one.dtype, one.num_bytes
 
 
-def _but_operator(one: Tensors) -> Hashable:
-    return one.category, one.where, one.shape, one.dtype, one.bytes
+def _but_operator(one: TensorSide) -> Hashable:
+    return one.category, one.where, one.shape, one.dtype, one.num_bytes
 
 
-def _place(one: Tensors) -> Hashable:
+def _place(one: TensorSide) -> Hashable:
     return one.category, one.where, one.op
 
 
 class _Matching:
-    def __init__(self, a: list[Tensors], b: list[Tensors]) -> None:
+    def __init__(self, a: list[TensorSide], b: list[TensorSide]) -> None:
         # Lines may differ from release to release of a library: rows that differ in nothing else are one.
         self.a, self.b = _joined(a, lambda one: (_exact(one),)), _joined(b, lambda one: (_exact(one),))
         self.rows: list[TensorRow] = []
         self.same = self.same_bytes = 0
 
-    def equal(self, key: Callable[[Tensors], Hashable]) -> None:
+    def equal(self, key: Callable[[TensorSide], Hashable]) -> None:
         """Take out what is the same, count included."""
         theirs = {key(one): one for one in self.b}
         for mine in list(self.a):
@@ -72,7 +71,7 @@ class _Matching:
             if other is not None and other.count == mine.count:
                 self._take(mine, other)
 
-    def alike(self, key: Callable[[Tensors], Hashable]) -> None:
+    def alike(self, key: Callable[[TensorSide], Hashable]) -> None:
         """Pair what has the same key on both sides, whatever its operators and however many there are."""
         groups = _groups(self.a, self.b, key)
         for mine, theirs in groups:
@@ -89,9 +88,9 @@ class _Matching:
                 self._row("operator", first, other)
             else:
                 self.same += 1
-                self.same_bytes += first.bytes * first.count
+                self.same_bytes += first.total_bytes
 
-    def changed(self, key: Callable[[Tensors], Hashable]) -> None:
+    def changed(self, key: Callable[[TensorSide], Hashable]) -> None:
         """Pair by size what has the same key, where both sides have as many kinds of it."""
         for mine, theirs in _groups(self.a, self.b, key):
             if len(mine) != len(theirs):
@@ -110,35 +109,31 @@ class _Matching:
         rows = sorted(self.rows, key=lambda row: (-abs(row.difference_bytes), row.category, row.where or ""))
         return Matched(tuple(rows), self.same, self.same_bytes, by)
 
-    def _take(self, mine: Tensors, other: Tensors) -> None:
+    def _take(self, mine: TensorSide, other: TensorSide) -> None:
         self.a.remove(mine)
         self.b.remove(other)
         self.same += 1
-        self.same_bytes += mine.bytes * mine.count
+        self.same_bytes += mine.total_bytes
 
-    def _row(self, status: str, mine: Tensors | None, theirs: Tensors | None) -> None:
+    def _row(self, status: str, mine: TensorSide | None, theirs: TensorSide | None) -> None:
         known = mine or theirs
         assert known is not None
-        size = [0 if one is None else one.bytes * one.count for one in (mine, theirs)]
-        self.rows.append(TensorRow(status, known.category, known.where, _side(mine), _side(theirs), size[1] - size[0]))
+        size = [0 if one is None else one.total_bytes for one in (mine, theirs)]
+        self.rows.append(TensorRow(status, known.category, known.where, mine, theirs, size[1] - size[0]))
 
 
-def _side(one: Tensors | None) -> TensorSide | None:
-    return None if one is None else TensorSide(one.bytes, one.count, one.shape, one.dtype, one.op, one.source)
+def _size(one: TensorSide) -> tuple[int, int, str]:
+    return one.num_bytes, one.count, str(one.dtype)
 
 
-def _size(one: Tensors) -> tuple[int, int, str]:
-    return one.bytes, one.count, str(one.dtype)
-
-
-def _joined(tensors: list[Tensors], key: Callable[[Tensors], Hashable]) -> list[Tensors]:
-    found: dict[Hashable, list[Tensors]] = defaultdict(list)
+def _joined(tensors: list[TensorSide], key: Callable[[TensorSide], Hashable]) -> list[TensorSide]:
+    found: dict[Hashable, list[TensorSide]] = defaultdict(list)
     for one in tensors:
         found[key(one)].append(one)
     return [_sum(alike) for alike in found.values()]
 
 
-def _sum(alike: list[Tensors]) -> Tensors:
+def _sum(alike: list[TensorSide]) -> TensorSide:
     """Alike tensors as one row; of their operators, places and lines, all that there are."""
     ops = sorted({one.op for one in alike})
     wheres = {one.where for one in alike}
@@ -153,9 +148,9 @@ def _sum(alike: list[Tensors]) -> Tensors:
 
 
 def _groups(
-    a: list[Tensors], b: list[Tensors], key: Callable[[Tensors], Hashable]
-) -> list[tuple[list[Tensors], list[Tensors]]]:
-    found: dict[Hashable, tuple[list[Tensors], list[Tensors]]] = defaultdict(lambda: ([], []))
+    a: list[TensorSide], b: list[TensorSide], key: Callable[[TensorSide], Hashable]
+) -> list[tuple[list[TensorSide], list[TensorSide]]]:
+    found: dict[Hashable, tuple[list[TensorSide], list[TensorSide]]] = defaultdict(lambda: ([], []))
     for side, tensors in enumerate((a, b)):
         for one in tensors:
             found[key(one)][side].append(one)

@@ -12,16 +12,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memprof.recording.refusals import Refusal
+from memprof.recording.what_if import WhatIf
 from memprof.report.documents.analysis import (
     Amounts,
     Analysis,
     BlockRow,
     DeviceReport,
     FragmentationRow,
-    OomRow,
     PinnedSegment,
     ReplayRow,
-    WhatIfRow,
 )
 from memprof.trace.events import short_source
 from memprof.units import GIB, KIB, MIB, format_bytes
@@ -158,7 +158,7 @@ def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
     return "".join(_BARS[-(-max(level, 0) * (len(_BARS) - 1) // highest)] for level in levels)
 
 
-def _oom(oom: OomRow) -> RenderableType:
+def _oom(oom: Refusal) -> RenderableType:
     title = Text(f"\nOut of memory at event {oom.event:,}", style="bold red")
     title.append(f" in {_short(oom.source)}", style="default")
     return Group(title, _bullets(oom.reasons))
@@ -343,7 +343,7 @@ def _replay(replay: ReplayRow) -> RenderableType:
     return Group(title, Text(f"  first difference at event {first.event:,}: {first.problem}; {why}"))
 
 
-def _what_if(found: WhatIfRow) -> RenderableType:
+def _what_if(found: WhatIf) -> RenderableType:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("settings")
     for header in ("peak reserved", "reserved at the end", "segments"):

@@ -80,9 +80,9 @@ def _pool(pool: PoolUse) -> str:
 def _processes(bridge: Bridge) -> str:
     if not bridge.processes:
         return ""
-    largest = sorted(bridge.processes, key=lambda one: -(one.bytes or 0))
+    largest = sorted(bridge.processes, key=lambda one: -(one.used_bytes or 0))
     named = [
-        f"{one.name} ({one.pid}) {'?' if one.bytes is None else format_bytes(one.bytes)}"
+        f"{one.name} ({one.pid}) {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}"
         for one in largest[:MAX_PROCESSES]
     ]
     more = len(largest) - len(named)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memprof.report.documents.report import Document, TensorRow
+from memprof.ledger.ledger import LiveTensor
+from memprof.report.documents.report import Document
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
@@ -36,7 +37,7 @@ def brief(document: Document) -> str:
 
 def _verdict(document: Document) -> str:
     need = format_bytes(document.verdict.required_bytes)
-    name, size = document.device["name"], format_bytes(document.device["total_bytes"])
+    name, size = document.device.name, format_bytes(document.device.total_bytes or 0)
     have = name if size in name else f"{name}, {size}"
     if document.verdict.fits is False:
         return f"does not fit: it takes {need} with the CUDA context ({have})"
@@ -49,9 +50,11 @@ def _stage(name: str, step: int) -> str:
     return f"{name} of step {step}" if step else name
 
 
-def _tensor(tensor: TensorRow) -> str:
+def _tensor(tensor: LiveTensor) -> str:
     count = f"{tensor.count} x " if tensor.count > 1 else ""
     shape = "x".join(map(str, tensor.shape))
     what = tensor.name or tensor.module or ""
     where = f" at {short_source(tensor.source)}" if tensor.source and not tensor.name else ""
-    return f"{count}{format_bytes(tensor.bytes)} [{shape}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where
+    return (
+        f"{count}{format_bytes(tensor.num_bytes)} [{shape}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where
+    )

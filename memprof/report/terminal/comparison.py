@@ -232,7 +232,7 @@ def _place(row: TensorRow) -> Text:
 def _tensor(row: TensorRow, side: TensorSide | None) -> Text:
     if side is None:
         return Text("-", style="dim")
-    what = format_bytes(side.bytes) if side.shape is None else f"{'x'.join(map(str, side.shape))} {side.dtype}"
+    what = format_bytes(side.num_bytes) if side.shape is None else f"{'x'.join(map(str, side.shape))} {side.dtype}"
     text = Text(f"{side.count} x {what}")
     if row.status == "operator":
         text.append(f" {side.op}", style="dim")
@@ -242,8 +242,8 @@ def _tensor(row: TensorRow, side: TensorSide | None) -> Text:
 def _kernels(document: Comparison) -> RenderableType:
     lines = []
     for letter, use in (("A", document.kernels_a), ("B", document.kernels_b)):
-        if use.bytes:
-            lines.append(Text(f"  {letter}: {use.kind}, {format_bytes(use.bytes)}: {_kernel_names(use)}"))
+        if use.num_bytes:
+            lines.append(Text(f"  {letter}: {use.kind}, {format_bytes(use.num_bytes)}: {_kernel_names(use)}"))
     if not lines:
         return Text("\nKernels' own memory at the peak: none.")
     title = Text("\nKernels' own memory at the peak", style="bold")
@@ -254,7 +254,7 @@ def _kernels(document: Comparison) -> RenderableType:
 def _kernel_names(use: KernelUse) -> str:
     sums: dict[str, int] = {}
     for one in use.tensors:
-        sums[one.op] = sums.get(one.op, 0) + one.bytes * one.count
+        sums[one.op] = sums.get(one.op, 0) + one.num_bytes * one.count
     named = sorted(sums.items(), key=lambda item: -item[1])
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     return ", ".join(f"{op} {format_bytes(num_bytes)}" for op, num_bytes in named[:MAX_NAMED]) + more

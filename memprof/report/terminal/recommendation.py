@@ -59,7 +59,7 @@ def render_recommendation(answer: Recommendation, *, explain: bool = False) -> R
 
 def _title(answer: Recommendation) -> str:
     device = answer.device
-    card = f"{device['name']} ({gib(device['total_bytes'])} GiB)"
+    card = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
     if answer.model is None:
         return f"What fits {card}"
     goal = "inference" if answer.goal == "infer" else f"training ({answer.goal})"

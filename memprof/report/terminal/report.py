@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shlex
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -13,13 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from memprof.findings import Evidence, Finding, Severity
-from memprof.report.documents.report import CaughtRow, Document, TensorRow, Verdict
+from memprof.ledger.ledger import LiveTensor
+from memprof.report.documents.report import CaughtRow, Document, Verdict
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.steps import render_steps
 from memprof.report.terminal.units import Unit, unit_for
+from memprof.spec import Mode
 from memprof.trace.events import short_source
+from memprof.trace.facts import ProgramFacts, Target
 from memprof.units import MIB, format_bytes, format_count, gib
 
 MAX_TENSORS = 10
@@ -73,8 +75,8 @@ def _heading(document: Document) -> RenderableType:
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     title = Text("memprof", style="bold")
-    size = "" if device["total_bytes"] is None else f" ({gib(device['total_bytes'])} GiB)"
-    title.append(f" {document.command}: {kind} {device['name']}{size}", style="default")
+    size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
+    title.append(f" {document.command}: {kind} {device.name}{size}", style="default")
     lines = [title]
     if target:
         lines.append(Text(_describe(target)))
@@ -93,74 +95,70 @@ _ENDS = {
 }
 
 
-def _describe_program(program: dict[str, Any]) -> str:
-    number = program["steps"]
+def _describe_program(program: ProgramFacts) -> str:
+    number = program.steps
     steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
-    fixes = f", with {', '.join(program['fixes'])}" if program["fixes"] else ""
-    how = (
-        f"ended by itself with exit code {program['exit_code']}, {{steps}}"
-        if _left(program)
-        else _ENDS[program["ended"]]
-    )
-    return f"{shlex.join(program['command'])}{fixes}: {how.format(steps=steps)}"
+    fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
+    how = f"ended by itself with exit code {program.exit_code}, {{steps}}" if _left(program) else _ENDS[program.ended]
+    return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps)}"
 
 
-def _left(program: dict[str, Any] | None) -> bool:
+def _left(program: ProgramFacts | None) -> bool:
     """Whether the script left with an exit code of its own: memprof passes it on, though the verdict is another."""
-    return program is not None and program["ended"] == "exit" and bool(program["exit_code"])
+    return program is not None and program.ended == "exit" and bool(program.exit_code)
 
 
-def _describe(target: dict[str, Any]) -> str:
-    parts = [str(target["model"])]
-    if target["num_parameters"]:  # a run that failed early does not know
-        parts[0] += f", {format_count(target['num_parameters'])} parameters ({target['num_parameters']:,})"
-    if target.get("task") == "image-classification":
-        parts.append(f"batch {target['batch_size']} image{'s' if target['batch_size'] > 1 else ''}")
-    elif target["context_length"] is not None:
-        parts.append(f"batch {target['batch_size']} x {target['context_length']:,} tokens")
-    amp = f" with {target['amp']} autocast" if target.get("amp") else ""
-    if target["dtype"] is not None:
-        parts.append(f"{target['dtype']}{amp}")
-    if target["mode"] == "train":
+def _describe(target: Target) -> str:
+    asked, parts = target.asked, [target.model]
+    if target.num_parameters:  # a run that failed early does not know
+        parts[0] += f", {format_count(target.num_parameters)} parameters ({target.num_parameters:,})"
+    if target.task == "image-classification":
+        parts.append(f"batch {asked.batch_size} image{'s' if asked.batch_size > 1 else ''}")
+    elif target.context_length is not None:
+        parts.append(f"batch {asked.batch_size} x {target.context_length:,} tokens")
+    amp = f" with {asked.amp} autocast" if asked.amp else ""
+    if target.dtype is not None:
+        parts.append(f"{target.dtype}{amp}")
+    if asked.mode is Mode.TRAIN:
         parts.append(_what_is_trained(target))
-        parts.append("no optimizer" if target["optimizer"] == "none" else str(target["optimizer"]))
-        if target["activation_checkpointing"]:
+        parts.append("no optimizer" if asked.optimizer == "none" else asked.optimizer)
+        if asked.activation_checkpointing:
             parts.append("activation checkpointing")
-        if target["gradient_accumulation"] > 1:
-            parts.append(f"{target['gradient_accumulation']} micro-batches")
-        if target.get("zero_grad") == "zero":
+        if asked.gradient_accumulation > 1:
+            parts.append(f"{asked.gradient_accumulation} micro-batches")
+        if asked.zero_grad == "zero":
             parts.append("gradients zeroed, not freed")
-        if target.get("evaluate"):
+        if asked.evaluate:
             parts.append("evaluation after each step")
-        parts += target.get("fixes", ())
+        parts += asked.fixes
     else:
         parts.append(_what_is_trained(target))
-        new = target.get("new_tokens")
+        new = asked.new_tokens
         parts.append(f"inference, {new:,} new tokens" if new else "inference")
     return ", ".join(part for part in parts if part)
 
 
-def _what_is_trained(target: dict[str, Any]) -> str:
+def _what_is_trained(target: Target) -> str:
     """The adapter, the NPT components, or how much is not frozen; nothing of a model that is trained as a whole."""
-    trainable = target.get("num_trainable_parameters")
-    if target.get("adapter"):
-        name = f"{str(target['adapter']).upper().replace('LORA', 'LoRA')} of rank {target['lora_rank']}"
-        return name if target["mode"] != "train" else f"{name} ({trainable:,} parameters)"
-    if target.get("npt"):
-        sums = f"{target['npt_num_ranks']} rank-1 updates, " if target.get("npt_num_ranks") else ""
-        name = f"NPT {target['npt']}, {sums}rank {target['npt_rank']}"
-        return name if target["mode"] != "train" else f"{name} ({trainable:,} parameters)"
-    if target["mode"] == "train" and trainable is not None and trainable < target["num_parameters"]:
+    asked, trainable = target.asked, target.num_trainable_parameters
+    if asked.adapter:
+        name = f"{asked.adapter.upper().replace('LORA', 'LoRA')} of rank {asked.lora_rank}"
+        return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
+    if asked.npt:
+        sums = f"{asked.npt_num_ranks} rank-1 updates, " if asked.npt_num_ranks else ""
+        name = f"NPT {asked.npt}, {sums}rank {asked.npt_rank}"
+        return name if asked.mode is not Mode.TRAIN else f"{name} ({trainable:,} parameters)"
+    if asked.mode is Mode.TRAIN and trainable is not None and trainable < (target.num_parameters or 0):
         return f"{trainable:,} trained"
     return ""
 
 
 def _is_on_cpu(document: Document) -> bool:
-    return document.source == "measured" and document.target.get("device") == "cpu"
+    return document.source == "measured" and document.target is not None and document.target.asked.device == "cpu"
 
 
 def _stages(document: Document) -> RenderableType:
-    usable = document.device["usable_bytes"]
+    usable = document.device.usable_bytes
     amount = _unit(document).amount
     step = shown_step(document)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
@@ -210,7 +208,7 @@ def _stages(document: Document) -> RenderableType:
         return Group(table, Text(f"{_unit(document).name}. {what}.{turns}", style="dim"))
     note = (
         f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
-        f"{format_bytes(usable)} usable beside the CUDA context.{turns}"
+        f"{format_bytes(usable or 0)} usable beside the CUDA context.{turns}"
     )
     return Group(table, Text(note, style="dim"))
 
@@ -218,7 +216,7 @@ def _stages(document: Document) -> RenderableType:
 def _verdict(document: Document) -> RenderableType:
     if document.program is None or not _left(document.program):
         return _memory_verdict(document)
-    code = document.program["exit_code"]
+    code = document.program.exit_code
     note = f"The exit code {code} is the script's own, and says nothing of memory: the script left with it."
     return Group(_memory_verdict(document), Text(note))
 
@@ -237,7 +235,7 @@ def _memory_verdict(document: Document) -> RenderableType:
         text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
         over = "." if verdict.fits is None else ", which does not fit."
         return text.append(over + " What is above and below is the run up to there.", style="default")
-    spare = device["total_bytes"] - verdict.required_bytes
+    spare = (device.total_bytes or 0) - verdict.required_bytes
     if verdict.fits and verdict.first_caught is not None:
         return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:
@@ -248,7 +246,7 @@ def _memory_verdict(document: Document) -> RenderableType:
         return text.append(f"{_only_just(verdict.retries)}. Left alone it would take {need}.", style="default")
     text = Text("\nDoes not fit: ", style="bold red")
     step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
-    ended = document.program is not None and document.program["ended"] == "refused"
+    ended = document.program is not None and document.program.ended == "refused"
     whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
     text.append(
         f"a real run dies in {verdict.oom_stage}{step}, when it tries to allocate "
@@ -288,9 +286,10 @@ def _verdict_after_errors(verdict: Verdict, first: CaughtRow, need: str, spare: 
     stage = first.stage + (f" of step {first.step}" if first.step else "")
     where = f" at {short_source(first.source)}" if first.source else ""
     text = Text("\nFits only without what was refused: ", style="bold yellow")
+    asked = f"{format_bytes(first.num_bytes)} were asked for with {format_bytes(first.in_use_bytes)} in use"
     text.append(
-        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {format_bytes(first.bytes)} were asked for with "
-        f"{format_bytes(first.in_use_bytes)} in use; the script went on without it. What it did instead needs {need}",
+        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on "
+        f"without it. What it did instead needs {need}",
         style="default",
     )
     if verdict.retries or spare < 0:
@@ -331,11 +330,11 @@ def _tensors(document: Document) -> RenderableType:
     table.add_column("what it is", overflow="fold")
     for tensor in document.peak.tensors[:MAX_TENSORS]:
         shape = "x".join(map(str, tensor.shape))
-        table.add_row(unit.amount(tensor.bytes), str(tensor.count), f"{shape} {tensor.dtype}", _origin(tensor))
+        table.add_row(unit.amount(tensor.num_bytes), str(tensor.count), f"{shape} {tensor.dtype}", _origin(tensor))
     return Group(Text("Largest tensors alive at the peak", style="bold"), Padding(table, (0, 0, 1, 2)))
 
 
-def _origin(tensor: TensorRow) -> Text:
+def _origin(tensor: LiveTensor) -> Text:
     text = Text(tensor.category)
     where = tensor.name or tensor.module
     if where:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from memprof.allocator.replay import Timeline, replay_trace
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
-from memprof.flows.profile import allocator_settings, live_allocator
+from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
 from tests.accuracy.published.rows import UNITS, Row
@@ -140,7 +140,7 @@ def run(
         no_collection(),
         warnings.catch_warnings(),
         VirtualGpu(
-            gpu, memory=lambda trace: live_allocator(trace, gpu, settings), passes_kernels=passes_kernels
+            gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), passes_kernels=passes_kernels
         ) as virtual,
     ):
         warnings.simplefilter("ignore")

@@ -12,6 +12,7 @@ from typing import Any
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import HOST, EventKind, Trace
@@ -55,7 +56,7 @@ def compare(folder: Path, name: str, spec: TargetSpec, index: Mapping[str, Any])
     """
     measured = load_trace(folder / f"{name}.capture")
     simulated, document = pipeline.profile(on_card(spec, index))
-    theirs = pipeline.analyze(measured)
+    theirs = analyze(measured)
     case = index["cases"][name]
     stage, alone = _stages(theirs, document)
     return Compared(

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from memprof.device.nvml import Nvml
-from memprof.flows import profile as pipeline
+from memprof.flows.cards import allocator_settings, measured_device_facts
 from memprof.measured import MeasuredDevice
 from memprof.measured.outside import Outside
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
+from memprof.trace.facts import Target
 from memprof.trace.io import save_trace
-from memprof.version import __version__
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
 from tests.accuracy.published.prediction import no_collection
@@ -49,28 +49,28 @@ def record(name: str, spec: TargetSpec, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     source = find_source(spec)
     workload = Workload(spec, source)
-    settings = pipeline.allocator_settings(spec.alloc_conf)
-    facts = pipeline.measured_device_facts("cuda")
+    settings = allocator_settings(spec.alloc_conf)
+    measured_on = measured_device_facts("cuda")
     device = MeasuredDevice("cuda", Outside())
     with no_collection(), device:
         workload.run(device, lambda doing: None)
     trace = device.trace
-    trace.facts |= {
-        "command": "truth",
-        "memprof_version": __version__,
-        "target": {
-            **dataclasses.asdict(spec),
-            "model": source.name,
-            "device": "cuda",
-            "num_parameters": workload.num_parameters,
-            "num_trainable_parameters": workload.num_trainable_parameters,
-            "context_length": workload.context_length,
-            "dtype": workload.dtype,
-            "alloc_conf": settings.alloc_conf,
-        },
-        "device": facts,
-        "allocator": settings.facts(),
-    }
+    trace.facts = dataclasses.replace(
+        trace.facts,
+        command="truth",
+        target=Target(
+            asked=spec.edit(device="cuda"),
+            model=source.name,
+            num_parameters=workload.num_parameters,
+            num_trainable_parameters=workload.num_trainable_parameters,
+            context_length=workload.context_length,
+            dtype=workload.dtype,
+            vocab_size=spec.vocab_size,
+            alloc_conf=settings.alloc_conf,
+        ),
+        device=measured_on,
+        allocator=settings.facts,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     save_trace(trace, folder / f"{name}.capture")
     with gzip.GzipFile(folder / f"{name}.snapshot.pickle.gz", "wb", mtime=0) as file:

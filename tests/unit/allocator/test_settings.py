@@ -6,6 +6,7 @@ import pytest
 
 from memprof.allocator import Settings
 from memprof.errors import UsageError
+from memprof.trace.facts import AllocatorFacts
 
 CUDA, BOTH = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
@@ -13,11 +14,7 @@ CUDA, BOTH = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 def test_the_flag_counts_more_than_the_environment():
     settings = Settings.resolve("expandable_segments:True", "2.13.0", environ={CUDA: "max_split_size_mb:64"})
     assert settings.config.expandable_segments and settings.origin == "--alloc-conf"
-    assert settings.facts() == {
-        "torch": "2.13.0",
-        "alloc_conf": "expandable_segments:True",
-        "alloc_conf_from": "--alloc-conf",
-    }
+    assert settings.facts == AllocatorFacts("2.13.0", "expandable_segments:True", "--alloc-conf")
 
 
 @pytest.mark.parametrize(
@@ -38,11 +35,11 @@ def test_the_environment_by_the_rules_of_the_release(torch, environ, origin):
 @pytest.mark.parametrize("alloc_conf", [None, "", "max_split_size_mb:64"])
 def test_facts_come_back(alloc_conf):
     settings = Settings.resolve(alloc_conf, "2.9.1+cpu", environ={})
-    assert Settings.from_facts(settings.facts()) == settings
+    assert Settings.from_facts(settings.facts) == settings
 
 
 def test_a_capture_without_facts_has_the_newest_release_and_says_so():
-    settings = Settings.from_facts({})
+    settings = Settings.from_facts(None)
     assert settings.release.version >= (2, 15) and "not recorded" in str(settings)
 
 

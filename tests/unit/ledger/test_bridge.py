@@ -16,16 +16,17 @@ from memprof.ledger.state import model_state
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.units import unit_for
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
+from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts, OtherProcess
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
 CONTEXT = 426 * MIB
-CARD = {"name": "a card", "total_bytes": 1 << 40, "usable_bytes": (1 << 40) - CONTEXT, "context_bytes": CONTEXT}
+CARD = DeviceFacts("a card", 1 << 40, (1 << 40) - CONTEXT, CONTEXT)
 
 
-def bridge_of(trace, conf="", **facts):
-    trace.facts = {"device": CARD, **facts}
+def bridge_of(trace, conf="", nvml=None):
+    trace.facts = Facts(device=CARD, nvml=nvml)
     config = parse_config(conf)
-    ledger = build_ledger(trace, replay_on_card(trace, Card(CARD["total_bytes"], CONTEXT), config))
+    ledger = build_ledger(trace, replay_on_card(trace, Card(CARD.total_bytes, CONTEXT), config))
     return build_bridge(ledger)
 
 
@@ -93,12 +94,12 @@ def test_simulated_runs_know_nothing_of_libraries_and_others():
 
 def test_what_nvml_saw_closes_the_gap():
     """The card says 1,900 MiB: 240 reserved, 426 of context, 34 of libraries, 1,200 of others."""
-    nvml = {
-        "reserved_bytes": 240 * MIB,
-        "process_bytes": 700 * MIB,
-        "used_bytes": 1900 * MIB,
-        "processes": [{"pid": 12, "name": "Xorg", "bytes": 1000 * MIB}, {"pid": 13, "name": "python", "bytes": None}],
-    }
+    nvml = NvmlFacts(
+        reserved_bytes=240 * MIB,
+        process_bytes=700 * MIB,
+        used_bytes=1900 * MIB,
+        processes=(OtherProcess(12, "Xorg", 1000 * MIB), OtherProcess(13, "python")),
+    )
     bridge = bridge_of(outgrown_blocks(), nvml=nvml)
     moment = bridge.peak_reserved
     assert (moment.libraries_bytes, moment.other_processes_bytes) == (34 * MIB, 1200 * MIB)
@@ -129,7 +130,7 @@ def test_samples_of_a_measured_run_have_libraries_and_others_in_one():
 
 
 def test_nvml_that_may_not_name_processes():
-    moment = bridge_of(outgrown_blocks(), nvml={"used_bytes": 5, "process_bytes": None}).peak_reserved
+    moment = bridge_of(outgrown_blocks(), nvml=NvmlFacts(used_bytes=5)).peak_reserved
     assert moment.libraries_bytes is None and moment.other_processes_bytes is None
 
 
@@ -137,7 +138,7 @@ def test_there_is_none_without_a_card():
     trace = outgrown_blocks()
     trace.device = CPU
     trace.storages = [storage._replace(device=CPU) for storage in trace.storages]
-    trace.facts = {"device": {"name": "a CPU", "total_bytes": 1, "usable_bytes": 1, "context_bytes": 0}}
+    trace.facts = Facts(device=DeviceFacts("a CPU", 1, 1))
     assert build_bridge(build_ledger(trace, without_allocator(trace))) is None
 
 

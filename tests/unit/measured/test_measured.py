@@ -12,6 +12,7 @@ from torch import nn
 
 from memprof.errors import MemprofError, RunFailedError
 from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.flows.capture import capture_measured
 from memprof.ledger.categories import Category
 from memprof.measured import MeasuredDevice
@@ -35,6 +36,7 @@ from memprof.trace.events import (
     Role,
     Trace,
 )  # fmt: skip
+from memprof.trace.facts import NvmlFacts, OtherProcess
 from memprof.trace.io import load_trace, save_trace
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
@@ -134,7 +136,7 @@ def test_a_capture_keeps_all_of_it(both, tmp_path):
     save_trace(trace, tmp_path / "run")
     loaded = load_trace(tmp_path / "run")
     assert (loaded.device, loaded.times, loaded.samples) == (CPU, trace.times, trace.samples)
-    assert json.dumps(pipeline.analyze(loaded).to_json()) == json.dumps(document.to_json())
+    assert json.dumps(analyze(loaded).to_json()) == json.dumps(document.to_json())
 
 
 def test_nothing_of_the_measuring_stays(model_file):
@@ -256,13 +258,12 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file,
     assert device.snapshot is history
     sample = device.trace.samples[-1]
     assert sample[2:6] == (11 << 20, 22 << 20, 33 << 20, 2 << 30)
-    assert device.trace.facts["nvml"] == {
-        "reserved_bytes": 33 << 20,
-        "process_bytes": 5 << 30,
-        "used_bytes": 2 << 30,
-        "processes": [{"pid": 4_000_002, "name": "python3", "bytes": 1 << 30}],
-        "note": "",
-    }
+    assert device.trace.facts.nvml == NvmlFacts(
+        reserved_bytes=33 << 20,
+        process_bytes=5 << 30,
+        used_bytes=2 << 30,
+        processes=(OtherProcess(4_000_002, "python3", 1 << 30),),
+    )
 
 
 def on_card(*addresses):

@@ -19,6 +19,7 @@ from memprof.recording.slices import event_times, slices_of
 from memprof.report.export.memory_viz import as_plain, write_snapshot
 from memprof.report.export.perfetto import as_trace_events
 from memprof.trace.events import NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
+from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import save_trace
 from memprof.trace.snapshot import Action
 from memprof.trace.snapshot_file import parse_snapshot, read_snapshot
@@ -150,7 +151,7 @@ def check_perfetto(data) -> None:
 def test_perfetto_of_a_trace(tmp_path):
     file, to = tmp_path / "run.memprof", tmp_path / "run.json"
     trace = training_run()
-    trace.facts = {"device": {"name": "Card", "total_bytes": 8192 * MIB, "usable_bytes": 7766 * MIB}}
+    trace.facts = Facts(device=DeviceFacts("Card", 8192 * MIB, 7766 * MIB))
     save_trace(trace, file)
     assert "perfetto" in export_file(file, to)
     data = json.loads(to.read_text())

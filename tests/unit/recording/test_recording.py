@@ -12,7 +12,7 @@ from memprof.recording.recording import BEFORE, NEVER, recordings
 from memprof.recording.refusals import refusals
 from memprof.recording.steps import find_leaks, find_steps
 from memprof.recording.what_if import what_if
-from memprof.report.documents.analysis_build import Facts, Question, build_analysis
+from memprof.report.documents.analysis_build import Origin, Question, build_analysis
 from tests.unit.recording.builder import (
     ACTIVATION,
     GRADIENT,
@@ -58,7 +58,7 @@ def test_categories_are_guessed_from_stacks_and_lives():
 def test_groups():
     found = only(training())
     alive = found.alive(found.peak()[1])
-    frames = {one.key: (one.num_bytes, one.count) for one in group(alive, "frame")}
+    frames = {one.key: (one.allocated_bytes, one.count) for one in group(alive, "frame")}
     assert frames == {
         "/home/me/train.py:50 train": (60 * MIB, 2),
         "/home/me/model.py:12 forward": (40 * MIB, 2),
@@ -69,7 +69,7 @@ def test_groups():
     assert next(one.key for one in group(alive, "module")) == "(optimizer)"
     assert {one.key for one in group(alive, "size")} == {"10 to 100 MiB", "1 to 10 MiB"}
     for by in ("frame", "module", "category", "size"):
-        assert sum(one.num_bytes for one in group(alive, by)) == 162 * MIB
+        assert sum(one.allocated_bytes for one in group(alive, by)) == 162 * MIB
 
 
 def test_recorded_from_the_middle():
@@ -121,8 +121,8 @@ def test_an_out_of_memory_error_that_is_none_of_fragmentation(conf):
     program.malloc(60 * MIB, stack("a.py:1 keep"))
     assert program.malloc(90 * MIB, stack("a.py:2 more")) is None
     (refusal,) = refusals(only(program))
-    assert (refusal.requested, refusal.device_free) == (90 * MIB, 40 * MIB)
-    assert refusal.origin.source == "/home/me/a.py:2 more"
+    assert (refusal.requested_bytes, refusal.device_free_bytes) == (90 * MIB, 40 * MIB)
+    assert refusal.source == "/home/me/a.py:2 more"
     assert not refusal.fragmented
     assert any("50.00 MiB would have been missing" in reason for reason in refusal.reasons)
 
@@ -134,8 +134,8 @@ def test_an_out_of_memory_error_of_fragmentation():
     assert program.malloc(30 * MIB, stack("a.py:2 whole")) is None
     (refusal,) = refusals(only(program))
     assert refusal.fragmented
-    assert (refusal.reserved, refusal.device_free) == (80 * MIB, 0)
-    assert refusal.largest_free < 30 * MIB <= refusal.usable
+    assert (refusal.reserved_bytes, refusal.device_free_bytes) == (80 * MIB, 0)
+    assert refusal.largest_free_bytes < 30 * MIB <= refusal.usable_bytes
     assert any("with free memory there (4) holds a block in use" in reason for reason in refusal.reasons)
     assert any("expandable_segments:True" in reason for reason in refusal.reasons)
 
@@ -155,7 +155,7 @@ def test_leaks_are_found_by_the_period():
     assert steps is not None and len(steps.begins) == 6
     (leak,) = find_leaks(found, steps)
     assert leak.source == "/home/me/train.py:44 train"
-    assert (leak.per_step, leak.num_bytes, leak.count, leak.steps) == (3 * MIB, 18 * MIB, 6, 6)
+    assert (leak.per_step_bytes, leak.allocated_bytes, leak.count, leak.steps) == (3 * MIB, 18 * MIB, 6, 6)
 
 
 def test_no_leak_where_nothing_piles_up():
@@ -206,11 +206,11 @@ def test_what_if():
         program.free(*blocks)
     found = only(program)
     result = what_if(found, parse_config("expandable_segments:True"))
-    assert result.before.peak_reserved == result.recorded_peak_reserved == found.peak("reserved")[0]
-    assert result.after.peak_reserved < result.before.peak_reserved
-    assert result.saved == result.before.peak_reserved - result.after.peak_reserved
+    assert result.before.peak_reserved_bytes == result.recorded_peak_reserved_bytes == found.peak("reserved")[0]
+    assert result.after.peak_reserved_bytes < result.before.peak_reserved_bytes
+    assert result.saved_bytes == result.before.peak_reserved_bytes - result.after.peak_reserved_bytes
     # Blocks of segments of their own keep what their segment has too much; those of expandable ones do not.
-    assert (result.before.peak_allocated, result.after.peak_allocated) == (3 * 62 * MIB, 3 * 61 * MIB)
+    assert (result.before.peak_allocated_bytes, result.after.peak_allocated_bytes) == (3 * 62 * MIB, 3 * 61 * MIB)
     same = what_if(found, found.replay.config)
     assert same.before == same.after
 
@@ -222,8 +222,8 @@ def test_what_if_keeps_empty_cache():
     program.malloc(60 * MIB, stack("a.py:2 second"))
     found = only(program)
     result = what_if(found, found.replay.config)
-    assert result.before.peak_reserved == 100 * MIB
-    assert result.before.final_reserved == 60 * MIB
+    assert result.before.peak_reserved_bytes == 100 * MIB
+    assert result.before.final_reserved_bytes == 60 * MIB
 
 
 @settings(max_examples=60, deadline=None)
@@ -247,7 +247,7 @@ def test_a_trace_that_is_not_whole_is_analysed_all_the_same(data):
     for one in found:
         one.steps = find_steps(one)
     document = build_analysis(
-        found, Facts("file", "torch snapshot", "measured", ""), Question(what_if=parse_config(""))
+        found, Origin("file", "torch snapshot", "measured", ""), Question(what_if=parse_config(""))
     )
     assert str(document)
     for device in document.devices:

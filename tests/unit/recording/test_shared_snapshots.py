@@ -46,7 +46,7 @@ def test_figures_of_the_index(row):
     assert round(sum(one.at(one.end)[2] for one in found) / MIB, 1) == float(row["reserved_end_MiB"])
     assert round(sum(one.at(one.end)[1] for one in found) / MIB, 2) == float(row["allocated_end_MiB"])
 
-    document = build_analysis(found, opened.facts, Question())
+    document = build_analysis(found, opened.origin, Question())
     assert document.replay.identical_addresses == document.replay.allocations == int(row["n_alloc"])
     assert document.replay.final_layout_identical
     assert document.ran_out == (int(row["n_oom"]) > 0)

@@ -152,7 +152,7 @@ def test_it_takes_effect_on_the_virtual_gpu():
     set_before, report, said = fragmented(before=True)
     wanted, _, _ = fragmented(alloc_conf="expandable_segments:True")
     assert set_before == wanted == said < plain / 2
-    assert report.allocator["alloc_conf"] == "expandable_segments:True"
+    assert report.allocator.alloc_conf == "expandable_segments:True"
     assert not [sentence for sentence in report.assumptions if "the program set them" in sentence]
 
 

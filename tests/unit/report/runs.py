@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from memprof.flows import profile as pipeline
-from memprof.report.matching.runs import Run, run_of_report
+from memprof.flows.account import analyze
+from memprof.report.matching.runs import Run, run_of_document
+from memprof.spec import TargetSpec
 from memprof.trace.events import (
     CPU,
     GPU,
@@ -24,6 +26,7 @@ from memprof.trace.events import (
     Storage,
     Trace,
 )
+from memprof.trace.facts import AllocatorFacts, DeviceFacts, Facts, Target
 
 MIB = 1 << 20
 OPS = ["aten.mm", "aten.mul", "cublas workspace"]
@@ -37,30 +40,15 @@ PHASES = [PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP, Phase
 CONTEXT = 426 * MIB
 
 
-def facts(**target: Any) -> dict[str, object]:
+def facts(**asked: Any) -> Facts:
     """What a profile writes beside the events."""
-    return {
-        "command": "profile",
-        "memprof_version": "0.1.0",
-        "target": {
-            "model": "net",
-            "num_parameters": 1,
-            "batch_size": 1,
-            "context_length": 8,
-            "dtype": "float32",
-            "optimizer": "adamw",
-            "mode": "train",
-            "device": "virtual",
-            **target,
-        },
-        "device": {
-            "name": "a card",
-            "total_bytes": 1 << 40,
-            "usable_bytes": (1 << 40) - CONTEXT,
-            "context_bytes": CONTEXT,
-        },
-        "allocator": {"torch": "2.8.0", "alloc_conf": None, "alloc_conf_from": None},
-    }
+    return Facts(
+        command="profile",
+        memprof_version="0.1.0",
+        target=Target(TargetSpec(model="net", **asked), "net", num_parameters=1, context_length=8, dtype="float32"),
+        device=DeviceFacts("a card", 1 << 40, (1 << 40) - CONTEXT, CONTEXT),
+        allocator=AllocatorFacts("2.8.0"),
+    )
 
 
 @st.composite
@@ -107,18 +95,17 @@ def traces(draw: st.DrawFn) -> Trace:
 
 def report_of(trace: Trace) -> dict[str, Any]:
     """The JSON of its report."""
-    return pipeline.analyze(trace).to_json()
+    return analyze(trace).to_json()
 
 
 def run_of(trace: Trace) -> Run:
     """The form that is compared."""
-    return run_of_report(report_of(trace), "run.memprof", "memprof capture")
+    return run_of_document(analyze(trace), "run.memprof", "memprof capture")
 
 
 def on_cpu(trace: Trace) -> Trace:
     """The same run as if it had been measured on a CPU."""
     trace.source, trace.device = "measured", CPU
     trace.storages = [one._replace(device=CPU) if one.device == GPU else one for one in trace.storages]
-    trace.facts = facts(device="cpu")
-    trace.facts["device"] = {"name": "a CPU", "total_bytes": 1, "usable_bytes": 1, "context_bytes": 0}
+    trace.facts = replace(facts(device="cpu"), device=DeviceFacts("a CPU", 1, 1))
     return trace

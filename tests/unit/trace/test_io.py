@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from memprof.errors import MemprofError, UsageError
+from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
     DeviceMismatch,
@@ -26,6 +27,7 @@ from memprof.trace.events import (
     Storage,
     Trace,
 )
+from memprof.trace.facts import DeviceFacts, Facts, Target
 from memprof.trace.io import SCHEMA, load_trace, save_trace
 
 
@@ -47,7 +49,9 @@ def sample() -> Trace:
             DeviceMismatch(2, 0, 0, 0, (Operand("cuda:0", (2,), "float32", NONE), Operand("cpu", (), "int64", 0)))
         ],
         assumptions=["One."],
-        facts={"device": {"name": "A", "total_bytes": 1}, "target": None},
+        facts=Facts(
+            device=DeviceFacts("A", 1), target=Target(TargetSpec(model="a.json", steps=3), "a", dtype="float32")
+        ),
         forwards=[Forward(1, 3, 0, 0, True, 7, (0,))],
         holders=[Holder(4, "list", "losses", "/home/ä/train.py:3 main", True, None, (0,), 7, 1, None)],
     )
@@ -89,7 +93,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     save_trace(sample(), path)
     before = path.read_bytes()
     trace = sample()
-    trace.facts = {"not JSON": object()}
+    trace.facts = Facts(command=object())
     with pytest.raises(TypeError):
         save_trace(trace, path)
     assert path.read_bytes() == before

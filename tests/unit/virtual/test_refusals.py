@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from memprof.allocator import Card, LiveAllocator
 from memprof.catalog import custom_gpu
-from memprof.flows.profile import allocator_settings, analyze, device_facts
+from memprof.flows.account import analyze
+from memprof.flows.cards import allocator_settings
 from memprof.trace.events import EventKind
+from memprof.trace.facts import DeviceFacts, Facts
 from memprof.virtual import VirtualGpu
 
 MIB = 1 << 20
@@ -32,16 +34,9 @@ def card(gib: float = 1.0) -> VirtualGpu:
 
 def report(gpu: VirtualGpu):
     trace = gpu.trace
-    trace.facts = {
-        "command": "test",
-        "target": {},
-        "device": {
-            **device_facts(gpu.gpu),
-            "context_bytes": 100 * MIB,
-            "usable_bytes": gpu.gpu.total_bytes - 100 * MIB,
-        },
-        "allocator": allocator_settings("").facts(),
-    }
+    total = gpu.gpu.total_bytes
+    device = DeviceFacts(gpu.gpu.name, total, total - 100 * MIB, 100 * MIB)
+    trace.facts = Facts(command="test", device=device, allocator=allocator_settings("").facts)
     return analyze(trace)
 
 

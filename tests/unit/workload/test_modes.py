@@ -70,10 +70,10 @@ def test_lora_trains_the_adapter_alone(config, checkpointing):
     trace, document = run(config, adapter="lora", lora_rank=4, activation_checkpointing=checkpointing)
     count = lora_parameters(4)
     target = document.target
-    assert target["num_trainable_parameters"] == count
-    assert target["adapter"] == "lora" and target["lora_rank"] == 4
+    assert target.num_trainable_parameters == count
+    assert target.asked.adapter == "lora" and target.asked.lora_rank == 4
     plain = run(config)[1].target
-    assert target["num_parameters"] == plain["num_parameters"] + count
+    assert target.num_parameters == plain["num_parameters"] + count
     assert plain["num_trainable_parameters"] == plain["num_parameters"]
     parameters = owned(trace, Role.PARAMETER)
     adapters = {name for name in parameters if "lora_" in name}
@@ -92,12 +92,12 @@ def test_lora_trains_the_adapter_alone(config, checkpointing):
 
 def test_lora_targets_rank_and_dropout(config):
     trace, document = run(config, adapter="lora", lora_targets="gate_proj, down_proj")
-    assert document.target["lora_rank"] == 8
-    assert document.target["num_trainable_parameters"] == 2 * LAYERS * 8 * (64 + 128)
+    assert document.target.asked.lora_rank == 8
+    assert document.target.num_trainable_parameters == 2 * LAYERS * 8 * (64 + 128)
     names = owned(trace, Role.PARAMETER)
     assert {name.split(".")[-4] for name in names if "lora_" in name} == {"gate_proj", "down_proj"}
-    everything = run(config, adapter="lora", lora_targets="all-linear")[1].target["num_trainable_parameters"]
-    assert everything > document.target["num_trainable_parameters"]
+    everything = run(config, adapter="lora", lora_targets="all-linear")[1].target.num_trainable_parameters
+    assert everything > document.target.num_trainable_parameters
     # Dropout keeps a mask, and makes a scaled copy of each target's input.
     peaks = [
         stage(run(config, adapter="lora", lora_dropout=dropout, steps=2)[1], "layer 1").delta_bytes
@@ -109,13 +109,13 @@ def test_lora_targets_rank_and_dropout(config):
 def test_lora_in_inference(config):
     document = run(config, adapter="lora", mode=Mode.INFERENCE, new_tokens=4)[1]
     assert "decode" in {row.name for row in document.stages}
-    assert document.target["adapter"] == "lora"
+    assert document.target.asked.adapter == "lora"
     assert "LoRA of rank 8, inference" in " ".join(render_text(document).split())
 
 
 def test_lora_of_a_transposed_layer():
     document = run("gpt2", adapter="lora", lora_rank=8)[1]
-    assert document.target["num_trainable_parameters"] == 12 * 8 * (768 + 3 * 768)
+    assert document.target.num_trainable_parameters == 12 * 8 * (768 + 3 * 768)
 
 
 def test_lora_is_no_remedy_for_itself(config):
@@ -136,7 +136,7 @@ def test_lora_needs_known_targets(tmp_path):
     with pytest.raises(UsageError, match="PEFT cannot adapt"):
         run(f"{file}:model", adapter="lora", lora_targets="no_such_layer")
     document = run(f"{file}:model", adapter="lora", lora_targets="first,second", lora_rank=2)[1]
-    assert document.target["num_trainable_parameters"] == 2 * 2 * (32 + 32)
+    assert document.target.num_trainable_parameters == 2 * 2 * (32 + 32)
 
 
 def test_without_peft(config, monkeypatch):
@@ -182,7 +182,7 @@ def test_parameters_that_the_factory_froze(tmp_path):
     trained = {"second.weight", "second.bias", "head.weight", "head.bias"}
     assert set(owned(trace, Role.GRADIENT)) == trained
     count = 32 * 32 + 32 + 32 * 100 + 100
-    assert document.target["num_trainable_parameters"] == count
+    assert document.target.num_trainable_parameters == count
     assert f"{count:,} trained" in render_text(document)
     state = owned(trace, Role.OPTIMIZER_STATE)
     assert sum(trace.storages[index].num_bytes for index in state["exp_avg"]) == 4 * count
@@ -258,7 +258,7 @@ def test_optimizer_state(config, optimizer, state):
         name: sum(trace.storages[index].num_bytes for index in indices)
         for name, indices in owned(trace, Role.OPTIMIZER_STATE).items()
     }
-    assert found == {name: copies * 2 * document.target["num_parameters"] for name, copies in state.items()}
+    assert found == {name: copies * 2 * document.target.num_parameters for name, copies in state.items()}
 
 
 def test_adafactor_factors_its_state(config):
@@ -266,7 +266,7 @@ def test_adafactor_factors_its_state(config):
     total = sum(
         trace.storages[index].num_bytes for indices in owned(trace, Role.OPTIMIZER_STATE).values() for index in indices
     )
-    assert 0 < total < 0.1 * 2 * document.target["num_parameters"]
+    assert 0 < total < 0.1 * 2 * document.target.num_parameters
 
 
 @pytest.mark.parametrize(

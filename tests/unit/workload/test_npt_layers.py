@@ -198,8 +198,8 @@ def test_profiled(tiny, mode, changes):
     base = TargetSpec(model=tiny, context_length=16, batch_size=2, dtype="float32", gpu="a100-80gb", steps=1)
     trace, document = pipeline.profile(base.edit(npt=mode, npt_rank=4, npt_layers="0,-1", **changes))
     target = document.target
-    assert (target["npt"], target["npt_rank"], target["npt_layers"]) == (mode, 4, "0,-1")
-    assert target["num_trainable_parameters"] == 2 * 4 * (64 + 128)
+    assert (target.asked.npt, target.asked.npt_rank, target.asked.npt_layers) == (mode, 4, "0,-1")
+    assert target.num_trainable_parameters == 2 * 4 * (64 + 128)
     gradients = {owner.name for owner in trace.owners.values() if owner.role is Role.GRADIENT}
     trained = {f"model.layers.{number}.mlp.gate_proj.npt.{name}" for number in (0, 1) for name in "AB"}
     assert gradients == (set() if changes.get("mode") else trained)

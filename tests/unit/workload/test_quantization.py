@@ -38,7 +38,7 @@ def test_what_parameters_take(quantize, fields, per_weight):
     # Small rests: tables and means of each layer.
     assert plain - found == pytest.approx(LINEAR * (2 - per_weight), rel=2e-3)
     assert any(quantize in sentence for sentence in trace.assumptions)
-    assert document.target["num_parameters"] == 494_032_768
+    assert document.target.num_parameters == 494_032_768
     assert not trace.mismatches
 
 
@@ -46,7 +46,7 @@ def test_qlora_trains_the_adapter_alone():
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
     trace, document = profile(quantize="nf4", adapter="lora", optimizer="paged-adamw-8bit")
-    assert 0 < document.target["num_trainable_parameters"] < 2_000_000
+    assert 0 < document.target.num_trainable_parameters < 2_000_000
     assert document.failure is None
     assert any("prepare_model_for_kbit_training" in sentence for sentence in trace.assumptions)
 

@@ -1,10 +1,12 @@
 """Runs of a script with remedies: what is not a process of its own is told as if it were."""
 
 from memprof.catalog import find_gpu
-from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
+from memprof.flows.cards import allocator_settings, device_facts
 from memprof.flows.ladder.scripts import Request, ScriptRuns
 from memprof.remedies.fixes import parse_fixes
 from memprof.script import Program, StopRule
+from memprof.trace.facts import Facts, ProgramFacts
 from tests.unit.findings.builder import Builder
 
 NAMES = ("expandable-segments", "activation-checkpointing")
@@ -14,14 +16,13 @@ def _recorded(fixes):
     b = Builder()
     b.new(1 << 20)
     gpu = find_gpu("rtx-4090")
-    b.trace.facts.update(
+    b.trace.facts = Facts(
         command="run",
-        target={},
-        program={"command": ["a.py"], "ended": "exit", "exit_code": 0, "steps": 0, "fixes": [*map(str, fixes)]},
-        device=pipeline.device_facts(gpu),
-        allocator=pipeline.allocator_settings("").facts(),
+        program=ProgramFacts(("a.py",), "exit", 0, 0, tuple(map(str, fixes))),
+        device=device_facts(gpu),
+        allocator=allocator_settings("").facts,
     )
-    return b.trace, pipeline.analyze(b.trace)
+    return b.trace, analyze(b.trace)
 
 
 def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
@@ -30,8 +31,8 @@ def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
     runs = ScriptRuns(request, NAMES, lambda doing: None)
     for names in (NAMES[:1], NAMES):
         run = runs.with_fixes(parse_fixes(",".join(names)))
-        assert run.document.program["fixes"] == [*names]
+        assert run.document.program.fixes == names
         # The capture that --save keeps gives the same report.
-        assert pipeline.analyze(run.trace) == run.document
-        assert run.document.allocator["alloc_conf"] == "expandable_segments:True"
-    assert runs.original.document.program["fixes"] == [] and not runs.original.document.allocator["alloc_conf"]
+        assert analyze(run.trace) == run.document
+        assert run.document.allocator.alloc_conf == "expandable_segments:True"
+    assert runs.original.document.program.fixes == () and not runs.original.document.allocator.alloc_conf

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from memprof.errors import UsageError
 from memprof.report.documents.comparison import DIFFERS, ONLY_IN_A, ONLY_IN_B, SAME
+from memprof.report.documents.report import Document
 from memprof.report.matching.comparison_build import build_comparison
-from memprof.report.matching.runs import run_of_report
+from memprof.report.matching.runs import run_of_document
 from memprof.report.matching.tolerance import Tolerance, parse_tolerance
 from memprof.report.terminal.comparison import render_text
+from memprof.trace.facts import AllocatorFacts
 from tests.golden.test_report import training_run
 from tests.unit.report.runs import MIB, facts, on_cpu, report_of, run_of, traces
 
@@ -27,6 +30,10 @@ def training(**target):
     return trace
 
 
+def run_of_report(report):
+    return run_of_document(Document.from_json(report), "run.json", "memprof report")
+
+
 def totals(comparison):
     return {row.name: row for row in comparison.totals}
 
@@ -35,8 +42,8 @@ def totals(comparison):
 @given(traces())
 def test_a_run_does_not_differ_from_itself(trace):
     report = report_of(trace)
-    capture = run_of_report(report, "a", "memprof capture")
-    through_json = run_of_report(json.loads(json.dumps(report)), "b", "memprof report")
+    capture = run_of(trace)
+    through_json = run_of_report(json.loads(json.dumps(report)))
     for other in (capture, through_json):
         found = build_comparison(capture, other, EXACT)
         assert found.no_difference and found.within and not found.settings
@@ -51,10 +58,10 @@ def test_differences_balance_and_turn_with_the_sides(first, second):
     found, back = build_comparison(a, b, EXACT), build_comparison(b, a, EXACT)
     for name, row in totals(found).items():
         assert row.difference_bytes == -totals(back)[name].difference_bytes == b.totals[name] - a.totals[name]
-    held = [sum(one.bytes * one.count for one in run.tensors if one.category != "library workspace") for run in (a, b)]
+    held = [sum(one.total_bytes for one in run.tensors if one.category != "library workspace") for run in (a, b)]
     assert sum(row.difference_bytes for row in found.tensors) == held[1] - held[0]
     only = [
-        sum(row.bytes * row.count for row in rows if row)
+        sum(row.num_bytes * row.count for row in rows if row)
         for rows in ([row.a for row in found.tensors], [row.b for row in found.tensors])
     ]
     assert only[0] + found.same_tensors_bytes == held[0] and only[1] + found.same_tensors_bytes == held[1]
@@ -92,7 +99,7 @@ def test_kernels_own_memory_of_one_side_stands_apart():
     workspace = next(i for i, one in enumerate(host.storages) if one.hidden)
     host.storages[workspace] = host.storages[workspace]._replace(num_bytes=3 * MIB, shape=(3 * MIB,))
     found = build_comparison(run_of(card), run_of(host), EXACT)
-    assert (found.kernels_a.bytes, found.kernels_b.bytes) == (8519680, 3 * MIB)
+    assert (found.kernels_a.num_bytes, found.kernels_b.num_bytes) == (8519680, 3 * MIB)
     assert not found.tensors
     text = render_text(found)
     assert "A: CUDA kernels, 8.12 MiB: cublas workspace 8.12 MiB" in text
@@ -151,8 +158,8 @@ def test_how_many_there_are():
 
 
 def test_settings_come_first_and_unset_is_like_unknown():
-    a = run_of(training(fixes=[], amp=None, steps=2))
-    b = run_of(training(fixes=["chunked-loss"], steps=2, evaluate=False, gradient_accumulation=1))
+    a = run_of(training(fixes=(), amp=None, steps=2))
+    b = run_of(training(fixes=("chunked-loss",), steps=2, evaluate=False, gradient_accumulation=1))
     found = build_comparison(a, b, EXACT)
     assert [(row.name, row.a, row.b) for row in found.settings] == [("fixes", [], ["chunked-loss"])]
     assert found.within
@@ -162,9 +169,7 @@ def test_settings_come_first_and_unset_is_like_unknown():
 def test_two_releases_of_torch_with_other_settings():
     """The same requests: only what is reserved may differ."""
     a, b = training(), training()
-    b.facts["allocator"] = {
-        "torch": "2.11.0", "alloc_conf": "expandable_segments:True", "alloc_conf_from": "--alloc-conf",
-    }  # fmt: skip
+    b.facts = replace(b.facts, allocator=AllocatorFacts("2.11.0", "expandable_segments:True", "--alloc-conf"))
     found = build_comparison(run_of(a), run_of(b), EXACT)
     assert {row.name for row in found.settings} == {"torch", "alloc_conf"}
     rows = totals(found)
@@ -179,7 +184,7 @@ def test_two_releases_of_torch_with_other_settings():
 def test_reports_of_earlier_releases_lack_some_totals():
     report = report_of(training())
     del report["model_state"], report["bridge"]
-    old = run_of_report(report, "old.json", "memprof report")
+    old = run_of_report(report)
     found = build_comparison(old, run_of(training()), EXACT)
     assert found.within and not totals(found)["parameters"].compared
     assert "earlier memprof" in render_text(found)
@@ -201,8 +206,9 @@ def test_findings_come_and_go_and_some_have_no_bytes():
     ):  # fmt: skip
         assert line in text
     report = report_of(training())
-    report["findings"] = [{"id": "x", "bytes": None}, {"id": "y", "bytes": 3}, {"id": "y", "bytes": 4}]
-    assert run_of_report(report, "f", "memprof report").findings == {"x": None, "y": 7}
+    rest = {"severity": "note", "title": "", "evidence": [], "remedies": []}
+    report["findings"] = [{"id": name, "bytes": size, **rest} for name, size in (("x", None), ("y", 3), ("y", 4))]
+    assert run_of_report(report).findings == {"x": None, "y": 7}
 
 
 def test_simulated_and_measured_do_not_share_what_others_use():

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from memprof.flows import profile as pipeline
+from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
 from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, shown_stages
 from memprof.report.terminal.report import render_text
 from memprof.trace.events import ModuleRole, PhaseKind
+from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.findings.builder import Builder
 
 MIB = 1 << 20
 
 
 def document(b: Builder) -> Document:
-    b.trace.facts = {
-        "command": "run",
-        "target": {},
-        "device": {"name": "Card", "total_bytes": 9999 * MIB, "usable_bytes": 9900 * MIB, "context_bytes": 99 * MIB},
-    }
-    return pipeline.analyze(b.trace)
+    b.trace.facts = Facts(command="run", device=DeviceFacts("Card", 9999 * MIB, 9900 * MIB, 99 * MIB))
+    return analyze(b.trace)
 
 
 def call(b: Builder, size: int, *, keeps: bool = False) -> None:

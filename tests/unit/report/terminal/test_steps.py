@@ -6,17 +6,18 @@ import io
 
 from rich.console import Console
 
-from memprof.flows import profile as pipeline
-from memprof.report.documents.report import StepRow
+from memprof.flows.account import analyze
+from memprof.ledger.steps import Step
 from memprof.report.terminal.steps import MAX_ROWS, render_steps
 from memprof.report.terminal.units import Unit
 from memprof.trace.events import PhaseKind
+from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.findings.builder import Builder
 
 MIB = 1 << 20
 
 
-def lines(*rows: StepRow) -> list[list[str]]:
+def lines(*rows: Step) -> list[list[str]]:
     console = Console(file=io.StringIO(), width=100, no_color=True)
     console.print(render_steps(rows, Unit("MiB", MIB)))
     text = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -24,8 +25,8 @@ def lines(*rows: StepRow) -> list[list[str]]:
     return [line.split() for line in text[begin:] if line.strip() and "optimizer's step" not in line][:-1]
 
 
-def row(step: int, peak: int, end: int, growth: int) -> StepRow:
-    return StepRow(step, peak * MIB, end * MIB, growth * MIB)
+def row(step: int, peak: int, end: int, growth: int) -> Step:
+    return Step(step, peak * MIB, end * MIB, growth * MIB)
 
 
 def report(command: str, steps: int) -> dict:
@@ -35,12 +36,8 @@ def report(command: str, steps: int) -> dict:
         b.phase(PhaseKind.FORWARD, step)
         b.new(MIB // 4)
         b.phase(PhaseKind.OPTIMIZER_STEP, step)
-    b.trace.facts = {
-        "command": command,
-        "target": {},
-        "device": {"name": "Card", "total_bytes": 999 * MIB, "usable_bytes": 900 * MIB, "context_bytes": 99 * MIB},
-    }
-    return pipeline.analyze(b.trace).to_json()
+    b.trace.facts = Facts(command=command, device=DeviceFacts("Card", 999 * MIB, 900 * MIB, 99 * MIB))
+    return analyze(b.trace).to_json()
 
 
 def test_equal_steps_are_one_row() -> None:
@@ -68,4 +65,4 @@ def test_json_has_every_step() -> None:
 
 
 def test_not_of_one_step_nor_of_a_profile() -> None:
-    assert report("virtual_gpu", 1)["steps"] == () and report("profile", 3)["steps"] == ()
+    assert report("virtual_gpu", 1)["steps"] == [] and report("profile", 3)["steps"] == []

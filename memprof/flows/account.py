@@ -1,0 +1,62 @@
+"""What every run comes to: its trace through the allocator, into the ledger, the findings and the report.
+
+    Trace -allocator-> replay -ledger-> Ledger -findings-> [Finding] -report-> Document
+
+Simulated or measured, new or loaded from a file: this is all that there is between a trace and its report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memprof.allocator import Card, Settings, replay_on_card, without_allocator
+from memprof.findings import Context, find_all
+from memprof.ledger.bridge import build_bridge
+from memprof.ledger.ledger import build_ledger
+from memprof.report.documents.report import Document, build_document
+from memprof.trace.events import CPU, Trace
+
+_OF_THE_TARGET = ("spec", "vocab_size", "asked_vocab_size", "num_parameters", "context_length", "max_positions")
+"""What rules know of it."""
+
+
+def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = True) -> Document:
+    """The report on a trace, simulated or measured, new or loaded from a file.
+
+    Args:
+        trace: what happened.
+        alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
+        explained: whether the report has findings and the bridge. A search over many runs asks for the figures alone.
+
+    Raises:
+        EmptyTraceError: nothing was allocated on the card.
+        UsageError: torch would refuse `alloc_conf`.
+    """
+    if alloc_conf is not None:
+        trace = with_settings(trace, alloc_conf)
+    device, target = trace.facts.device, trace.facts.target
+    settings = Settings.from_facts(trace.facts.allocator)
+    if trace.device == CPU:
+        run = without_allocator(trace)
+    else:
+        card = None if device.total_bytes is None else Card(device.total_bytes, device.context_bytes)
+        run = replay_on_card(trace, card, settings.config, settings.release)
+    ledger = build_ledger(trace, run)
+    if not explained:
+        return build_document(ledger, [], settings)
+    known = {} if target is None else {name: getattr(target, name) for name in _OF_THE_TARGET}
+    context = Context(ledger=ledger, usable_bytes=device.usable_bytes, card=device.name, **known)
+    bridge = build_bridge(ledger)
+    return build_document(ledger, find_all(context), settings, bridge)
+
+
+def with_settings(trace: Trace, alloc_conf: str) -> Trace:
+    """The same requests under these settings of the caching allocator, as if it had been recorded with them.
+
+    Raises:
+        UsageError: torch would refuse them.
+    """
+    facts = trace.facts
+    settings = Settings.resolve(alloc_conf, None if facts.allocator is None else facts.allocator.torch, environ={})
+    target = None if facts.target is None else dataclasses.replace(facts.target, alloc_conf=alloc_conf)
+    return dataclasses.replace(trace, facts=dataclasses.replace(facts, target=target, allocator=settings.facts))

@@ -1,0 +1,67 @@
+"""The card of a run, or the device that it is measured on, and the caching allocator in front of it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+from typing import Any
+
+from memprof.allocator import Card, LiveAllocator, Settings
+from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.device.context import CONTEXT_BYTES
+from memprof.device.host import memory_bytes, processor_name
+from memprof.recording.from_trace import snapshot_of
+from memprof.report.export.memory_viz import as_plain
+from memprof.spec import TargetSpec
+from memprof.trace.events import Trace
+from memprof.trace.facts import DeviceFacts
+
+
+def allocator_settings(alloc_conf: str | None, *, flag: str = "--alloc-conf") -> Settings:
+    """The caching allocator of the installed torch, with `alloc_conf` or the environment's settings.
+
+    Raises:
+        UsageError: torch would refuse them.
+    """
+    return Settings.resolve(alloc_conf, importlib.metadata.version("torch"), flag=flag, environ=os.environ)
+
+
+class RunAllocator(LiveAllocator):
+    """Answers a program that asks for memory statistics while it runs; also written down as torch would."""
+
+    def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
+        card = Card(gpu.total_bytes, CONTEXT_BYTES)
+        super().__init__(trace, card, settings.config, settings.release)
+        self._snapshot = functools.partial(
+            snapshot_of, trace, settings.config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """torch.cuda.memory._snapshot() now, with the history since the run began."""
+        return as_plain(self._snapshot().snapshot)
+
+
+def virtual_card(spec: TargetSpec) -> Gpu:
+    """The card that `spec` asks for."""
+    return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
+
+
+def device_facts(gpu: Gpu) -> DeviceFacts:
+    """What the report says of a card: capacity, and what is left of it for tensors."""
+    return DeviceFacts(gpu.name, gpu.total_bytes, gpu.total_bytes - CONTEXT_BYTES, CONTEXT_BYTES)
+
+
+def measured_device_facts(name: str) -> DeviceFacts:
+    """What the report says of the device that a run was measured on.
+
+    Raises:
+        MemprofError: there is no such device.
+    """
+    if name == "cpu":
+        total = memory_bytes()
+        return DeviceFacts(processor_name(), total, total)
+    from memprof.measured.cuda import cuda_card
+
+    card = cuda_card()
+    return DeviceFacts(card.name, card.total_bytes, card.total_bytes - card.context_bytes, card.context_bytes)

@@ -1,0 +1,143 @@
+"""What is known of a run beside its events: what was asked for, what it turned out to be, and where it ran.
+
+A capture keeps the facts, and a report shows them: both write and read them here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from memprof.spec import TargetSpec
+from memprof.trace.plain import Plain, fields_from_plain, from_plain, json_name, to_plain
+from memprof.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Target(Plain):
+    """What `memprof profile` was asked to run, and what that turned out to be; None: not known.
+
+    In JSON both are one object, in which what turned out stands in place of what was asked.
+    """
+
+    asked: TargetSpec = field(metadata=json_name(None))
+    model: str
+    """Its name, where `asked.model` may be a path or a size."""
+    task: str | None = None
+    num_parameters: int | None = None
+    num_trainable_parameters: int | None = None
+    context_length: int | None = None
+    """Tokens; None: the model takes none."""
+    dtype: str | None = None
+    vocab_size: int | None = None
+    """Rows of the model's embedding; `asked_vocab_size` what a config file asks for where that is less."""
+    asked_vocab_size: int | None = None
+    max_positions: int | None = None
+    alloc_conf: str | None = None
+    """Settings that were in force at the end, wherever they came from."""
+
+    @property
+    def spec(self) -> TargetSpec:
+        """The spec, with nothing left open."""
+        return self.asked.edit(**{name: getattr(self, name) for name in _BOTH})
+
+    def to_json(self) -> dict[str, Any]:
+        """Both in one object."""
+        return {**to_plain(self.asked), **super(Target, self).to_json()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Target:
+        """The reverse; but for a capture, which keeps both, what turned out counts as asked."""
+        asked = from_plain(TargetSpec, {**values, **values.get("asked", {})})
+        return cls(asked, **fields_from_plain(cls, values))
+
+
+_BOTH = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFacts:
+    """A script that was run."""
+
+    command: tuple[str, ...]
+    ended: str
+    """steps, exit, timeout, error, refused or interrupted."""
+    exit_code: int | None
+    steps: int
+    """Training steps that it began; none where nothing is learned."""
+    fixes: tuple[str, ...]
+    """Remedies in force."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """The device that a run was on; None: not known."""
+
+    name: str = "a card"
+    total_bytes: int | None = None
+    usable_bytes: int | None = None
+    """What is left for the allocator beside the CUDA context."""
+    context_bytes: int = 0
+    """Of the CUDA context; 0 on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorFacts:
+    """Whose caching allocator: version of torch, its settings, and where these came from (None: its defaults)."""
+
+    torch: str | None = None
+    alloc_conf: str | None = None
+    alloc_conf_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProcess:
+    """Another process on the card, as NVML names it."""
+
+    pid: int
+    name: str
+    used_bytes: int | None = field(default=None, metadata=json_name("bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlFacts:
+    """What NVML saw at the end of a measured run, in bytes; None: it cannot be asked, or may not say."""
+
+    reserved_bytes: int | None = None
+    """What torch had reserved when NVML was asked."""
+    process_bytes: int | None = None
+    """Of this process."""
+    used_bytes: int | None = None
+    """Of the card."""
+    processes: tuple[OtherProcess, ...] | None = None
+    """The others on the card."""
+    note: str = ""
+    """Why something is None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts(Plain):
+    """All of them."""
+
+    command: str = ""
+    memprof_version: str = __version__
+    target: Target | None = None
+    """None: a script or a function of the user's, which has no spec."""
+    program: ProgramFacts | None = None
+    device: DeviceFacts = DeviceFacts()
+    allocator: AllocatorFacts | None = None
+    """None: a capture of an early release."""
+    nvml: NvmlFacts | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a capture has it."""
+        target = target_to_json(self.target)
+        if self.target is not None:
+            target["asked"] = {name: getattr(self.target.asked, name) for name in _BOTH}
+        return super(Facts, self).to_json() | {"target": target}
+
+
+def target_to_json(target: Target | None) -> dict[str, Any]:
+    """Empty where there is none."""
+    return {} if target is None else target.to_json()

@@ -1,0 +1,127 @@
+"""Dataclasses as plain JSON values and back, for the facts of a trace and for every document.
+
+A field's name in JSON is its own unless `json_name` says otherwise. What JSON cannot tell apart (tuples and lists,
+members of an enum and their values) is told by the field's type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
+    """Metadata of a field that JSON calls `name`; None: it is not in JSON, and has its default when it comes back.
+
+    With `last` it stands after all others.
+    """
+    return {"json": name, "last": last}
+
+
+class Plain:
+    """Base of a dataclass that is written to JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return _by_name(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """The reverse of `to_json`. Names that are not known are left out; a missing one has its default.
+
+        Raises:
+            ValueError: a value is missing, or not of its field's type.
+        """
+        return _instance(cls, values)
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as JSON has it; what is neither a dataclass nor a container stays as it is."""
+    if isinstance(value, Plain):
+        return value.to_json()
+    if dataclasses.is_dataclass(value):
+        return _by_name(value)
+    if isinstance(value, dict):
+        return {key: to_plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(one) for one in value]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _by_name(instance: Any) -> dict[str, Any]:
+    kind: Any = type(instance)
+    return {name: to_plain(getattr(instance, field.name)) for field, name, _ in _fields(kind)}
+
+
+def from_plain(kind: Any, value: Any) -> Any:
+    """What `to_plain` made of a value of type `kind`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        (known,) = (part for part in parts if part is not types.NoneType)
+        absent = value is None or (value == {} and dataclasses.is_dataclass(known))
+        return None if absent else from_plain(known, value)
+    if origin in (tuple, list):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{value!r} is not a list")
+        if origin is tuple and parts[-1] is not Ellipsis:
+            return tuple(from_plain(part, one) for part, one in zip(parts, value, strict=True))
+        return origin(from_plain(parts[0], one) for one in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ValueError(f"{value!r} is not an object")
+        return {key: from_plain(parts[1], one) for key, one in value.items()}
+    if issubclass(kind, Plain):
+        return kind.from_json(value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _instance(kind, value)
+    if issubclass(kind, enum.Enum):
+        return kind(value)
+    if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are in `values`, by their own names.
+
+    Raises:
+        ValueError: one is not of its field's type.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{values!r} is no {kind.__name__}")
+    return {
+        field.name: from_plain(hint, values[name])
+        for field, name, hint in _fields(kind)
+        if field.init and name in values
+    }
+
+
+def _instance(kind: type[T], values: Any) -> T:
+    given = fields_from_plain(kind, values)
+    try:
+        return kind(**given)
+    except TypeError as error:  # a field without a default is missing
+        raise ValueError(str(error)) from None
+
+
+@functools.cache
+def _fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
+    """Field, name in JSON and type."""
+    hints = typing.get_type_hints(kind)
+    fields = sorted(dataclasses.fields(kind), key=lambda field: field.metadata.get("last", False))
+    named = [(field, field.metadata.get("json", field.name)) for field in fields]
+    return [(field, name, hints[field.name]) for field, name in named if name is not None]
