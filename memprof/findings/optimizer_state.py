@@ -66,11 +66,11 @@ def _step_temporaries(context: Context) -> list[Finding]:
         f"The optimizer step decides the peak: {plural(len(temporaries), 'temporary tensor')}, "
         f"{format_bytes(num_bytes)} alive at once ({percent(num_bytes, ledger.peak_bytes)} of the peak)"
     )
-    others = [s for s in ledger.stages if s.span.kind is not PhaseKind.OPTIMIZER_STEP]
+    others = [s for s in ledger.stages if s.kind is not PhaseKind.OPTIMIZER_STEP]
     lines = list(tensors_evidence(context, temporaries, ledger.peak_event, lambda index: "temporary of the step"))
     if others:
         second = max(others, key=lambda stage: stage.peak_allocated_bytes)
-        text = f"the next highest stage is {second.span.name} with {format_bytes(second.peak_allocated_bytes)}"
+        text = f"the next highest stage is {second.name} with {format_bytes(second.peak_allocated_bytes)}"
         lines.append(Evidence(text, num_bytes=second.peak_allocated_bytes))
     remedies = ("fused-optimizer", "8-bit-optimizer")
     return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), remedies)]

@@ -17,14 +17,12 @@ def find(context: Context) -> list[Finding]:
     trace = context.ledger.trace
     evidence = []
     for error in caught:
-        storage = trace.storages[error.storage]
-        text = (
-            f"{stage_text(error.stage)}: {format_bytes(storage.num_bytes)} for {format_shape(storage.shape)} "
-            f"{storage.dtype} in {trace.op(storage)} at {file_and_line(trace.source_line(storage))}, with "
-            f"{format_bytes(error.in_use_bytes)} in use"
-        )
-        evidence.append(tensor_evidence(trace, error.storage, text, num_bytes=storage.num_bytes))
-    largest = max(trace.storages[error.storage].num_bytes for error in caught)
+        stage = stage_text(context.ledger.span_at(error.event))
+        what = f"{format_bytes(error.num_bytes)} for {format_shape(error.shape)} {error.dtype} in {error.op}"
+        with_what = f"with {format_bytes(error.in_use_bytes)} in use"
+        text = f"{stage}: {what} at {file_and_line(error.source)}, {with_what}"
+        evidence.append(tensor_evidence(trace, trace.events[error.event].ref, text, num_bytes=error.num_bytes))
+    largest = max(error.num_bytes for error in caught)
     which = "it" if len(caught) == 1 else "them"
     title = (
         f"{plural(len(caught), 'out-of-memory error')} raised and caught: the script went on without what it had asked "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.flows.account import analyze
-from memprof.flows.recordings import open_file
+from memprof.flows.recordings import GZIP, PICKLE, head_of, open_file
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import SCHEMA, Document
@@ -24,8 +24,6 @@ from memprof.report.matching.tolerance import Tolerance
 from memprof.trace.io import load_trace
 
 _KINDS = "a capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch"
-_GZIP = b"\x1f\x8b"
-_PICKLE = b"\x80"
 
 
 def compare_files(
@@ -49,23 +47,15 @@ def open_run(path: Path) -> Run:
     Raises:
         UsageError: it is none of these, or damaged.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(64)
-    except OSError as error:
-        raise UsageError(
-            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {_KINDS}"
-        ) from None
-    if not head:
-        raise UsageError("the file is empty", value=path, hint=f"give {_KINDS}")
-    if head.startswith(_GZIP):
+    head = head_of(path, _KINDS)
+    if head.startswith(GZIP):
         try:
             return run_of_document(analyze(load_trace(path)), path.name, "memprof capture")
         except EmptyTraceError as error:
             raise UsageError(str(error.problem), value=path, hint="record it again") from None
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
-    if head.startswith(_PICKLE):
+    if head.startswith(PICKLE):
         return _snapshot(path)
     if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
         raise UsageError("neither a capture, a report nor a snapshot", value=path, hint=f"give {_KINDS}")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.allocator import AllocatorConfig, config_from_environment, parse_config
+from memprof.device.host import available_bytes
 from memprof.errors import UsageError
 from memprof.recording.from_trace import Converted, Slice, snapshot_of
 from memprof.recording.recording import Recording, Steps, recordings
@@ -32,8 +32,8 @@ MEMORY_PER_BYTE = 12
 """Bytes of memory that reading and analysing takes per byte of a snapshot, at most; tests/benchmarks/analyze.py
 measures it."""
 
-_GZIP = b"\x1f\x8b"
-_PICKLE = b"\x80"
+GZIP = b"\x1f\x8b"
+PICKLE = b"\x80"
 _KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
 
@@ -54,6 +54,24 @@ class Opened:
         return slices_of(recording, self.snapshot.annotations)
 
 
+def head_of(path: Path, kinds: str) -> bytes:
+    """The first bytes of a file, which tell what kind it is.
+
+    Raises:
+        UsageError: it cannot be read, or is empty; `kinds` says what to give instead.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:
+        raise UsageError(
+            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {kinds}"
+        ) from None
+    if not head:
+        raise UsageError("the file is empty", value=path, hint=f"give {kinds}")
+    return head
+
+
 def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) -> Opened:
     """Read `path` and rebuild what happened.
 
@@ -61,18 +79,10 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
         UsageError: it is neither a snapshot nor a capture, or damaged.
         UsageError: it does not fit into this machine's memory.
     """
-    try:
-        with path.open("rb") as file:
-            head = file.read(2)
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise UsageError(
-            "cannot read the file", value=f"{path} ({error.strerror or type(error).__name__})", hint=f"give {_KINDS}"
-        ) from None
-    if not head:
-        raise UsageError("the file is empty", value=path, hint=f"give {_KINDS}")
-    if head == _GZIP:
+    head = head_of(path, _KINDS)[:2]
+    if head == GZIP:
         return _open_capture(path)
+    size = path.stat().st_size
     _check_memory(path, size)
     from memprof.trace.snapshot_file import read_snapshot
 
@@ -101,7 +111,7 @@ def _open_capture(path: Path) -> Opened:
     from memprof.trace.io import load_trace
 
     with contextlib.suppress(OSError, EOFError, zlib.error), gzip.open(path, "rb") as file:
-        if file.read(1) == _PICKLE:
+        if file.read(1) == PICKLE:
             raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
     config, note = _settings(trace)
@@ -137,11 +147,9 @@ def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
 
 def _check_memory(path: Path, size: int) -> None:
     """Refuse what would not fit, before it takes the machine down."""
-    try:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
+    available = available_bytes()
+    if available is None:
         return
-    available = max(pages, _available())
     if size * MEMORY_PER_BYTE > available:
         raise UsageError(
             f"the file needs up to {format_bytes(size * MEMORY_PER_BYTE)} of memory to be read, and "
@@ -149,18 +157,6 @@ def _check_memory(path: Path, size: int) -> None:
             value=f"{path} ({format_bytes(size)})",
             hint="record fewer events (max_entries=100000), or read it on a larger machine",
         )
-
-
-def _available() -> int:
-    """What Linux says could be had without swapping; 0 elsewhere."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except (OSError, ValueError):
-        pass
-    return 0
 
 
 def analyze_file(

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memprof.ledger.ledger import Ledger
-from memprof.ledger.stages import Span
-from memprof.trace.events import EventKind
+from memprof.trace.events import NONE, EventKind
+from memprof.trace.plain import json_name
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtError:
     """One request that the card refused while the program ran."""
 
-    event: int
-    stage: Span
-    storage: int
-    """What was asked for."""
+    stage: str
+    step: int
+    num_bytes: int = field(metadata=json_name("bytes"))
+    """Of the tensor that was asked for."""
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    module: str | None
+    source: str | None
     in_use_bytes: int
     """Of blocks handed out then."""
+    event: int = field(default=NONE, metadata=json_name(None))
+    """NONE in a report that was read from JSON."""
 
 
 def caught_errors(ledger: Ledger) -> list[CaughtError]:
@@ -27,8 +34,22 @@ def caught_errors(ledger: Ledger) -> list[CaughtError]:
     refused = frozenset(trace.refused)
     if not refused:
         return []
-    return [
-        CaughtError(time, ledger.span_at(time), ref, ledger.allocated[time])
-        for time, (kind, ref) in enumerate(trace.events)
-        if kind is EventKind.ALLOC and ref in refused
-    ]
+    found = []
+    for time, (kind, ref) in enumerate(trace.events):
+        if kind is EventKind.ALLOC and ref in refused:
+            stage, storage = ledger.span_at(time), trace.storages[ref]
+            found.append(
+                CaughtError(
+                    stage.name,
+                    stage.step,
+                    storage.num_bytes,
+                    storage.shape,
+                    storage.dtype,
+                    trace.op(storage),
+                    trace.module_path(storage),
+                    trace.source_line(storage),
+                    ledger.allocated[time],
+                    time,
+                )
+            )
+    return found

@@ -12,34 +12,10 @@ from memprof.allocator.replay import FirstOom
 from memprof.allocator.rounding import round_size
 from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
+from memprof.ledger.stage_amounts import OutOfMemory, Stage, stages_of
 from memprof.ledger.stages import Span, spans
 from memprof.trace.events import HOST, EventKind, Trace
 from memprof.trace.plain import json_name
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage and what memory did in it; all in bytes of blocks handed out."""
-
-    span: Span
-    allocated_bytes: int
-    """At the end of the stage."""
-    delta_bytes: int
-    """End minus beginning."""
-    peak_allocated_bytes: int
-    """Highest within the stage."""
-    requested_bytes: int
-    """At the end, before rounding."""
-    requested_delta_bytes: int
-    peak_requested_bytes: int
-    reserved_bytes: int
-    """Of segments held from the driver, at the end."""
-    peak_reserved_bytes: int
-    """Highest within the stage."""
-    host_allocated_bytes: int = 0
-    """Of tensors in host memory, at the end of the stage."""
-    peak_host_bytes: int = 0
-    """Of tensors in host memory, the highest within the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +48,6 @@ class Row:
     module: str
     phase: str
     allocated_bytes: int = field(metadata=json_name("bytes"))
-
-
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """Where the card is full: the first request that it cannot serve."""
-
-    event: int
-    stage: Span
-    storage: int
-    """What was asked for."""
-    tried_bytes: int
-    """Of the segment that the driver refused."""
-    limit_bytes: int
-    """That may be reserved."""
-    in_use_bytes: int
-    """Of blocks handed out."""
-    reserved_bytes: int
-    """Of segments; what is more than in use is free, but in pieces that are too small, or pinned."""
-    free_bytes: int
-    """Of the card, too few for the segment."""
-    message: str
-    """What torch prints."""
 
 
 @dataclass(slots=True)
@@ -157,7 +111,7 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
     """
     run = replay_on_card(trace, None) if run is None else run
     timeline = run.timeline
-    allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
+    allocated = timeline.allocated
     host = _host_curve(trace)
     if not any(allocated):
         raise EmptyTraceError(
@@ -165,29 +119,7 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
         )
     stage_spans = spans(trace)
     categories = categorize(trace, stage_spans)
-    stages = []
-    for span in stage_spans:
-        before = allocated[span.begin - 1] if span.begin else 0
-        end = allocated[span.end - 1]
-        within = slice(span.begin, span.end)
-        most_reserved = max(reserved[within])
-        if span.begin <= timeline.peak_reserved.event < span.end:  # perhaps within the event, and given back there
-            most_reserved = timeline.peak_reserved.num_bytes
-        stages.append(
-            Stage(
-                span=span,
-                allocated_bytes=end,
-                delta_bytes=end - before,
-                peak_allocated_bytes=max(allocated[within]),
-                requested_bytes=requested[span.end - 1],
-                requested_delta_bytes=requested[span.end - 1] - (requested[span.begin - 1] if span.begin else 0),
-                peak_requested_bytes=max(requested[within]),
-                reserved_bytes=reserved[span.end - 1],
-                peak_reserved_bytes=most_reserved,
-                host_allocated_bytes=host[span.end - 1],
-                peak_host_bytes=max(host[within]),
-            )
-        )
+    out_of_memory = _out_of_memory(trace, run.first_oom, stage_spans)
     peak_bytes = max(allocated)
     # The last time that it is reached: in the steady state rather than in the first step. A request that was refused
     # reaches nothing, though it may come just when as much is allocated.
@@ -211,7 +143,7 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
     ledger = Ledger(
         trace=trace,
         spans=stage_spans,
-        stages=stages,
+        stages=stages_of(trace, run, stage_spans, host, out_of_memory),
         categories=categories,
         run=run,
         allocated=allocated,
@@ -224,7 +156,7 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
         peak_reserved_bytes=timeline.peak_reserved.num_bytes,
         peak_reserved_event=timeline.peak_reserved.event,
         peak_reserved_stage=_span_at(stage_spans, timeline.peak_reserved.event),
-        out_of_memory=_out_of_memory(trace, run.first_oom, stage_spans),
+        out_of_memory=out_of_memory,
     )
     if sum(row.allocated_bytes for row in ledger.rows) != peak_bytes:
         raise AssertionError("the ledger's rows do not sum to the peak")

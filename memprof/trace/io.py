@@ -19,15 +19,11 @@ from memprof.trace.events import (
     Event,
     EventKind,
     Failure,
-    FailureKind,
     Forward,
     Holder,
     Module,
-    ModuleRole,
-    Operand,
     Owner,
     Phase,
-    PhaseKind,
     Role,
     Sample,
     Storage,
@@ -36,6 +32,7 @@ from memprof.trace.events import (
 )
 from memprof.trace.facts import Facts
 from memprof.trace.files import write_whole
+from memprof.trace.plain import from_plain
 
 SCHEMA = 2
 """The newest schema that is read. 2 has EMPTY_CACHE events; a capture without them is written as schema 1, which
@@ -128,49 +125,27 @@ def _trace(document: dict[str, Any]) -> Trace:
         events=[Event(kinds[kind], ref) for kind, ref in zip(columns["kind"], columns["ref"], strict=True)],
         storages=[Storage(row[0], tuple(row[1]), *row[2:]) for row in document["storages"]],
         ops=document["ops"],
-        modules=[Module(path, name, ModuleRole(role), stack) for path, name, role, stack in document["modules"]],
+        modules=from_plain(list[Module], document["modules"]),
         sources=document["sources"],
-        phases=[Phase(PhaseKind(kind), step, micro_batch) for kind, step, micro_batch in document["phases"]],
+        phases=from_plain(list[Phase], document["phases"]),
         owners={index: Owner(Role(role), name) for index, role, name in document["owners"]},
-        mismatches=[_mismatch(row) for row in document["mismatches"]],
+        mismatches=from_plain(list[DeviceMismatch], document["mismatches"]),
         assumptions=document["assumptions"],
         facts=Facts.from_json(document["facts"]),
         # Captures of earlier releases have none.
-        failure=None if document.get("failure") is None else _failure(document["failure"]),
+        failure=from_plain(Failure | None, document.get("failure")),
         device=document.get("device", GPU),
-        samples=[Sample(*row) for row in document.get("samples", ())],
+        samples=from_plain(list[Sample], document.get("samples", [])),
         times=document.get("times", []),
         work=[Work(*row) for row in document.get("work", ())],
         trains=document.get("trains", False),
         cut_short=document.get("cut_short", False),
         refused=document.get("refused", []),
-        forwards=[_forward(row) for row in document.get("forwards", ())],
-        holders=[_holder(row) for row in document.get("holders", ())],
+        forwards=from_plain(list[Forward], document.get("forwards", [])),
+        holders=from_plain(list[Holder], document.get("holders", [])),
     )
     _check(trace)
     return trace
-
-
-def _mismatch(row: list[Any]) -> DeviceMismatch:
-    event, op, module, source, operands = row
-    return DeviceMismatch(
-        event, op, module, source, tuple(Operand(device, tuple(shape), *rest) for device, shape, *rest in operands)
-    )
-
-
-def _failure(row: list[Any]) -> Failure:
-    kind, *rest = row
-    return Failure(FailureKind(kind), *rest)
-
-
-def _forward(row: list[Any]) -> Forward:
-    forward = Forward(*row)
-    return forward._replace(outputs=tuple(forward.outputs))
-
-
-def _holder(row: list[Any]) -> Holder:
-    holder = Holder(*row)
-    return holder._replace(storages=tuple(holder.storages))
 
 
 def _check(trace: Trace) -> None:

@@ -1,7 +1,7 @@
 """Dataclasses as plain JSON values and back, for the facts of a trace and for every document.
 
 A field's name in JSON is its own unless `json_name` says otherwise. What JSON cannot tell apart (tuples and lists,
-members of an enum and their values) is told by the field's type.
+members of an enum and their values) is told by the field's type. A NamedTuple is a row without names.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def from_plain(kind: Any, value: Any) -> Any:
         return kind.from_json(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _instance(kind, value)
+    if issubclass(kind, tuple):  # a NamedTuple is a row
+        return kind(*map(from_plain, _row_types(kind)[: len(value)], value))
     if issubclass(kind, enum.Enum):
         return kind(value)
     if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
@@ -116,6 +118,12 @@ def _instance(kind: type[T], values: Any) -> T:
         return kind(**given)
     except TypeError as error:  # a field without a default is missing
         raise ValueError(str(error)) from None
+
+
+@functools.cache
+def _row_types(kind: Any) -> list[Any]:
+    hints = typing.get_type_hints(kind)
+    return [hints[name] for name in kind._fields]
 
 
 @functools.cache

@@ -5,7 +5,6 @@ All sizes are integer bytes. A value that is not known is None, and `assumptions
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,52 +12,17 @@ from memprof.allocator import Settings
 from memprof.findings import Finding
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
-from memprof.ledger.ledger import Ledger, LiveTensor, OutOfMemory, Row, Stage
+from memprof.ledger.ledger import Ledger, LiveTensor, Row
+from memprof.ledger.stage_amounts import OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import Step, training_steps
 from memprof.report.documents.ladder import Rung
-from memprof.trace.events import CPU, NONE, FailureKind, Trace
+from memprof.trace.events import CPU, FailureKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
-from memprof.trace.plain import Plain, json_name
+from memprof.trace.plain import Plain
 
 SCHEMA = 2
 """2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageRow:
-    """One stage, in the order of the run."""
-
-    name: str
-    step: int
-    """Training step from 1; 0 outside steps."""
-    micro_batch: int
-    allocated_bytes: int
-    delta_bytes: int
-    peak_allocated_bytes: int
-    requested_bytes: int
-    requested_delta_bytes: int
-    peak_requested_bytes: int
-    reserved_bytes: int
-    """At the end of the stage; `peak_reserved_bytes` the highest within it."""
-    peak_reserved_bytes: int
-    device_used_bytes: int | None
-    """At the end: reserved and the CUDA context; of a measured run what NVML says, None on a CPU."""
-    seconds: float | None
-    host_allocated_bytes: int = 0
-    """Of tensors in host memory, at the end of the stage; `peak_host_bytes` the highest within it."""
-    peak_host_bytes: int = 0
-    stack: str = ""
-    """For a layer: its stack, and `index` its number in it."""
-    index: int = NONE
-    oom: bool = False
-    """The request that the card refuses is made here."""
-    resident_bytes: int | None = None
-    """Measured runs: resident memory of the process, as last read in the stage."""
-    measured_allocated_bytes: int | None = None
-    """Measured on CUDA: torch's own counters, as last read in the stage; the peak is since the reading before."""
-    measured_peak_bytes: int | None = None
-    measured_reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +46,6 @@ class Peak:
     tensors: tuple[LiveTensor, ...]
     rows: tuple[Row, ...]
     """They sum to `allocated_bytes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaughtRow:
-    """The first request that the card refused a program that went on without it."""
-
-    stage: str
-    step: int
-    num_bytes: int = field(metadata=json_name("bytes"))
-    """Of the tensor."""
-    shape: tuple[int, ...]
-    dtype: str
-    op: str
-    module: str | None
-    source: str | None
-    in_use_bytes: int
-    """Allocated then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +80,7 @@ class Verdict:
     CUDA context. What a program was refused and went on without is not in it."""
     out_of_memory_caught: int = 0
     """Out-of-memory errors that were raised in the program, and that it caught."""
-    first_caught: CaughtRow | None = None
+    first_caught: CaughtError | None = None
     """The first of them."""
 
 
@@ -165,7 +112,7 @@ class Document(Plain):
     device: DeviceFacts
     allocator: AllocatorFacts
     """Whose rules, and by which settings."""
-    stages: tuple[StageRow, ...]
+    stages: tuple[Stage, ...]
     peak: Peak
     host_peak_bytes: int
     bridge: Bridge | None = None
@@ -204,7 +151,7 @@ def build_document(
     facts = trace.facts
     context = facts.device.context_bytes
     on_cpu = trace.device == CPU
-    first = StageRow("context", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, context, None)
+    first = Stage("context", 0, 0, device_used_bytes=context)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
     steps = training_steps(trace, ledger.allocated)
     return Document(
@@ -216,10 +163,7 @@ def build_document(
         program=facts.program,
         device=facts.device,
         allocator=settings.facts,
-        stages=(
-            *(() if on_cpu else (first,)),
-            *(_measured(_stage_row(stage, context, ledger.out_of_memory), stage, trace) for stage in ledger.stages),
-        ),
+        stages=(*(() if on_cpu else (first,)), *ledger.stages),
         peak=Peak(
             stage=peak.name,
             step=peak.step,
@@ -276,32 +220,6 @@ def _card_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple
     )
 
 
-def _measured(row: StageRow, stage: Stage, trace: Trace) -> StageRow:
-    """The row with what was read off the device and the clock; as it is if nothing was."""
-    if not trace.times:
-        return row
-    span = stage.span
-    last = span.end if span.end < len(trace.times) else len(trace.times) - 1
-    samples = [sample for sample in trace.samples if span.begin <= sample.event <= span.end]
-    # On a card the program runs ahead of the work: only what was synchronised with has a time.
-    seconds = (trace.times[last] - trace.times[span.begin]) / 1e9
-    if trace.device != CPU:
-        inside = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
-        seconds = inside[-1].seconds - inside[0].seconds if len(inside) > 1 and not span.stack else float("nan")
-    row = dataclasses.replace(row, seconds=None if seconds != seconds else seconds)
-    if not samples:
-        return dataclasses.replace(row, device_used_bytes=None)
-    sample = samples[-1]
-    return dataclasses.replace(
-        row,
-        device_used_bytes=sample.device_used_bytes,
-        resident_bytes=sample.resident_bytes,
-        measured_allocated_bytes=sample.allocated_bytes,
-        measured_peak_bytes=max((s.peak_allocated_bytes for s in samples if s.peak_allocated_bytes), default=None),
-        measured_reserved_bytes=sample.reserved_bytes,
-    )
-
-
 def _verdict(ledger: Ledger, context: int) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
@@ -323,36 +241,5 @@ def _verdict(ledger: Ledger, context: int) -> Verdict:
         retries=run.retries,
         required_bytes=run.required_reserved_bytes + context,
         out_of_memory_caught=len(caught),
-        first_caught=_caught_row(caught[0], trace) if caught else None,
-    )
-
-
-def _caught_row(error: CaughtError, trace: Trace) -> CaughtRow:
-    storage = trace.storages[error.storage]
-    return CaughtRow(
-        stage=error.stage.name,
-        step=error.stage.step,
-        num_bytes=storage.num_bytes,
-        shape=storage.shape,
-        dtype=storage.dtype,
-        op=trace.op(storage),
-        module=trace.module_path(storage),
-        source=trace.source_line(storage),
-        in_use_bytes=error.in_use_bytes,
-    )
-
-
-def _stage_row(stage: Stage, context: int, oom: OutOfMemory | None) -> StageRow:
-    span = stage.span
-    amounts = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage) if field.name != "span"}
-    return StageRow(
-        name=span.name,
-        step=span.step,
-        micro_batch=span.micro_batch,
-        device_used_bytes=stage.reserved_bytes + context,
-        seconds=None,
-        stack=span.stack,
-        index=span.index,
-        oom=oom is not None and oom.stage == span,
-        **amounts,
+        first_caught=caught[0] if caught else None,
     )

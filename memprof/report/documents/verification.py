@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from memprof.trace.plain import Plain, json_name
 from memprof.version import __version__
 
 SCHEMA = 1
 
 
+class _Judged(Plain):
+    """A row with a bound; `passed` is whether it is kept."""
+
+    @property
+    def passed(self) -> bool:
+        """Within the bound."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """With the judgement."""
+        return {**super().to_json(), "passed": self.passed}
+
+
 @dataclass(frozen=True)
-class Deviation:
+class Deviation(_Judged):
     """How far original and fixed are from a float64 run, at the worst place of all seeds and cases.
 
     Args:
@@ -42,7 +55,7 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(_Judged):
     """What lower precision does to the same model and inputs, against float64.
 
     Args:
@@ -70,7 +83,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class OptimizerRow:
+class OptimizerRow(_Judged):
     """Some steps of an optimizer, against AdamW in float64 from the same weights and on the same batches.
 
     Args:
@@ -100,7 +113,7 @@ class OptimizerRow:
 
 
 @dataclass(frozen=True)
-class Peak:
+class Peak(Plain):
     """Peak of a training step, in bytes: as the model is, and with the remedy.
 
     Args:
@@ -125,7 +138,7 @@ class Peak:
 
 
 @dataclass
-class Verification:
+class Verification(Plain):
     """All of it.
 
     Args:
@@ -137,13 +150,13 @@ class Verification:
         narrow: model to the operators of its float64 reference that gave numbers of a smaller dtype; should be none.
     """
 
+    seeds: int = 0
     deviations: list[Deviation] = field(default_factory=list)
     precisions: list[Precision] = field(default_factory=list)
     optimizers: list[OptimizerRow] = field(default_factory=list)
+    narrow: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=json_name("reference_below_float64"))
     peaks: list[Peak] = field(default_factory=list)
-    skipped: dict[tuple[str, str], str] = field(default_factory=dict)
-    narrow: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    seeds: int = 0
+    skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
     @property
     def passed(self) -> bool:
@@ -159,13 +172,15 @@ class Verification:
             "command": "verify",
             "source": "measured on the CPU; peaks simulated and measured",
             "passed": self.passed,
-            "seeds": self.seeds,
-            "deviations": [{**dataclasses.asdict(row), "passed": row.passed} for row in self.deviations],
-            "precisions": [{**dataclasses.asdict(row), "passed": row.passed} for row in self.precisions],
-            "optimizers": [{**dataclasses.asdict(row), "passed": row.passed} for row in self.optimizers],
-            "reference_below_float64": {model: list(ops) for model, ops in self.narrow.items()},
-            "peaks": [dataclasses.asdict(row) for row in self.peaks],
+            **super().to_json(),
             "skipped": [
                 {"remedy": remedy, "model": model, "reason": why} for (remedy, model), why in self.skipped.items()
             ],
         }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Verification:
+        """The reverse."""
+        found = super().from_json(values)
+        found.skipped = {(row["remedy"], row["model"]): row["reason"] for row in values["skipped"]}
+        return found

@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from typing import Any
 
+from memprof.ledger.stage_amounts import Stage
 from memprof.report.documents.comparison import (
     DIFFERS,
     ONLY_IN_A,
@@ -131,8 +132,8 @@ def _stages(a: Run, b: Run) -> tuple[StageRow, ...]:
         if mine is None or theirs is None:
             status = ONLY_IN_B if mine is None else ONLY_IN_A
         else:
-            difference = theirs.amounts.peak_allocated_bytes - mine.amounts.peak_allocated_bytes
-            status = SAME if _what_was_held(mine.amounts) == _what_was_held(theirs.amounts) else DIFFERS
+            difference = theirs.peak_allocated_bytes - mine.peak_allocated_bytes
+            status = SAME if _what_was_held(mine) == _what_was_held(theirs) else DIFFERS
         rows.append(
             StageRow(
                 order=order,
@@ -142,15 +143,20 @@ def _stages(a: Run, b: Run) -> tuple[StageRow, ...]:
                 stack=known.stack,
                 index=known.index,
                 status=status,
-                a=None if mine is None else mine.amounts,
-                b=None if theirs is None else theirs.amounts,
+                a=_amounts(mine),
+                b=_amounts(theirs),
                 difference_bytes=difference,
             )
         )
     return tuple(sorted(rows, key=lambda row: (-abs(row.difference_bytes or 0), row.order)))
 
 
-def _what_was_held(stage: StageAmounts) -> tuple[int | None, ...]:
+def _amounts(stage: Stage | None) -> StageAmounts | None:
+    names = [field.name for field in dataclasses.fields(StageAmounts)]
+    return None if stage is None else StageAmounts(**{name: getattr(stage, name) for name in names})
+
+
+def _what_was_held(stage: Stage) -> tuple[int, ...]:
     return stage.allocated_bytes, stage.delta_bytes, stage.peak_allocated_bytes
 
 
@@ -188,7 +194,7 @@ def _kernels(run: Run) -> KernelUse:
 
 
 def _seconds(run: Run) -> float | None:
-    measured = [stage.amounts.seconds for stage in run.stages.values() if stage.amounts.seconds is not None]
+    measured = [stage.seconds for stage in run.stages.values() if stage.seconds is not None]
     return sum(measured) if measured else None
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from memprof.findings import Finding
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
+from memprof.ledger.stage_amounts import Stage
 from memprof.recording.occupancy import fragmentation, group
 from memprof.recording.recording import Recording
-from memprof.report.documents.comparison import Side, StageAmounts, TensorSide
-from memprof.report.documents.report import Document, StageRow
-from memprof.trace.events import NONE
+from memprof.report.documents.comparison import Side, TensorSide
+from memprof.report.documents.report import Document
 from memprof.trace.facts import target_to_json
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
@@ -58,16 +58,6 @@ _STEP = re.compile(r"(.*) \(step (\d+)\)")
 
 StageKey = tuple[str, int, int]
 """Name (a layer's has its number), step, and which of those that have both in common."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """A stage, and what else tells where it is in the run."""
-
-    amounts: StageAmounts
-    micro_batch: int = 0
-    stack: str = ""
-    index: int = NONE
 
 
 @dataclass(slots=True)
@@ -147,13 +137,12 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
     )
 
 
-def _stages(rows: tuple[StageRow, ...]) -> dict[StageKey, Stage]:
+def _stages(rows: tuple[Stage, ...]) -> dict[StageKey, Stage]:
     found: dict[StageKey, Stage] = {}
     seen: Counter[tuple[str, int]] = Counter()
     for row in rows:
         key = row.name, row.step
-        amounts = StageAmounts(**{name: getattr(row, name) for name in StageAmounts.__slots__})
-        found[*key, seen[key]] = Stage(amounts, row.micro_batch, row.stack, row.index)
+        found[*key, seen[key]] = row
         seen[key] += 1
     return found
 
@@ -198,15 +187,15 @@ def run_of_recording(recording: Recording, file: str, settings: str, notes: tupl
         key = (named[1], int(named[2])) if named else (title, 0)
         requested_end, allocated_end, reserved_end = recording.at(begin + len(within) - 1)
         before = recording.at(begin - 1)[1]
-        amounts = StageAmounts(
+        stages[*key, seen[key]] = Stage(
+            *key,
+            micro_batch=0,
             allocated_bytes=allocated_end,
             delta_bytes=allocated_end - before,
             peak_allocated_bytes=max(before, *within),
             requested_bytes=requested_end,
             reserved_bytes=reserved_end,
-            seconds=None,
         )
-        stages[*key, seen[key]] = Stage(amounts)
         seen[key] += 1
     at_reserved = recording.at(reserved_event)
     free = fragmentation(recording, reserved_event)

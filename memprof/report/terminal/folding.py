@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
-from memprof.report.documents.report import Document, StageRow
+from memprof.ledger.stage_amounts import Stage
+from memprof.report.documents.report import Document
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def shown_stages(document: Document) -> list[ShownStage]:
     return list(_folded_rounds(result, round(NEAR * document.peak.allocated_bytes)))
 
 
-def _step(rows: list[StageRow]) -> Iterator[ShownStage]:
+def _step(rows: list[Stage]) -> Iterator[ShownStage]:
     peaks: dict[int, int] = {}
     for row in rows:
         if row.micro_batch:
@@ -175,7 +176,7 @@ def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
         )
 
 
-def _folded_layers(rows: list[StageRow]) -> Iterator[ShownStage]:
+def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
     for stack, group in groupby(rows, key=lambda row: row.stack):
         members = list(group)
         if not stack:
@@ -188,25 +189,25 @@ def _folded_layers(rows: list[StageRow]) -> Iterator[ShownStage]:
             yield _row(run[0]) if len(run) == 1 else _layers(run)
 
 
-def _cost(row: StageRow) -> tuple[int, int]:
+def _cost(row: Stage) -> tuple[int, int]:
     """What the layer itself asks for: the blocks that it is given depend on what is free at the time."""
     return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 
-def _row(row: StageRow) -> ShownStage:
+def _row(row: Stage) -> ShownStage:
     return _joined(row.name, [row])
 
 
-def _layers(run: list[StageRow]) -> ShownStage:
+def _layers(run: list[Stage]) -> ShownStage:
     prefix = run[0].name.rpartition(" ")[0]
     return replace(_joined(f"{prefix}s {run[0].index}-{run[-1].index}", run), count=len(run))
 
 
-def _summary(name: str, rows: Iterable[StageRow]) -> ShownStage:
+def _summary(name: str, rows: Iterable[Stage]) -> ShownStage:
     return _joined(name, list(rows))
 
 
-def _joined(name: str, rows: list[StageRow]) -> ShownStage:
+def _joined(name: str, rows: list[Stage]) -> ShownStage:
     """One row for several stages that follow each other."""
     return ShownStage(
         name,

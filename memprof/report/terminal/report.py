@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from memprof.findings import Evidence, Finding, Severity
+from memprof.ledger.caught import CaughtError
 from memprof.ledger.ledger import LiveTensor
-from memprof.report.documents.report import CaughtRow, Document, Verdict
+from memprof.report.documents.report import Document, Verdict
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
@@ -279,7 +280,7 @@ def _raised_and_caught(number: int) -> str:
     return f"{raised} raised and caught"
 
 
-def _verdict_after_errors(verdict: Verdict, first: CaughtRow, need: str, spare: int) -> Text:
+def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
     """Of a program that caught out-of-memory errors: what is known to fit is not what it asked for at first."""
     number = verdict.out_of_memory_caught
     which = "" if number == 1 else ", the first"

@@ -37,7 +37,7 @@ MIB = 1024 * KIB
 
 
 def names(ledger: Ledger) -> list[str]:
-    return [stage.span.name for stage in ledger.stages]
+    return [stage.name for stage in ledger.stages]
 
 
 def categories(ledger: Ledger, *indices: int) -> list[Category]:
@@ -99,7 +99,7 @@ def test_stages_follow_the_model(build: Builder) -> None:
         "optimizer step", "zero_grad",
     ]  # fmt: skip
     layer = ledger.stages[3]
-    assert (layer.span.stack, layer.span.index, layer.span.step, layer.span.micro_batch) == ("layers", 0, 1, 1)
+    assert (layer.stack, layer.index, layer.step, layer.micro_batch) == ("layers", 0, 1, 1)
     assert layer.delta_bytes == 4 * KIB
     assert layer.peak_allocated_bytes == layer.allocated_bytes + 3 * KIB
     assert ledger.stages[0].allocated_bytes == 32 * KIB
@@ -109,7 +109,7 @@ def test_stages_follow_the_model(build: Builder) -> None:
 def test_what_a_return_frees_belongs_to_the_stage_before(build: Builder) -> None:
     training_step(build)
     ledger = build_ledger(build.trace)
-    backward = next(stage for stage in ledger.stages if stage.span.name == "backward")
+    backward = next(stage for stage in ledger.stages if stage.name == "backward")
     assert backward.delta_bytes == (8 - 32 - 32) * KIB - 512
 
 
@@ -255,7 +255,7 @@ def test_memory_between_layers_belongs_to_the_layer_before(build: Builder) -> No
         build.alloc(2 * KIB) if index == 0 else None
     build.exit()
     ledger = build_ledger(build.trace)
-    assert [(s.span.name, s.delta_bytes) for s in ledger.stages] == [("layer 0", 3 * KIB), ("layer 1", KIB)]
+    assert [(s.name, s.delta_bytes) for s in ledger.stages] == [("layer 0", 3 * KIB), ("layer 1", KIB)]
 
 
 def test_a_model_without_a_stack_is_shown_by_its_children(build: Builder) -> None:

@@ -1,0 +1,139 @@
+"""What memory did in each stage: what tensors took, what was reserved for it, and what was read off a real device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from memprof.allocator.on_card import OnCard
+from memprof.ledger.stages import Span
+from memprof.trace.events import CPU, NONE, PhaseKind, Trace
+from memprof.trace.plain import json_name
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """Where the card is full: the first request that it cannot serve."""
+
+    event: int
+    stage: Span
+    storage: int
+    """What was asked for."""
+    tried_bytes: int
+    """Of the segment that the driver refused."""
+    limit_bytes: int
+    """That may be reserved."""
+    in_use_bytes: int
+    """Of blocks handed out."""
+    reserved_bytes: int
+    """Of segments; what is more than in use is free, but in pieces that are too small, or pinned."""
+    free_bytes: int
+    """Of the card, too few for the segment."""
+    message: str
+    """What torch prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage, in the order of the run; bytes of blocks handed out."""
+
+    name: str
+    step: int
+    """Training step from 1; 0 outside steps."""
+    micro_batch: int
+    allocated_bytes: int = 0
+    """At the end of the stage; so are the other amounts that name no peak."""
+    delta_bytes: int = 0
+    """End minus beginning."""
+    peak_allocated_bytes: int = 0
+    """Highest within the stage."""
+    requested_bytes: int = 0
+    """Before rounding."""
+    requested_delta_bytes: int = 0
+    peak_requested_bytes: int = 0
+    reserved_bytes: int = 0
+    """Of segments held from the driver."""
+    peak_reserved_bytes: int = 0
+    device_used_bytes: int | None = None
+    """Reserved and the CUDA context; of a measured run what NVML says, None on a CPU."""
+    seconds: float | None = None
+    """Of a measured run."""
+    host_allocated_bytes: int = 0
+    """Of tensors in host memory."""
+    peak_host_bytes: int = 0
+    stack: str = ""
+    """For a layer: its stack, and `index` its number in it."""
+    index: int = NONE
+    oom: bool = False
+    """The request that the card refuses is made here."""
+    resident_bytes: int | None = None
+    """Measured runs: resident memory of the process, as last read in the stage."""
+    measured_allocated_bytes: int | None = None
+    """Measured on CUDA: torch's own counters, as last read in the stage; the peak is since the reading before."""
+    measured_peak_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+    kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
+
+
+def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemory | None) -> list[Stage]:
+    """The stages of a run.
+
+    Args:
+        trace: what happened.
+        run: its replay on a card.
+        spans: where the stages are.
+        host: bytes in host memory after every event.
+        oom: where the card is full.
+    """
+    timeline, context = run.timeline, trace.facts.device.context_bytes
+    allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
+    stages = []
+    for span in spans:
+        within, last = slice(span.begin, span.end), span.end - 1
+        before = (allocated[span.begin - 1], requested[span.begin - 1]) if span.begin else (0, 0)
+        most_reserved = max(reserved[within])
+        if span.begin <= timeline.peak_reserved.event < span.end:  # perhaps within the event, and given back there
+            most_reserved = timeline.peak_reserved.num_bytes
+        amounts = {
+            "allocated_bytes": allocated[last],
+            "delta_bytes": allocated[last] - before[0],
+            "peak_allocated_bytes": max(allocated[within]),
+            "requested_bytes": requested[last],
+            "requested_delta_bytes": requested[last] - before[1],
+            "peak_requested_bytes": max(requested[within]),
+            "reserved_bytes": reserved[last],
+            "peak_reserved_bytes": most_reserved,
+            "device_used_bytes": reserved[last] + context,
+            "host_allocated_bytes": host[last],
+            "peak_host_bytes": max(host[within]),
+            **_measured(trace, span),
+        }
+        place = {name: getattr(span, name) for name in ("name", "step", "micro_batch", "stack", "index", "kind")}
+        stages.append(Stage(**place, **amounts, oom=oom is not None and oom.stage == span))
+    return stages
+
+
+def _measured(trace: Trace, span: Span) -> dict[str, Any]:
+    """What was read off the device and the clock; nothing for a simulated run."""
+    if not trace.times:
+        return {}
+    samples = [sample for sample in trace.samples if span.begin <= sample.event <= span.end]
+    seconds: float | None = None
+    if trace.device == CPU:
+        seconds = (trace.times[min(span.end, len(trace.times) - 1)] - trace.times[span.begin]) / 1e9
+    else:
+        # On a card the program runs ahead of the work: only what was synchronised with has a time.
+        inside = [sample for sample in trace.samples if span.begin - 1 <= sample.event <= span.end]
+        if len(inside) > 1 and not span.stack:
+            seconds = inside[-1].seconds - inside[0].seconds
+    if not samples:
+        return {"seconds": seconds, "device_used_bytes": None}
+    sample = samples[-1]
+    return {
+        "seconds": seconds,
+        "device_used_bytes": sample.device_used_bytes,
+        "resident_bytes": sample.resident_bytes,
+        "measured_allocated_bytes": sample.allocated_bytes,
+        "measured_peak_bytes": max((s.peak_allocated_bytes for s in samples if s.peak_allocated_bytes), default=None),
+        "measured_reserved_bytes": sample.reserved_bytes,
+    }
