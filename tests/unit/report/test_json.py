@@ -1,0 +1,127 @@
+"""Documents come back from JSON as they were, and JSON from documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from memprof.errors import UsageError
+from memprof.flows.account import analyze
+from memprof.report.documents.analysis import Analysis
+from memprof.report.documents.comparison import Comparison
+from memprof.report.documents.recommendation import Bound, Choice, Lengths, Recommendation
+from memprof.report.documents.report import Document
+from memprof.report.documents.verification import Deviation, OptimizerRow, Peak, Precision, Verification
+from memprof.report.documents.vocabulary import Vocabulary
+from memprof.spec import TargetSpec
+from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, Target
+from memprof.trace.plain import Plain
+from tests.unit.report.runs import traces
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+DOCUMENTS: dict[str, type[Plain]] = {
+    "does_not_fit": Document,
+    "analysis": Analysis,
+    "comparison": Comparison,
+    "vocabulary": Vocabulary,
+    "unchanged/analyze": Analysis,
+    "unchanged/compare": Comparison,
+    **{f"unchanged/{file.stem}": Document for file in GOLDEN.glob("unchanged/profile*.json")},
+    **{f"unchanged/{file.stem}": Document for file in GOLDEN.glob("unchanged/run*.json")},
+}
+
+
+def through_json(document: Plain) -> Plain:
+    return type(document).from_json(json.loads(json.dumps(document.to_json())))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_golden_files_come_back_as_they_are(name: str) -> None:
+    values = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    values.setdefault("memprof_version", "0.1.0")  # what differs from release to release is not kept
+    document = DOCUMENTS[name].from_json(values)
+    again = document.to_json()
+    assert again == values
+    assert list(again) == list(values) or "unchanged" in name
+    assert type(document).from_json(again) == document
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(traces())
+def test_reports_come_back(trace) -> None:
+    document = analyze(trace)
+    again = through_json(document)
+    assert again.to_json() == document.to_json()
+    assert str(again) == str(document)
+
+
+def test_recommendations_come_back() -> None:
+    choice = Choice("plain", {"amp": None}, "memprof profile", 1, 2, 3, 4, 5, True, 0.5, None, 1, "", True, "")
+    found = Recommendation(
+        device=DeviceFacts("Card", 10, 9, 1),
+        goal="speed",
+        model="net",
+        num_parameters=7,
+        context_length=8,
+        effective_batch=2,
+        chosen=choice,
+        reason="it fits",
+        choices=(choice,),
+        batch=Bound(4, None),
+        lengths=Lengths("a.txt", 1, 0, 0, ("line 3",), 0, 1, 1, 1, 1, 1, 8),
+        snippets={"torch": "x"},
+    )
+    assert through_json(found) == found
+
+
+def test_verifications_come_back() -> None:
+    found = Verification(
+        seeds=2,
+        deviations=[Deviation("chunked-loss", "net", "loss", "a", "", 1e-7, 2e-7, 1e-6)],
+        precisions=[Precision("float16", "net", 0.1, 0.1, 0.9, (0.1, 0.2), 0.05)],
+        optimizers=[OptimizerRow("bfloat16 AdamW", "net", 3, 0.1, 0.2, 0.3, 64, None)],
+        narrow={"net": ("aten.mm",)},
+        peaks=[Peak("chunked-loss", "net", 10, 5)],
+        skipped={("lora", "net"): "it has none"},
+    )
+    assert through_json(found) == found
+    values = found.to_json()
+    assert values["passed"] is False and [row["passed"] for row in values["deviations"]] == [True]
+
+
+@pytest.mark.parametrize(
+    "target", [None, Target(TargetSpec(model="./net.json", model_is_size=True), "net", dtype="float16")]
+)
+def test_facts_come_back_with_what_was_asked(target: Target | None) -> None:
+    facts = Facts(
+        command="profile",
+        target=target,
+        program=ProgramFacts(("a.py", "--b"), "exit", None, 3, ("chunked-loss",)),
+        device=DeviceFacts("Card", 10, 9, 1),
+    )
+    again = through_json(facts)
+    assert again == facts
+    assert target is None or (again.target.asked.dtype, again.target.spec.dtype) == (None, "float16")
+
+
+def test_facts_of_earlier_releases() -> None:
+    values = {"command": "profile", "target": {"model": "net", "mode": "train", "dtype": "bfloat16", "gone": 1}}
+    facts = Facts.from_json({**values, "device": {"name": "Card", "total_bytes": 5}})
+    assert facts.target.asked == facts.target.spec == TargetSpec(model="net", dtype="bfloat16")
+    assert facts.allocator is None and facts.device == DeviceFacts("Card", 5)
+    assert Facts.from_json({}) == Facts()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"peak": {}}, {"stages": [1]}, {"device": None}, {"findings": {}}, {"host_peak_bytes": True}, {"schema": "2"}],
+)
+def test_what_is_none(changes: dict[str, object]) -> None:
+    values = json.loads((GOLDEN / "does_not_fit.json").read_text(encoding="utf-8"))
+    with pytest.raises(ValueError, match=r"."):
+        Document.from_json({**values, **changes})
+    with pytest.raises(UsageError):
+        Document.from_json({**values, "target": {**values["target"], "dtype": "float3"}})
