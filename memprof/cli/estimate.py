@@ -48,7 +48,7 @@ def estimate(request: Request) -> None:
     from memprof.catalog import custom_gpu, find_gpu, list_gpus
     from memprof.estimate.geometry import from_model, from_params, from_size
     from memprof.estimate.table import build_estimate
-    from memprof.report.documents.estimate import text, to_json
+    from memprof.report.documents.estimate import estimate_document, text
 
     if sum(given is not None for given in (request.params, request.model, request.model_size)) != 1:
         raise UsageError(
@@ -72,7 +72,7 @@ def estimate(request: Request) -> None:
         cards = (custom_gpu(request.gpu_vram_bytes),)
     simulated = _simulate(answer) if request.exact else None
     if request.as_json:
-        print_json(to_json(answer, cards, simulated, explain=request.explain))
+        print_json(estimate_document(answer, cards, simulated, explain=request.explain).to_json())
         return
     for line in text(answer, cards, simulated, explain=request.explain):
         typer.echo(line)

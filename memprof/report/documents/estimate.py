@@ -6,12 +6,14 @@ Plain text and no library: the command is to answer at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept
 from memprof.estimate.methods import COLUMNS, METHODS
 from memprof.estimate.table import CLOSE, FITS, NO, Cell, Estimate, Simulated, cards
+from memprof.trace.plain import Plain
 from memprof.units import format_bytes, gib
 from memprof.version import __version__
 
@@ -19,39 +21,117 @@ _TITLE = 26
 _CELL = 10
 
 
-def to_json(
-    estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class EstimateTarget:
+    """What was asked for."""
+
+    model: str
+    given: str
+    num_parameters: int
+    dtype: str
+    batch_size: int
+    context_length: int
+    lora_rank: int
+    gpus: int
+    geometry: dict[str, Any] | None
+    geometry_is_derived: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateRow(Plain):
+    """One method in one dtype; the second half of the fields is of one card, or of one of several (`strategy`)."""
+
+    method: str
+    strategy: str | None = None
+    dtype: str
+    moment: str
+    allocated_bytes: int
+    device_used_bytes: int
+    at_least_bytes: int
+    at_most_bytes: int
+    categories: dict[str, int]
+    depends_on_derived_geometry: bool | None = None
+    cards: dict[str, str] | None = None
+    formulas: dict[str, str] | None = None
+    """With --explain, as is what a layer keeps for the backward."""
+    kept_per_layer_bytes_per_token: dict[str, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what does not apply."""
+        return {name: value for name, value in super(EstimateRow, self).to_json().items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ExactRow:
+    """A method that was also run; `error` is the closed form's, as a share."""
+
+    method: str
+    dtype: str
+    allocated_bytes: int
+    required_bytes: int
+    stage: str
+    categories: dict[str, int]
+    error: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateDocument(Plain):
     """Everything, with stable names; sizes are bytes."""
-    subject, g = estimate.subject, estimate.subject.geometry
-    return {
-        "schema": 1,
-        "memprof_version": __version__,
-        "command": "estimate",
-        "source": "closed form",
-        "target": {
-            "model": subject.name,
-            "given": subject.given,
-            "num_parameters": subject.num_parameters,
-            "dtype": estimate.dtype,
-            "batch_size": estimate.batch_size,
-            "context_length": estimate.context_length,
-            "lora_rank": estimate.lora_rank,
-            "gpus": estimate.gpus,
-            "geometry": None if g is None else {name: getattr(g, name) for name in _GEOMETRY},
-            "geometry_is_derived": subject.derived,
-        },
-        "estimates": [_cell(estimate, cell, gpus, explain) for cell in estimate.cells.values()],
-        "sharded": [
-            {"method": row.method.key, "strategy": row.strategy, "dtype": estimate.dtype, **_sizes(row.cell)}
-            for row in estimate.sharded
-        ],
-        "exact": None if exact is None else [_difference(estimate, key, run) for key, run in exact.items()],
-        "assumptions": assumptions(estimate) + ([subject.why_no_geometry] if subject.why_no_geometry else []),
-    }
+
+    schema: int = 1
+    memprof_version: str = __version__
+    command: str = "estimate"
+    source: str = "closed form"
+    target: EstimateTarget
+    estimates: tuple[EstimateRow, ...]
+    sharded: tuple[EstimateRow, ...]
+    exact: tuple[ExactRow, ...] | None
+    assumptions: tuple[str, ...]
 
 
 _GEOMETRY = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "tied")
+
+
+def estimate_document(
+    estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
+) -> EstimateDocument:
+    """The answer on these cards; `exact` are the runs that were made, and `explain` adds the formulas."""
+    subject, g = estimate.subject, estimate.subject.geometry
+    rows = []
+    for cell in estimate.cells.values():
+        formulas = {name: formula(estimate, cell, name) for name in cell.peak.terms}
+        rows.append(
+            EstimateRow(
+                method=cell.method.key,
+                dtype=cell.plan.column,
+                depends_on_derived_geometry=cell.derived,
+                cards=cards(cell, gpus),
+                formulas=formulas if explain else None,
+                kept_per_layer_bytes_per_token=dict(kept(estimate, cell)) if explain else None,
+                **_sizes(cell),
+            )
+        )
+    return EstimateDocument(
+        target=EstimateTarget(
+            subject.name,
+            subject.given,
+            subject.num_parameters,
+            estimate.dtype,
+            estimate.batch_size,
+            estimate.context_length,
+            estimate.lora_rank,
+            estimate.gpus,
+            geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY},
+            geometry_is_derived=subject.derived,
+        ),
+        estimates=tuple(rows),
+        sharded=tuple(
+            EstimateRow(method=row.method.key, strategy=row.strategy, dtype=estimate.dtype, **_sizes(row.cell))
+            for row in estimate.sharded
+        ),
+        exact=None if exact is None else tuple(_exact_row(estimate, key, run) for key, run in exact.items()),
+        assumptions=(*assumptions(estimate), *filter(None, (subject.why_no_geometry,))),
+    )
 
 
 def _sizes(cell: Cell) -> dict[str, Any]:
@@ -66,31 +146,11 @@ def _sizes(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _cell(estimate: Estimate, cell: Cell, gpus: tuple[Gpu, ...], explain: bool) -> dict[str, Any]:
-    found = {
-        "method": cell.method.key,
-        "dtype": cell.plan.column,
-        **_sizes(cell),
-        "depends_on_derived_geometry": cell.derived,
-        "cards": cards(cell, gpus),
-    }
-    if explain:
-        found["formulas"] = {name: formula(estimate, cell, name) for name in cell.peak.terms}
-        found["kept_per_layer_bytes_per_token"] = dict(kept(estimate, cell))
-    return found
-
-
-def _difference(estimate: Estimate, key: str, run: Simulated) -> dict[str, Any]:
+def _exact_row(estimate: Estimate, key: str, run: Simulated) -> ExactRow:
     cell = estimate.cells.get((key, estimate.dtype))
-    return {
-        "method": key,
-        "dtype": estimate.dtype,
-        "allocated_bytes": run.allocated_bytes,
-        "required_bytes": run.required_bytes,
-        "stage": run.stage,
-        "categories": dict(run.categories),
-        "error": None if cell is None else cell.allocated_bytes / run.allocated_bytes - 1,
-    }
+    error = None if cell is None else cell.allocated_bytes / run.allocated_bytes - 1
+    categories = dict(run.categories)
+    return ExactRow(key, estimate.dtype, run.allocated_bytes, run.required_bytes, run.stage, categories, error)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from memprof.errors import UsageError
 from memprof.flows.account import analyze
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
+from memprof.report.documents.estimate import EstimateDocument
 from memprof.report.documents.recommendation import Bound, Choice, Lengths, Recommendation
 from memprof.report.documents.report import Document
 from memprof.report.documents.verification import Deviation, OptimizerRow, Peak, Precision, Verification
@@ -27,6 +28,7 @@ DOCUMENTS: dict[str, type[Plain]] = {
     "analysis": Analysis,
     "comparison": Comparison,
     "vocabulary": Vocabulary,
+    "unchanged/estimate": EstimateDocument,
     "unchanged/analyze": Analysis,
     "unchanged/compare": Comparison,
     **{f"unchanged/{file.stem}": Document for file in GOLDEN.glob("unchanged/profile*.json")},
