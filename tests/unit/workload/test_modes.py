@@ -74,7 +74,7 @@ def test_lora_trains_the_adapter_alone(config, checkpointing):
     assert target.asked.adapter == "lora" and target.asked.lora_rank == 4
     plain = run(config)[1].target
     assert target.num_parameters == plain.num_parameters + count
-    assert plain["num_trainable_parameters"] == plain.num_parameters
+    assert plain.num_trainable_parameters == plain.num_parameters
     parameters = owned(trace, Role.PARAMETER)
     adapters = {name for name in parameters if "lora_" in name}
     assert len(adapters) == LAYERS * 2 * 2
