@@ -10,7 +10,26 @@ from pathlib import Path
 
 import numpy
 
-_WORDS = "the of and to a in that is was he for it with as his on be at by had not are but from or have an they".split()
+_WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "a",
+    "in",
+    "that",
+    "is",
+    "was",
+    "he",
+    "for",
+    "it",
+    "with",
+    "as",
+    "his",
+    "on",
+    "be",
+    "at",
+)
 
 
 def words(count: int, seed: int = 0) -> str:
@@ -85,4 +104,7 @@ def cora(folder: Path, nodes: int = 2708, words_known: int = 1433, edges: int = 
             bits[word] = "1"
         rows.append(f"{node}\t" + "\t".join(bits) + f"\tclass{node % 7}")
     write(folder / "cora.content", "\n".join(rows) + "\n")
-    write(folder / "cora.cites", "".join(f"{numbers.randrange(nodes)}\t{numbers.randrange(nodes)}\n" for _ in range(edges)))
+    write(
+        folder / "cora.cites",
+        "".join(f"{numbers.randrange(nodes)}\t{numbers.randrange(nodes)}\n" for _ in range(edges)),
+    )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy
 
 from tests.programs import data
 from tests.programs.program import Program
 
 
-def _mnist(folder: str = "data") -> object:
+def _mnist(folder: str = "data") -> Callable[[Path], None]:
     return lambda home: data.idx(home / folder, "MNIST")
 
 
@@ -58,23 +61,30 @@ os.makedirs("out", exist_ok=True)
 sizes = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, bias=False, vocab_size=50304, dropout=0.0)
 torch.save({"model": GPT(GPTConfig(**sizes)).state_dict(), "model_args": sizes, "config": {}}, "out/ckpt.pt")
 """
+_ONE_OF_HELLASWAG = """
+import hellaswag
+
+example = {"ctx": "the man", "label": 1, "endings": ["is", "was", "had", "have"]}
+hellaswag.iterate_examples = lambda split: iter([example])
+"""
 _PLANETOID = """
 import torch
 import torch_geometric.datasets as datasets
 from torch_geometric.datasets import FakeDataset
 
 def planetoid(root, name, transform=None, **how):
-    found = FakeDataset(num_graphs=1, avg_num_nodes=2708, avg_degree=4, num_channels=1433, num_classes=7, transform=transform)
+    sizes = dict(avg_num_nodes=2708, avg_degree=4, num_channels=1433, num_classes=7)
+    found = FakeDataset(num_graphs=1, transform=transform, **sizes)
     data = found._data
     for split in ("train_mask", "val_mask", "test_mask"):
         data[split] = torch.arange(data.num_nodes) % 3 == 0
     return found
 
 datasets.Planetoid = planetoid
-datasets.TUDataset = lambda root, name, **how: FakeDataset(num_graphs=188, avg_num_nodes=18, num_channels=7, num_classes=2, task="graph").shuffle()
+sizes = dict(num_graphs=188, avg_num_nodes=18, num_channels=7, num_classes=2)
+datasets.TUDataset = lambda root, name, **how: FakeDataset(task="graph", **sizes).shuffle()
 """
 _EXAMPLES = {"repository": "pytorch/examples", "commit": "77f55b9"}
-_VISION = ("torchvision", "PIL")
 
 
 def _nanogpt(home: Path) -> None:
@@ -86,10 +96,8 @@ def _char_gpt(home: Path) -> None:
     data.write(home / "input.txt", data.words(20_000))
 
 
-def _fineweb(folder: str, magic: int = 20240520, version: int = 1, count: int = 1_000_000):  # noqa: ANN202
+def _fineweb(folder: str, magic: int = 20240520, version: int = 1, count: int = 1_000_000) -> Callable[[Path], None]:
     def make(home: Path) -> None:
-        import numpy
-
         head = numpy.zeros(256, dtype=numpy.int32)
         head[:3] = magic, version, count
         body = numpy.random.default_rng(0).integers(0, 50_257, count).astype(numpy.uint16)
@@ -113,17 +121,20 @@ def _pets(home: Path) -> None:
     data.images(home / "pictures")
     for label in (0, 1):
         for number in range(16):
-            (home / "pictures" / f"class{label}" / f"{number}.png").rename(home / "pictures" / f"class{label}_{number}.jpg")
+            (home / "pictures" / f"class{label}" / f"{number}.png").rename(
+                home / "pictures" / f"class{label}_{number}.jpg"
+            )
         (home / "pictures" / f"class{label}").rmdir()
 
 
 def _shards(home: Path) -> None:
-    import numpy
-
     folder = home / "edu_fineweb10B"
     folder.mkdir()
     for split in ("train", "val"):
-        numpy.save(folder / f"{split}_000000.npy", numpy.random.default_rng(0).integers(0, 50_257, 1_500_000).astype(numpy.uint16))
+        numpy.save(
+            folder / f"{split}_000000.npy",
+            numpy.random.default_rng(0).integers(0, 50_257, 1_500_000).astype(numpy.uint16),
+        )
 
 
 def _bsds(home: Path) -> None:
@@ -152,81 +163,447 @@ _BOOK = {"repository": "rasbt/LLMs-from-scratch", "commit": "28c65cd", "before":
 _RL = {"repository": "vwxyzjn/cleanrl", "commit": "fe8d8a03", "path": (".",)}
 _GAN = {"repository": "eriklindernoren/PyTorch-GAN", "commit": "36d3c77"}
 _TUTORIAL = {"repository": "yunjey/pytorch-tutorial", "commit": "0500d3d"}
-_GRAPHS = {"repository": "pyg-team/pytorch_geometric", "commit": "5c6461b23", "folder": "examples", "before": _PLANETOID}
+_GRAPHS = {
+    "repository": "pyg-team/pytorch_geometric",
+    "commit": "5c6461b23",
+    "folder": "examples",
+    "before": _PLANETOID,
+}
 
 PROGRAMS = (
-    Program(name="nanoGPT train", repository="karpathy/nanoGPT", commit="3adf61e1",
-            command="train.py --compile=False --eval_iters=2 --gradient_accumulation_steps=2", data=_nanogpt),
-    Program(name="nanoGPT bench", repository="karpathy/nanoGPT", commit="3adf61e1",
-            command="bench.py --real_data=False --compile=False", options="--gpu a100-80gb"),
-    Program(name="nanoGPT sample", repository="karpathy/nanoGPT", commit="3adf61e1", command="sample.py --num_samples=2 --max_new_tokens=20", before=_GPT2_TOKENS + _NANOGPT_CHECKPOINT),
-    Program(name="minGPT chargpt", repository="karpathy/minGPT", commit="37baab7", folder="projects/chargpt",
-            command="chargpt.py", data=_char_gpt, path=("../..",)),
-    Program(name="minGPT adder", repository="karpathy/minGPT", commit="37baab7", folder="projects/adder",
-            command="adder.py", path=("../..",)),
-    Program(name="build-nanogpt", repository="karpathy/build-nanogpt", commit="6104ab1", command="train_gpt2.py", data=_shards, before=_GPT2_TOKENS, options="--gpu a100-80gb"),
-    Program(name="llm.c train_gpt2", repository="karpathy/llm.c", commit="f1e2ace",
-            command="train_gpt2.py --input_bin tiny/fineweb_train_000001.bin --write_tensors 0 --dtype bfloat16 --num_iterations 3", data=_fineweb("tiny"), before=_GPT2_TOKENS),
+    Program(
+        name="nanoGPT train",
+        repository="karpathy/nanoGPT",
+        commit="3adf61e1",
+        command="train.py --compile=False --eval_iters=2 --gradient_accumulation_steps=2",
+        data=_nanogpt,
+        findings=frozenset({"logits-explosion", "fragmentation"}),
+        known="evaluation under no_grad and autocast is said to keep gradients",
+    ),
+    Program(
+        name="nanoGPT bench",
+        repository="karpathy/nanoGPT",
+        commit="3adf61e1",
+        command="bench.py --real_data=False --compile=False",
+        options="--gpu a100-80gb",
+        findings=frozenset({"logits-explosion", "fragmentation"}),
+    ),
+    Program(
+        name="nanoGPT sample",
+        repository="karpathy/nanoGPT",
+        commit="3adf61e1",
+        command="sample.py --num_samples=2 --max_new_tokens=20",
+        before=_GPT2_TOKENS + _NANOGPT_CHECKPOINT,
+        known="evaluation under no_grad and autocast is said to keep gradients",
+        at_most={"inputs": 0.05},
+    ),
+    Program(
+        name="minGPT chargpt",
+        repository="karpathy/minGPT",
+        commit="37baab7",
+        folder="projects/chargpt",
+        command="chargpt.py",
+        data=_char_gpt,
+        path=("../..",),
+        known="fragmentation is judged after the peak is gone",
+    ),
+    Program(
+        name="minGPT adder",
+        repository="karpathy/minGPT",
+        commit="37baab7",
+        folder="projects/adder",
+        command="adder.py",
+        path=("../..",),
+    ),
+    Program(
+        name="build-nanogpt",
+        repository="karpathy/build-nanogpt",
+        commit="6104ab1",
+        command="train_gpt2.py",
+        data=_shards,
+        before=_GPT2_TOKENS + _ONE_OF_HELLASWAG,
+        options="--gpu a100-80gb",
+        findings=frozenset({"fragmentation", "logits-explosion"}),
+        known="evaluation under no_grad and autocast is said to keep gradients",
+    ),
+    Program(
+        name="llm.c train_gpt2",
+        repository="karpathy/llm.c",
+        commit="f1e2ace",
+        command="train_gpt2.py --input_bin tiny/fineweb_train_000001.bin --write_tensors 0 "
+        "--dtype bfloat16 --num_iterations 3 --model d12",
+        data=_fineweb("tiny"),
+        before=_GPT2_TOKENS,
+        findings=frozenset({"fragmentation"}),
+    ),
     Program(name="examples mnist", **_EXAMPLES, folder="mnist", command="main.py --epochs 1", data=_mnist("../data")),
-    Program(name="examples dcgan", **_EXAMPLES, folder="dcgan", command="main.py --dataset fake --accel --niter 1 --workers 0"),
-    Program(name="examples vae", **_EXAMPLES, folder="vae", command="main.py --epochs 1", data=_mnist("../data")),
-    Program(name="examples mnist_rnn", **_EXAMPLES, folder="mnist_rnn", command="main.py --accel --epochs 1", data=_mnist("../data")),
-    Program(name="examples imagenet", **_EXAMPLES, folder="imagenet", command="main.py --dummy -a resnet50 -b 64 --workers 0"),
-    Program(name="examples siamese", **_EXAMPLES, folder="siamese_network", command="main.py --epochs 1", data=_mnist("../data")),
-    Program(name="examples mnist_forward_forward", **_EXAMPLES, folder="mnist_forward_forward", command="main.py --epochs 2 --train_size 256 --test_size 64", data=_mnist("data")),
-    Program(name="examples gcn", **_EXAMPLES, folder="gcn", command="main.py --epochs 5", before=_EXTRACTED, data=lambda home: data.cora(home / "cora")),
-    Program(name="examples gat", **_EXAMPLES, folder="gat", command="main.py --epochs 5", data=lambda home: data.cora(home / "cora")),
-    Program(name="examples super_resolution", **_EXAMPLES, folder="super_resolution", command="main.py --accel --upscale_factor 3 --batchSize 4 --nEpochs 1 --threads 0", data=_bsds),
-    Program(name="examples fast_neural_style", **_EXAMPLES, folder="fast_neural_style", command="neural_style/neural_style.py train --accel --dataset pictures --save-model-dir saved --epochs 1", before=_VGG_WITHOUT_WEIGHTS, data=lambda home: data.images(home / "pictures")),
-    Program(name="pytorch-cifar", repository="kuangliu/pytorch-cifar", commit="49b7aa9", command="main.py", before=_ANY_CIFAR, data=lambda home: data.cifar(home / "data")),
-    Program(name="examples word_language_model", **_EXAMPLES, folder="word_language_model", command="main.py --accel --epochs 1", data=_languages),
-    Program(name="examples word_language_model transformer", **_EXAMPLES, folder="word_language_model", command="main.py --accel --epochs 1 --model Transformer", data=_languages),
-    Program(name="examples ddp single_gpu", **_EXAMPLES, folder="distributed/ddp-tutorial-series", command="single_gpu.py 2 1"),
-    Program(name="book gpt_train", **_BOOK, folder="ch05/01_main-chapter-code", command="gpt_train.py", data=lambda home: data.write(home / "the-verdict.txt", data.words(4000))),
-    Program(name="book training speed", **_BOOK, folder="ch05/10_llm-training-speed", command="01_opt_single_gpu.py", data=lambda home: data.write(home / "middlemarch.txt", data.words(30_000))),
+    Program(
+        name="examples dcgan",
+        **_EXAMPLES,
+        folder="dcgan",
+        command="main.py --dataset fake --accel --niter 1 --workers 0",
+        known="the last step's graph is taken for every step's",
+    ),
+    Program(
+        name="examples vae",
+        **_EXAMPLES,
+        folder="vae",
+        command="main.py --epochs 1",
+        data=_mnist("../data"),
+        findings=frozenset({"optimizer-step-temporaries"}),
+    ),
+    Program(
+        name="examples mnist_rnn",
+        **_EXAMPLES,
+        folder="mnist_rnn",
+        command="main.py --accel --epochs 1",
+        data=_mnist("../data"),
+    ),
+    Program(
+        name="examples imagenet",
+        **_EXAMPLES,
+        folder="imagenet",
+        command="main.py --dummy -a resnet50 -b 64 --workers 0",
+        findings=frozenset({"fragmentation"}),
+    ),
+    Program(
+        name="examples siamese",
+        **_EXAMPLES,
+        folder="siamese_network",
+        command="main.py --epochs 1",
+        data=_mnist("../data"),
+        findings=frozenset({"optimizer-step-temporaries"}),
+        not_stages=frozenset({"embedding", "logits"}),
+        known="stages of a language model in a model of images",
+    ),
+    Program(
+        name="examples mnist_forward_forward",
+        **_EXAMPLES,
+        folder="mnist_forward_forward",
+        command="main.py --epochs 2 --train_size 256 --test_size 64",
+        data=_mnist("data"),
+        known="a module's parameters are inputs where its forward is called directly",
+    ),
+    Program(
+        name="examples gcn",
+        **_EXAMPLES,
+        folder="gcn",
+        command="main.py --epochs 5",
+        before=_EXTRACTED,
+        data=lambda home: data.cora(home / "cora"),
+        known="sparse tensors on the host end the run",
+    ),
+    Program(
+        name="examples gat",
+        **_EXAMPLES,
+        folder="gat",
+        command="main.py --epochs 5",
+        data=lambda home: data.cora(home / "cora"),
+        known="sparse tensors on the host end the run",
+    ),
+    Program(
+        name="examples super_resolution",
+        **_EXAMPLES,
+        folder="super_resolution",
+        command="main.py --accel --upscale_factor 3 --batchSize 4 --nEpochs 1 --threads 0",
+        data=_bsds,
+        known="a target that is moved to the card belongs to no category",
+    ),
+    Program(
+        name="examples fast_neural_style",
+        **_EXAMPLES,
+        folder="fast_neural_style",
+        command="neural_style/neural_style.py train --accel --dataset pictures --save-model-dir saved --epochs 1",
+        before=_VGG_WITHOUT_WEIGHTS,
+        data=lambda home: data.images(home / "pictures"),
+        findings=frozenset({"fragmentation"}),
+    ),
+    Program(
+        name="pytorch-cifar",
+        repository="kuangliu/pytorch-cifar",
+        commit="49b7aa9",
+        command="main.py",
+        before=_ANY_CIFAR,
+        data=lambda home: data.cifar(home / "data"),
+        known="the last step's graph is taken for every step's; fragmentation is judged after the peak is gone",
+    ),
+    Program(
+        name="examples word_language_model",
+        **_EXAMPLES,
+        folder="word_language_model",
+        command="main.py --accel --epochs 1",
+        data=_languages,
+    ),
+    Program(
+        name="examples word_language_model transformer",
+        **_EXAMPLES,
+        folder="word_language_model",
+        command="main.py --accel --epochs 1 --model Transformer",
+        data=_languages,
+    ),
+    Program(
+        name="examples ddp single_gpu",
+        **_EXAMPLES,
+        folder="distributed/ddp-tutorial-series",
+        command="single_gpu.py 2 1",
+    ),
+    Program(
+        name="book gpt_train",
+        **_BOOK,
+        folder="ch05/01_main-chapter-code",
+        command="gpt_train.py",
+        data=lambda home: data.write(home / "the-verdict.txt", data.words(4000)),
+        findings=frozenset({"attention-scores", "optimizer-step-temporaries"}),
+        known="fragmentation is judged after the peak is gone",
+    ),
+    Program(
+        name="book training speed",
+        **_BOOK,
+        folder="ch05/10_llm-training-speed",
+        command="01_opt_single_gpu.py",
+        data=lambda home: data.write(home / "middlemarch.txt", data.words(30_000)),
+        findings=frozenset({"logits-explosion", "fragmentation"}),
+    ),
     Program(name="book kv cache", **_BOOK, folder="ch04/03_kv-cache", command="gpt_with_kv_cache.py"),
     Program(name="book gqa", **_BOOK, folder="ch04/04_gqa", command="gpt_with_kv_gqa.py --max_new_tokens 20"),
     Program(name="book mla", **_BOOK, folder="ch04/05_mla", command="gpt_with_kv_mla.py --max_new_tokens 20"),
     Program(name="book swa", **_BOOK, folder="ch04/06_swa", command="gpt_with_kv_swa.py --max_new_tokens 20"),
-    Program(name="book moe", **_BOOK, folder="ch04/07_moe", command="gpt_with_kv_moe.py --max_new_tokens 20 --num_experts 8 --num_experts_per_tok 2"),
-    Program(name="book hparam search", **_BOOK, folder="ch05/05_bonus_hparam_tuning", command="hparam_search.py", path=("../../pkg",)),
-    Program(name="cleanrl dqn", **_RL, command="cleanrl/dqn.py --total-timesteps 400 --learning-starts 200 --buffer-size 1000"),
-    Program(name="cleanrl c51", **_RL, command="cleanrl/c51.py --total-timesteps 400 --learning-starts 200 --buffer-size 1000"),
+    Program(
+        name="book moe",
+        **_BOOK,
+        folder="ch04/07_moe",
+        command="gpt_with_kv_moe.py --max_new_tokens 20 --num_experts 8 --num_experts_per_tok 2",
+    ),
+    Program(
+        name="book hparam search",
+        **_BOOK,
+        folder="ch05/05_bonus_hparam_tuning",
+        command="hparam_search.py",
+        path=("../../pkg",),
+        findings=frozenset({"fragmentation", "optimizer-step-temporaries"}),
+    ),
+    Program(
+        name="cleanrl dqn",
+        **_RL,
+        command="cleanrl/dqn.py --total-timesteps 400 --learning-starts 200 --buffer-size 1000",
+    ),
+    Program(
+        name="cleanrl c51",
+        **_RL,
+        command="cleanrl/c51.py --total-timesteps 400 --learning-starts 200 --buffer-size 1000",
+    ),
     Program(name="cleanrl ppo", **_RL, command="cleanrl/ppo.py --total-timesteps 2000"),
-    Program(name="cleanrl ppo continuous", **_RL, command="cleanrl/ppo_continuous_action.py --env-id Pendulum-v1 --num-steps 128 --total-timesteps 400"),
-    Program(name="cleanrl sac", **_RL, command="cleanrl/sac_continuous_action.py --env-id Pendulum-v1 --learning-starts 300 --buffer-size 1000 --total-timesteps 400"),
-    Program(name="cleanrl td3", **_RL, command="cleanrl/td3_continuous_action.py --env-id Pendulum-v1 --learning-starts 300 --buffer-size 1000 --total-timesteps 400"),
+    Program(
+        name="cleanrl ppo continuous",
+        **_RL,
+        command="cleanrl/ppo_continuous_action.py --env-id Pendulum-v1 --num-steps 128 --total-timesteps 400",
+    ),
+    Program(
+        name="cleanrl sac",
+        **_RL,
+        command="cleanrl/sac_continuous_action.py --env-id Pendulum-v1 --learning-starts "
+        "300 --buffer-size 1000 --total-timesteps 400",
+    ),
+    Program(
+        name="cleanrl td3",
+        **_RL,
+        command="cleanrl/td3_continuous_action.py --env-id Pendulum-v1 --learning-starts "
+        "300 --buffer-size 1000 --total-timesteps 400",
+    ),
     Program(name="cleanrl pqn", **_RL, command="cleanrl/pqn.py --total-timesteps 2000"),
-    Program(name="tutorial feedforward", **_TUTORIAL, folder="tutorials/01-basics/feedforward_neural_network", command="main.py", data=_mnist("../../data")),
-    Program(name="tutorial resnet", **_TUTORIAL, folder="tutorials/02-intermediate/deep_residual_network", command="main.py", before=_ANY_CIFAR, data=lambda home: data.cifar(home / "../../data")),
-    Program(name="tutorial birnn", **_TUTORIAL, folder="tutorials/02-intermediate/bidirectional_recurrent_neural_network", command="main.py", data=_mnist("../../data")),
-    Program(name="tutorial cnn", **_TUTORIAL, folder="tutorials/02-intermediate/convolutional_neural_network", command="main.py", data=_mnist("../../data")),
+    Program(
+        name="tutorial feedforward",
+        **_TUTORIAL,
+        folder="tutorials/01-basics/feedforward_neural_network",
+        command="main.py",
+        data=_mnist("../../data"),
+        findings=frozenset({"optimizer-step-temporaries"}),
+    ),
+    Program(
+        name="tutorial resnet",
+        **_TUTORIAL,
+        folder="tutorials/02-intermediate/deep_residual_network",
+        command="main.py",
+        before=_ANY_CIFAR,
+        data=lambda home: data.cifar(home / "../../data"),
+        not_stages=frozenset({"embedding", "logits"}),
+        known="stages of a language model in a model of images",
+    ),
+    Program(
+        name="tutorial birnn",
+        **_TUTORIAL,
+        folder="tutorials/02-intermediate/bidirectional_recurrent_neural_network",
+        command="main.py",
+        data=_mnist("../../data"),
+    ),
+    Program(
+        name="tutorial cnn",
+        **_TUTORIAL,
+        folder="tutorials/02-intermediate/convolutional_neural_network",
+        command="main.py",
+        data=_mnist("../../data"),
+    ),
     Program(name="pyg gcn", **_GRAPHS, command="gcn.py --epochs 3"),
     Program(name="pyg gat", **_GRAPHS, command="gat.py --epochs 3"),
-    Program(name="pyg gcn2", **_GRAPHS, command="gcn2_cora.py"),
+    Program(name="pyg gcn2", **_GRAPHS, command="gcn2_cora.py", known="sparse tensors on the host end the run"),
     Program(name="pyg gin", **_GRAPHS, command="mutag_gin.py --epochs 2"),
-    Program(name="unet", repository="milesial/Pytorch-UNet", commit="21d7850", command="train.py --epochs 1 --batch-size 2 --amp", data=_carvana, before=_NO_WANDB),
-    Program(name="pytorch-vae vanilla", repository="AntixK/PyTorch-VAE", commit="a6896b9", driver=True, command="vae.py VanillaVAE"),
-    Program(name="pytorch-vae vq", repository="AntixK/PyTorch-VAE", commit="a6896b9", driver=True, command="vae.py VQVAE"),
+    Program(
+        name="unet",
+        repository="milesial/Pytorch-UNet",
+        commit="21d7850",
+        command="train.py --epochs 1 --batch-size 2 --amp",
+        data=_carvana,
+        before=_NO_WANDB,
+        findings=frozenset({"optimizer-step-temporaries"}),
+    ),
+    Program(
+        name="pytorch-vae vanilla",
+        repository="AntixK/PyTorch-VAE",
+        commit="a6896b9",
+        driver=True,
+        command="vae.py VanillaVAE",
+        at_most={"logits and loss": 0.05},
+        known="the decoder is called logits and loss",
+    ),
+    Program(
+        name="pytorch-vae vq", repository="AntixK/PyTorch-VAE", commit="a6896b9", driver=True, command="vae.py VQVAE"
+    ),
     Program(name="maml", repository="dragen1860/MAML-Pytorch", commit="98a00d4", driver=True, command="maml.py"),
-    Program(name="guided-diffusion", repository="openai/guided-diffusion", commit="22e0df8", driver=True, command="guided.py"),
-    Program(name="nanochat", repository="karpathy/nanochat", commit="92d63d4", driver=True, command="nanochat_train.py"),
-    Program(name="vit-pytorch vit", repository="lucidrains/vit-pytorch", commit="69d24fe", driver=True, command="vit.py vit"),
-    Program(name="vit-pytorch simple", repository="lucidrains/vit-pytorch", commit="69d24fe", driver=True, command="vit.py simple"),
-    Program(name="vit-pytorch distill", repository="lucidrains/vit-pytorch", commit="69d24fe", driver=True, command="vit.py distill"),
-    Program(name="vit-pytorch mae", repository="lucidrains/vit-pytorch", commit="69d24fe", driver=True, command="mae.py"),
-    Program(name="x-transformers", repository="lucidrains/x-transformers", commit="9252ed7", driver=True, command="x_transformer.py"),
-    Program(name="denoising-diffusion", repository="lucidrains/denoising-diffusion-pytorch", commit="faed4db", driver=True, command="diffusion.py"),
-    Program(name="denoising-diffusion trainer", repository="lucidrains/denoising-diffusion-pytorch", commit="faed4db", driver=True, command="diffusion_trainer.py", data=lambda home: data.images(home / "pictures", classes=1, each=120)),
-    Program(name="mamba-minimal", repository="johnma2006/mamba-minimal", commit="03de542", driver=True, command="mamba.py"),
-    Program(name="whisper", repository="openai/whisper", commit="c0d2f62", driver=True, command="whisper_train.py"),
-    Program(name="segment-anything", repository="facebookresearch/segment-anything", commit="dca509f", driver=True, command="sam.py"),
-    Program(name="diffusers unconditional", repository="huggingface/diffusers", commit="58eb52c080", folder="examples/unconditional_image_generation", path=("../../src",), command="train_unconditional.py --train_data_dir pictures --resolution 64 --train_batch_size 4 --num_epochs 1 --use_ema", data=lambda home: data.images(home / "pictures")),
-    Program(name="accelerate cv", repository="huggingface/accelerate", commit="16cb6eb8", folder="examples", command="cv_example.py --data_dir pictures", before=_TIMM_WITHOUT_WEIGHTS, data=_pets),
-    Program(name="gan wgan_gp", **_GAN, folder="implementations/wgan_gp", command="wgan_gp.py --n_epochs 1", data=_mnist("../../data/mnist")),
-    Program(name="gan cgan", **_GAN, folder="implementations/cgan", command="cgan.py --n_epochs 1", data=_mnist("../../data/mnist")),
-    Program(name="gan aae", **_GAN, folder="implementations/aae", command="aae.py --n_epochs 1", data=_mnist("../../data/mnist")),
-    Program(name="gan infogan", **_GAN, folder="implementations/infogan", command="infogan.py --n_epochs 1", data=_mnist("../../data/mnist")),
-    Program(name="gan ebgan", **_GAN, folder="implementations/ebgan", command="ebgan.py --n_epochs 1", data=_mnist("../../data/mnist")),
-    Program(name="pygcn", repository="tkipf/pygcn", commit="1600b5b", folder="pygcn", path=("..",), command="train.py --epochs 3"),
+    Program(
+        name="guided-diffusion",
+        repository="openai/guided-diffusion",
+        commit="22e0df8",
+        driver=True,
+        command="guided.py",
+        findings=frozenset({"attention-scores"}),
+        known="fast weights belong to no category",
+        at_most={"logits and loss": 0.05},
+    ),
+    Program(
+        name="nanochat",
+        repository="karpathy/nanochat",
+        commit="92d63d4",
+        driver=True,
+        command="nanochat_train.py",
+        findings=frozenset({"logits-explosion", "fragmentation"}),
+        known="float32 state of float32 parameters is called float32 state of bfloat16 ones",
+    ),
+    Program(
+        name="vit-pytorch vit", repository="lucidrains/vit-pytorch", commit="69d24fe", driver=True, command="vit.py vit"
+        layers=True,
+        known="layers in a list of lists are no stages",
+    ),
+    Program(
+        name="vit-pytorch simple",
+        repository="lucidrains/vit-pytorch",
+        commit="69d24fe",
+        driver=True,
+        command="vit.py simple",
+        layers=True,
+        known="layers in a list of lists are no stages",
+    ),
+    Program(
+        name="vit-pytorch distill",
+        repository="lucidrains/vit-pytorch",
+        commit="69d24fe",
+        driver=True,
+        command="vit.py distill",
+    ),
+    Program(
+        name="x-transformers",
+        repository="lucidrains/x-transformers",
+        commit="9252ed7",
+        driver=True,
+        command="x_transformer.py",
+        findings=frozenset({"fragmentation"}),
+        layers=True,
+        known="layers in a list of lists are no stages",
+    ),
+    Program(
+        name="denoising-diffusion",
+        repository="lucidrains/denoising-diffusion-pytorch",
+        commit="faed4db",
+        driver=True,
+        command="diffusion.py",
+        known="fragmentation is judged after the peak is gone",
+        not_stages=frozenset({"embedding", "logits"}),
+    ),
+    Program(
+        name="denoising-diffusion trainer",
+        repository="lucidrains/denoising-diffusion-pytorch",
+        commit="faed4db",
+        driver=True,
+        command="diffusion_trainer.py",
+        data=lambda home: data.images(home / "pictures", classes=1, each=120),
+        not_stages=frozenset({"embedding", "logits"}),
+        known="stages of a language model in a model of images",
+    ),
+    Program(
+        name="mamba-minimal", repository="johnma2006/mamba-minimal", commit="03de542", driver=True, command="mamba.py"
+    ),
+    Program(
+        name="whisper",
+        repository="openai/whisper",
+        commit="c0d2f62",
+        driver=True,
+        command="whisper_train.py",
+        known="sparse tensors on the host end the run",
+    ),
+    Program(
+        name="segment-anything",
+        repository="facebookresearch/segment-anything",
+        commit="dca509f",
+        driver=True,
+        command="sam.py",
+        findings=frozenset({"attention-scores", "fragmentation"}),
+    ),
+    Program(
+        name="diffusers unconditional",
+        repository="huggingface/diffusers",
+        commit="58eb52c080",
+        folder="examples/unconditional_image_generation",
+        path=("../../src",),
+        command="train_unconditional.py --train_data_dir pictures --resolution 64 "
+        "--train_batch_size 4 --num_epochs 1 --use_ema",
+        data=lambda home: data.images(home / "pictures"),
+        findings=frozenset({"optimizer-step-temporaries"}),
+        at_most={"inputs": 0.05},
+        known="the average of the weights is called inputs",
+    ),
+    Program(
+        name="accelerate cv",
+        repository="huggingface/accelerate",
+        commit="16cb6eb8",
+        folder="examples",
+        command="cv_example.py --data_dir pictures",
+        before=_TIMM_WITHOUT_WEIGHTS,
+        data=_pets,
+        known="fragmentation is judged after the peak is gone",
+    ),
+    Program(
+        name="gan wgan_gp",
+        **_GAN,
+        folder="implementations/wgan_gp",
+        command="wgan_gp.py --n_epochs 1",
+        data=_mnist("../../data/mnist"),
+        known="x.type(torch.cuda.FloatTensor) ends the run",
+    ),
+    Program(
+        name="gan cgan",
+        **_GAN,
+        folder="implementations/cgan",
+        command="cgan.py --n_epochs 1",
+        data=_mnist("../../data/mnist"),
+        known="x.type(torch.cuda.FloatTensor) ends the run",
+    ),
+    Program(
+        name="pygcn",
+        repository="tkipf/pygcn",
+        commit="1600b5b",
+        folder="pygcn",
+        path=("..",),
+        data=lambda home: data.cora(home / "../data/cora"),
+        command="train.py --epochs 3",
+        known="sparse tensors on the host end the run",
+    ),
 )

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class Right:
+    """What is right of a program's report."""
+
+    findings: frozenset[str] = frozenset()
+    """Those that are right, by id; no other may be there."""
+    at_most: dict[str, float] = field(default_factory=dict)
+    """For a category that the program has hardly anything of: the largest share of the peak, as a fraction."""
+    not_stages: frozenset[str] = frozenset()
+    """Stages that no part of its model is."""
+    layers: bool = False
+    """Its layers must be stages."""
+    known: str = ""
+    """What is known to be wrong; a check must then fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(Right):
     """A public program, and how two of its steps are run.
 
     Nothing of it is here: it is taken from a folder of checkouts, under the name of its repository.
@@ -53,10 +70,10 @@ class Program:
     """Folders to import from, beside the program's own."""
     packages: tuple[str, ...] = ()
     """Beside torch, what it imports."""
-    findings: frozenset[str] = frozenset()
-    """Those that are right, by id; no other may be there."""
-    known: str = ""
-    """What is known to be wrong; the program must then fail or show it."""
+
+    def slug(self) -> str:
+        """The name for a file."""
+        return self.name.replace(" ", "_")
 
     def missing(self, fetched: Path) -> str:
         """Why it cannot be run; empty if it can."""
@@ -79,7 +96,7 @@ class Result:
     def findings(self) -> set[str]:
         return {finding["id"] for finding in self.report.get("findings", ())}
 
-    def wrong(self, right: frozenset[str]) -> str:
+    def wrong(self, right: Right) -> str:
         """What does not hold, in one line; empty if all does."""
         report = self.report
         if self.exit_code:
@@ -92,14 +109,22 @@ class Result:
         peak = report["peak"]
         if sum(peak["categories"].values()) != peak["allocated_bytes"] or not peak["allocated_bytes"]:
             return "the categories at the peak do not add up to it"
-        told = self.findings() - right
+        if report["program"]["steps"] and not peak["categories"].get("parameters"):
+            return "no parameters at the peak of a program that trains"
+        for category, share in right.at_most.items():
+            if peak["categories"].get(category, 0) > share * peak["allocated_bytes"]:
+                return f"more than {share:.0%} of the peak is called {category}"
+        stages = {stage["name"] for stage in report["stages"]}
+        if stages & right.not_stages:
+            return f"stages that the model does not have: {', '.join(sorted(stages & right.not_stages))}"
+        if right.layers and not any("layer" in stage for stage in stages):
+            return "no layer is a stage"
+        told = self.findings() - right.findings
         return f"findings that are not right: {', '.join(sorted(told))}" if told else ""
 
 
 def run(program: Program, fetched: Path, seconds: float = 60) -> Result:
     """Run a program of the corpus as a user would, in a process of its own and in a copy of its folder."""
-    import time
-
     with tempfile.TemporaryDirectory(prefix="memprof-program-") as temporary:
         home = Path(temporary)
         checkout = home / program.repository.split("/")[1]

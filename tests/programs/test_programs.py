@@ -1,4 +1,4 @@
-"""Programs of our own in the idioms of public ones always run; the public ones where MEMPROF_PROGRAMS names their folder."""
+"""Programs in the idioms of public ones always run; the public ones do where MEMPROF_PROGRAMS names their folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_own(name, tmp_path):
     own = OWN[name]
     exit_code, report, stderr = memprof_run(*own.options, of=[str(HERE / f"{name}.py")], folder=tmp_path)
     result = Result(exit_code, report, stderr, 0.0)
-    wrong = result.wrong(own.findings)
+    wrong = result.wrong(own)
     if own.known:
         assert wrong, f"{own.known} is mended: take the mark away"
         pytest.xfail(own.known)
@@ -41,7 +41,7 @@ def test_public(program):
     if absent:
         pytest.skip(absent)
     result = run(program, Path(folder))
-    wrong = result.wrong(program.findings)
+    wrong = result.wrong(program)
     if program.known:
         assert wrong, f"{program.known} is mended: take the mark away"
         pytest.xfail(program.known)

@@ -1,7 +1,13 @@
 """guided-diffusion's U-Net and its loss, in half precision as its scripts have it."""
 
 import torch
-from guided_diffusion.gaussian_diffusion import GaussianDiffusion, LossType, ModelMeanType, ModelVarType, get_named_beta_schedule
+from guided_diffusion.gaussian_diffusion import (
+    GaussianDiffusion,
+    LossType,
+    ModelMeanType,
+    ModelVarType,
+    get_named_beta_schedule,
+)
 from guided_diffusion.unet import UNetModel
 
 model = UNetModel(

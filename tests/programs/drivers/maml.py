@@ -5,7 +5,18 @@ from argparse import Namespace
 import torch
 from meta import Meta
 
-told = Namespace(update_lr=0.4, meta_lr=1e-3, n_way=5, k_spt=1, k_qry=15, task_num=4, update_step=5, update_step_test=10, imgc=1, imgsz=28)
+told = Namespace(
+    update_lr=0.4,
+    meta_lr=1e-3,
+    n_way=5,
+    k_spt=1,
+    k_qry=15,
+    task_num=4,
+    update_step=5,
+    update_step_test=10,
+    imgc=1,
+    imgsz=28,
+)
 config = [
     ("conv2d", [64, 1, 3, 3, 2, 0]), ("relu", [True]), ("bn", [64]),
     ("conv2d", [64, 64, 3, 3, 2, 0]), ("relu", [True]), ("bn", [64]),

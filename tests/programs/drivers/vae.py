@@ -6,7 +6,9 @@ import torch
 from models import vae_models
 
 sizes = {"in_channels": 3, "latent_dim": 64}
-sizes |= {"VQVAE": {"in_channels": 3, "embedding_dim": 64, "num_embeddings": 512, "img_size": 64, "beta": 0.25}}.get(sys.argv[1], {})
+sizes |= {"VQVAE": {"in_channels": 3, "embedding_dim": 64, "num_embeddings": 512, "img_size": 64, "beta": 0.25}}.get(
+    sys.argv[1], {}
+)
 if sys.argv[1] == "VQVAE":
     sizes.pop("latent_dim")
 model = vae_models[sys.argv[1]](**sizes).cuda()

@@ -1,15 +1,23 @@
 """vit-pytorch, as its README trains a classifier."""
 
+import sys
+
 import torch
+from torchvision.models import resnet50
 from vit_pytorch import SimpleViT, ViT
 from vit_pytorch.distill import DistillableViT, DistillWrapper
-from torchvision.models import resnet50
-
-import sys
 
 if sys.argv[1] == "distill":
     student = DistillableViT(
-        image_size=256, patch_size=32, num_classes=1000, dim=1024, depth=6, heads=8, mlp_dim=2048, dropout=0.1, emb_dropout=0.1
+        image_size=256,
+        patch_size=32,
+        num_classes=1000,
+        dim=1024,
+        depth=6,
+        heads=8,
+        mlp_dim=2048,
+        dropout=0.1,
+        emb_dropout=0.1,
     )
     distiller = DistillWrapper(student=student, teacher=resnet50(), temperature=3, alpha=0.5, hard=False).cuda()
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)

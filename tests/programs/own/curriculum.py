@@ -4,12 +4,18 @@ import torch
 from torch import nn
 
 layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True)
-model = nn.ModuleDict({"embed": nn.Embedding(1000, 128), "blocks": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), "head": nn.Linear(128, 1000)}).cuda()
+model = nn.ModuleDict(
+    {
+        "embed": nn.Embedding(1000, 128),
+        "blocks": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        "head": nn.Linear(128, 1000),
+    }
+).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 for epoch in range(3):
     length = 32 * 2**epoch
-    for micro in range(3):
+    for _ in range(3):
         tokens = torch.randint(0, 1000, (4, length + 1)).cuda()
         causal = nn.Transformer.generate_square_subsequent_mask(length, device="cuda")
         hidden = model["blocks"](model["embed"](tokens[:, :-1]), mask=causal, is_causal=True)

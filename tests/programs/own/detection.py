@@ -9,7 +9,12 @@ class Detector(nn.Module):
         super().__init__()
         self.classes = classes
         self.backbone = nn.Sequential(
-            nn.Conv2d(3, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU()
+            nn.Conv2d(3, 32, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(64, 128, 3, 2, 1),
+            nn.ReLU(),
         )
         self.classify, self.place = nn.Conv2d(128, classes, 3, padding=1), nn.Conv2d(128, 4, 3, padding=1)
 
@@ -30,7 +35,10 @@ model = Detector().cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 for _ in range(3):
     images = torch.randn(4, 3, 256, 256).cuda()
-    truth = [(torch.rand(count, 4).cuda() + torch.tensor([0, 0, 1, 1]).cuda(), torch.randint(0, 20, (count,)).cuda()) for count in (1, 3, 2, 5)]
+    truth = [
+        (torch.rand(count, 4).cuda() + torch.tensor([0, 0, 1, 1]).cuda(), torch.randint(0, 20, (count,)).cuda())
+        for count in (1, 3, 2, 5)
+    ]
     scores, boxes = model(images)
     loss = torch.zeros((), device="cuda")
     for score, box, (wanted, labels) in zip(scores, boxes, truth, strict=True):

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
-teacher = nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)).cuda().eval()
+teacher = (
+    nn.Sequential(nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)).cuda().eval()
+)
 student = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)).cuda()
 for parameter in teacher.parameters():
     parameter.requires_grad_(False)

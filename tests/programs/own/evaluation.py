@@ -3,7 +3,14 @@
 import torch
 from torch import nn
 
-model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10)).cuda()
+model = nn.Sequential(
+    nn.Conv2d(3, 32, 3, padding=1),
+    nn.BatchNorm2d(32),
+    nn.ReLU(),
+    nn.AdaptiveAvgPool2d(4),
+    nn.Flatten(),
+    nn.Linear(512, 10),
+).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
 
@@ -12,7 +19,9 @@ def decorated():
     model.eval()
     total = torch.zeros((), device="cuda")
     for _ in range(2):
-        total += nn.functional.cross_entropy(model(torch.randn(64, 3, 32, 32, device="cuda")), torch.zeros(64, dtype=torch.long, device="cuda"))
+        total += nn.functional.cross_entropy(
+            model(torch.randn(64, 3, 32, 32, device="cuda")), torch.zeros(64, dtype=torch.long, device="cuda")
+        )
     model.train()
     return total.item()
 

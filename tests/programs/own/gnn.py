@@ -13,7 +13,9 @@ class Layer(nn.Module):
         source, target = edges
         told = self.message(torch.cat([nodes[source], nodes[target]], 1)).relu()
         total = torch.zeros(len(nodes), told.shape[1], device=nodes.device).index_add_(0, target, told)
-        count = torch.zeros(len(nodes), device=nodes.device).scatter_add_(0, target, torch.ones_like(target, dtype=torch.float))
+        count = torch.zeros(len(nodes), device=nodes.device).scatter_add_(
+            0, target, torch.ones_like(target, dtype=torch.float)
+        )
         return (self.own(nodes) + total / count.clamp(min=1)[:, None]).relu()
 
 

@@ -15,7 +15,10 @@ for _ in range(3):
         for _ in range(2):
             inner = nn.functional.mse_loss(functional_call(model, weights, (known,)), known.sin())
             gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-            weights = {name: weight - 0.01 * gradient for (name, weight), gradient in zip(weights.items(), gradients, strict=True)}
+            weights = {
+                name: weight - 0.01 * gradient
+                for (name, weight), gradient in zip(weights.items(), gradients, strict=True)
+            }
         outer = outer + nn.functional.mse_loss(functional_call(model, weights, (asked,)), asked.sin())
     outer.backward()
     optimizer.step()

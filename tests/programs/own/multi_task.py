@@ -14,7 +14,9 @@ for _ in range(3):
     losses = {
         "sort": nn.functional.cross_entropy(heads["sort"](shared), torch.randint(0, 10, (128,)).cuda()),
         "size": nn.functional.l1_loss(heads["size"](shared)[:, 0], torch.randn(128).cuda()),
-        "tags": nn.functional.binary_cross_entropy_with_logits(heads["tags"](shared), torch.rand(128, 50).cuda().round()),
+        "tags": nn.functional.binary_cross_entropy_with_logits(
+            heads["tags"](shared), torch.rand(128, 50).cuda().round()
+        ),
     }
     total = sum((-doubt[name]).exp() * loss + doubt[name] for name, loss in losses.items())
     optimizer.zero_grad()

@@ -15,7 +15,12 @@ for _ in range(2):
         with torch.no_grad():
             policy = Categorical(logits=actor(state))
             action = policy.sample()
-            seen[step], taken[step], chances[step], values[step] = state, action, policy.log_prob(action), critic(state)[:, 0]
+            seen[step], taken[step], chances[step], values[step] = (
+                state,
+                action,
+                policy.log_prob(action),
+                critic(state)[:, 0],
+            )
         action.cpu().numpy()
         rewards[step] = torch.ones(4).cuda()
         state = torch.randn(4, 8).cuda()

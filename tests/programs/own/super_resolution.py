@@ -7,7 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 device = torch.device("cuda")
-model = nn.Sequential(nn.Conv2d(1, 64, 5, padding=2), nn.ReLU(), nn.Conv2d(64, 9, 3, padding=1), nn.PixelShuffle(3)).to(device)
+model = nn.Sequential(nn.Conv2d(1, 64, 5, padding=2), nn.ReLU(), nn.Conv2d(64, 9, 3, padding=1), nn.PixelShuffle(3)).to(
+    device
+)
 criterion = nn.MSELoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 loader = DataLoader(TensorDataset(torch.rand(12, 1, 64, 64), torch.rand(12, 1, 192, 192)), batch_size=4, shuffle=True)
