@@ -489,7 +489,11 @@ PROGRAMS = (
         known="float32 state of float32 parameters is called float32 state of bfloat16 ones",
     ),
     Program(
-        name="vit-pytorch vit", repository="lucidrains/vit-pytorch", commit="69d24fe", driver=True, command="vit.py vit"
+        name="vit-pytorch vit",
+        repository="lucidrains/vit-pytorch",
+        commit="69d24fe",
+        driver=True,
+        command="vit.py vit",
         layers=True,
         known="layers in a list of lists are no stages",
     ),
