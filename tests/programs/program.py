@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,6 @@ class Program(Right):
     options: str = "--gpu rtx-4090"
     path: tuple[str, ...] = ()
     """Folders to import from, beside the program's own."""
-    packages: tuple[str, ...] = ()
-    """Beside torch, what it imports."""
 
     def slug(self) -> str:
         """The name for a file."""
@@ -79,8 +76,7 @@ class Program(Right):
         """Why it cannot be run; empty if it can."""
         if not (fetched / self.repository.split("/")[1] / self.folder).is_dir():
             return f"no checkout of {self.repository} in {fetched}"
-        absent = [name for name in self.packages if find_spec(name) is None]
-        return f"not installed: {', '.join(absent)}" if absent else ""
+        return ""
 
 
 @dataclass(frozen=True)
