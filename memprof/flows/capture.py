@@ -78,7 +78,7 @@ def capture_measured(
     except MemprofError:
         raise
     except Exception as error:
-        failure = device.trace.failure = measured_failure(error, device.failed_phase)
+        failure = device.trace.failure = measured_failure(error, device.phase_of(error))
         raised = RunFailedError(
             f"memory ran out in {failure.phase}"
             if failure.kind is FailureKind.OUT_OF_MEMORY

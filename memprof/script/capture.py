@@ -92,8 +92,7 @@ def capture_script(
         patches = Patches()
         try:
             if worst_batch:
-                for owner, name, value in WorstBatch(device.assume, device.phases).patches():
-                    patches.set(owner, name, value)
+                patches.set_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.building()
             outcome = _run(program, device, rule)
             if seen.stopped:  # whatever a program does that goes on after that
@@ -107,7 +106,7 @@ def capture_script(
     trace = device.trace
     full = ended_by_refusal(error)
     if isinstance(device, MeasuredDevice) and isinstance(error, Exception):
-        trace.failure = measured_failure(error, device.failed_phase)
+        trace.failure = measured_failure(error, device.phase_of(error))
         full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
     seen.cut(trace)
     if outcome.ended is Ended.EXIT and _asked_last_for_too_much(trace):
@@ -126,8 +125,7 @@ def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) 
     with stopping_from_threads() as stop:
         watch = ThreadWatch(stop)
         patches = Patches()
-        for owner, name, value in watch.patches():
-            patches.set(owner, name, value)
+        patches.set_all(watch.patches())
         try:
             outcome = program.run(rule)
         finally:

@@ -214,7 +214,7 @@ def test_failed_entry_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError("entry")
 
     with monkeypatch.context() as patch:
-        patch.setattr(VirtualGpu, "_watch_optimizers", broken)
+        patch.setattr(VirtualGpu, "_watch_autocast", broken)
         with pytest.raises(ZeroDivisionError), VirtualGpu(GPU):
             pass
     assert [key for key, value in attributes().items() if value is not before[key] and value != before[key]] == []
