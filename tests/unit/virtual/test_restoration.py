@@ -210,7 +210,7 @@ def test_something_is_patched_inside() -> None:
 def test_failed_entry_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before, before_state = attributes(), state()
 
-    def broken(self: VirtualGpu) -> None:
+    def broken(self: VirtualGpu, mode: object) -> None:
         raise ZeroDivisionError("entry")
 
     with monkeypatch.context() as patch:
