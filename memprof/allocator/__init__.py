@@ -8,7 +8,7 @@
     timeline.first_oom                   # None if it fits; else .event, .report (bytes) and .message (torch's text)
     timeline.segments                    # the segments and blocks at the end
 
-    run = replay_on_card(trace, Card(total_bytes=80 << 30, context_bytes=426 << 20))
+    run = replay_on_card(trace, CardMemory(total_bytes=80 << 30, context_bytes=426 << 20))
     run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
 
     allocator = CachingAllocator(total_bytes=24 << 30)
@@ -29,11 +29,11 @@ from memprof.allocator.config import AllocatorConfig, config_from_environment, p
 from memprof.allocator.driver import Driver, SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
-from memprof.allocator.on_card import Card, Needs, OnCard, replay_on_card, without_allocator
+from memprof.allocator.on_card import CardMemory, Needs, OnCard, replay_on_card, without_allocator
 from memprof.allocator.pools import BlockLayout, SegmentLayout
 from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
 from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
-from memprof.allocator.replay import FirstOom, Peak, Timeline, TraceReplay, replay, replay_trace
+from memprof.allocator.replay import FirstOom, Timeline, TimelinePeak, TraceReplay, replay, replay_trace
 from memprof.allocator.settings import Settings, SettingsInForce
 from memprof.allocator.streams import Completion
 
@@ -44,7 +44,7 @@ __all__ = [
     "Block",
     "BlockLayout",
     "CachingAllocator",
-    "Card",
+    "CardMemory",
     "Completion",
     "Difference",
     "Driver",
@@ -54,7 +54,6 @@ __all__ = [
     "OnCard",
     "OomReport",
     "OutOfMemory",
-    "Peak",
     "PoolId",
     "Recorded",
     "Release",
@@ -63,6 +62,7 @@ __all__ = [
     "SettingsInForce",
     "SimulatedDriver",
     "Timeline",
+    "TimelinePeak",
     "TraceReplay",
     "WorkspaceLife",
     "config_from_environment",

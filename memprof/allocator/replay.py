@@ -24,7 +24,7 @@ from memprof.trace.events import GPU, EventKind, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class TimelinePeak:
     """The largest value of a counter, and the first event that reached it (-1: before the first)."""
 
     num_bytes: int = 0
@@ -49,10 +49,10 @@ class Timeline:
     allocated: array[int] = field(default_factory=lambda: array("q"))
     active: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))
-    peak_requested: Peak = Peak()
-    peak_allocated: Peak = Peak()
-    peak_active: Peak = Peak()
-    peak_reserved: Peak = Peak()
+    peak_requested: TimelinePeak = TimelinePeak()
+    peak_allocated: TimelinePeak = TimelinePeak()
+    peak_active: TimelinePeak = TimelinePeak()
+    peak_reserved: TimelinePeak = TimelinePeak()
     """Within an event the allocator may hold more than after it, when it gives segments back to get another."""
     first_oom: FirstOom | None = None
     retries: int = 0
@@ -136,7 +136,7 @@ class Replayer:
     def finish(self) -> Timeline:
         """The timeline with its peaks, statistics and final layout."""
         timeline = self.timeline
-        found = [Peak(*pair) for pair in zip(self._peaks, self._peak_events, strict=True)]
+        found = [TimelinePeak(*pair) for pair in zip(self._peaks, self._peak_events, strict=True)]
         timeline.peak_requested, timeline.peak_allocated, timeline.peak_active, timeline.peak_reserved = found
         timeline.stats = self.allocator.stats()
         timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from memprof.allocator import Card, LiveAllocator, Settings, SettingsInForce, replay_on_card, without_allocator
+from memprof.allocator import CardMemory, LiveAllocator, Settings, SettingsInForce, replay_on_card, without_allocator
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.host import available_bytes, memory_bytes, processor_name
@@ -168,7 +168,7 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
     if trace.device == CPU:
         run = without_allocator(trace)
     else:
-        card = Card(device["total_bytes"], device["context_bytes"])
+        card = CardMemory(device["total_bytes"], device["context_bytes"])
         run = replay_on_card(trace, card, settings.config, settings.release)
     ledger = build_ledger(trace, run)
     if not explained:
@@ -230,7 +230,7 @@ class _Statistics(LiveAllocator):
     """The allocator of a run, which is also written down as torch would."""
 
     def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
-        card = Card(gpu.total_bytes, CONTEXT_BYTES)
+        card = CardMemory(gpu.total_bytes, CONTEXT_BYTES)
         super().__init__(trace, card, settings.config, settings.release)
         self._snapshot = functools.partial(
             snapshot_of, trace, settings.config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes

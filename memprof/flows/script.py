@@ -1,6 +1,6 @@
 """The dry run: a user's script, unmodified, on a virtual card or measured on a real device.
 
-    Program -capture/script-> Trace, Outcome -pipeline.analyze-> Document
+    Program -capture/script-> Trace, ScriptOutcome -pipeline.analyze-> Document
 
 Everything after the capture is `pipeline.analyze`, as for `memprof profile`.
 """
@@ -17,7 +17,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.profile import allocator_settings, analyze, device_facts, live_allocator, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
-from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.trace.events import PhaseKind, Trace
 from memprof.version import __version__
 
@@ -37,7 +37,7 @@ class DryRun:
     """
 
     trace: Trace
-    outcome: Outcome
+    outcome: ScriptOutcome
     document: Document | None
 
 

@@ -9,7 +9,7 @@ from memprof.trace.events import EventKind, PhaseKind, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """A training step, from the end of the one before to the end of its optimizer's step; sizes in bytes allocated."""
 
     step: int
@@ -23,7 +23,7 @@ class Step:
     """`end_bytes` beyond what was held when the step before ended; of the first step, when it began."""
 
 
-def training_steps(trace: Trace, allocated: Sequence[int]) -> list[Step]:
+def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
     """The steps that ran to their end, in order.
 
     Args:
@@ -49,6 +49,6 @@ def training_steps(trace: Trace, allocated: Sequence[int]) -> list[Step]:
     before = allocated[begin - 1] if begin else 0
     for number, end in sorted(ends.items(), key=lambda item: item[1]):
         peak = max((allocated[time] for time in range(begin, end) if not evaluates[time]), default=before)
-        steps.append(Step(number, begin, end, peak, allocated[end - 1], allocated[end - 1] - before))
+        steps.append(TrainingStep(number, begin, end, peak, allocated[end - 1], allocated[end - 1] - before))
         before, begin = allocated[end - 1], end
     return steps

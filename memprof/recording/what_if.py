@@ -17,7 +17,7 @@ from memprof.trace.snapshot import Action
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """What one configuration makes of the requests."""
 
     settings: str
@@ -33,8 +33,8 @@ class Outcome:
 class WhatIf:
     """Two configurations, the same requests."""
 
-    before: Outcome
-    after: Outcome
+    before: ReplayOutcome
+    after: ReplayOutcome
     recorded_peak_reserved: int
     refused: int
     """Requests that were refused in the recording, and are left out of both replays."""
@@ -55,7 +55,7 @@ def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
     )
 
 
-def _replay(recording: Recording, config: AllocatorConfig) -> Outcome:
+def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
     # A card without limit has no fraction and no collection, as the recording's own limit is not known either.
     allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
     private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]
@@ -100,7 +100,7 @@ def _replay(recording: Recording, config: AllocatorConfig) -> Outcome:
             if pending is not None and pending.events:
                 allocator.complete(pending)
     stats = allocator.stats()
-    return Outcome(
+    return ReplayOutcome(
         settings=config.text or "the defaults",
         peak_reserved=stats["reserved_bytes.all.peak"],
         peak_allocated=stats["allocated_bytes.all.peak"],

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.measured import MeasuredDevice
-from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.script.stop import StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -68,7 +68,7 @@ def capture_script(
     before_forward: Callable[[nn.Module, Iterable[Optimizer]], None] = lambda model, optimizers: None,
     *,
     worst_batch: bool = False,
-) -> tuple[Trace, Outcome]:
+) -> tuple[Trace, ScriptOutcome]:
     """Run `program` on `device` until `rule` stops it, it ends, or it raises.
 
     Args:
@@ -96,7 +96,7 @@ def capture_script(
             device.phases.building()
             outcome = _run(program, device, rule)
             if seen.stopped:  # whatever a program does that goes on after that
-                outcome = Outcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
+                outcome = ScriptOutcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
         finally:
             patches.undo()
@@ -114,11 +114,11 @@ def capture_script(
         trace.refused.pop()
         trace.cut_short = full = True
     if full:
-        outcome = Outcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
+        outcome = ScriptOutcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
     return trace, outcome
 
 
-def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> Outcome:
+def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> ScriptOutcome:
     """Run `program` until it ends, or until a thread of its own dies because it sees no card."""
     if isinstance(device, MeasuredDevice):
         return program.run(rule)
@@ -132,7 +132,7 @@ def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) 
             patches.undo()
     if watch.error is None:
         return outcome
-    return Outcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
+    return ScriptOutcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
 
 
 def _asked_last_for_too_much(trace: Trace) -> bool:

@@ -21,7 +21,7 @@ HOST_BYTES = 256 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRun:
     """What a run needs and takes. `spec` is the run as it was made: where that makes it fit, with expandable segments.
 
     Attributes:
@@ -67,7 +67,7 @@ class Simulator:
         self.failures: dict[str, str] = {}
         """What was tried and does not apply -> why."""
         self._progress = progress
-        self._known: dict[tuple[TargetSpec, int], Outcome] = {}
+        self._known: dict[tuple[TargetSpec, int], SimulatedRun] = {}
 
     def __len__(self) -> int:
         """How many runs were made."""
@@ -78,7 +78,7 @@ class Simulator:
         """What the card has for tensors."""
         return self.gpu.total_bytes - CONTEXT_BYTES
 
-    def run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> Outcome:
+    def run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun:
         """The outcome of `spec`; `step` is of a step with so many micro-batches.
 
         Raises:
@@ -95,7 +95,7 @@ class Simulator:
                 gc.freeze()
         return self._known[key]
 
-    def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> Outcome | None:
+    def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun | None:
         """The same; None where the run cannot be made, and `failures` says why."""
         try:
             return self.run(spec, label, micro_batches)
@@ -103,7 +103,7 @@ class Simulator:
             self.failures[label] = error.problem if error.value is None else f"{error.problem} ({error.value})"
             return None
 
-    def _run(self, spec: TargetSpec, micro_batches: int) -> Outcome:
+    def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
         trace, document = pipeline.profile(spec, explained=False)
         step = accumulated_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
@@ -115,7 +115,7 @@ class Simulator:
                 spec, document = edited, again
         verdict = document.verdict
         where = verdict.oom_stage or ""
-        return Outcome(
+        return SimulatedRun(
             spec=spec,
             needed_bytes=verdict.required_bytes,
             fits=bool(verdict.fits) and document.host_peak_bytes <= HOST_BYTES,

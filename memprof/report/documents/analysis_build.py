@@ -13,7 +13,7 @@ from memprof.recording.origins import NO_FRAMES
 from memprof.recording.recording import BEFORE, NEVER, Life, Recording
 from memprof.recording.refusals import refusals
 from memprof.recording.steps import find_leaks
-from memprof.recording.what_if import Outcome, what_if
+from memprof.recording.what_if import ReplayOutcome, what_if
 from memprof.report.documents.analysis import (
     SCHEMA,
     Amounts,
@@ -315,7 +315,7 @@ def _what_if(recording: Recording, other: AllocatorConfig) -> WhatIfRow:
     )
 
 
-def _outcome(one: Outcome) -> OutcomeRow:
+def _outcome(one: ReplayOutcome) -> OutcomeRow:
     return OutcomeRow(
         settings=one.settings,
         peak_reserved_bytes=one.peak_reserved,
