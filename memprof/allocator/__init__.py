@@ -1,15 +1,14 @@
 """The CUDA caching allocator, replayed in plain Python: what a run reserves, block by block.
 
-    from memprof.allocator import CachingAllocator, OutOfMemory, parse_config, replay_trace
+    from memprof.allocator import CachingAllocator, CardMemory, parse_config, replay_on_card
 
-    timeline = replay_trace(trace, usable_bytes=79 << 30, config=parse_config("expandable_segments:True"))
+    run = replay_on_card(trace, CardMemory(total_bytes=80 << 30, context_bytes=426 << 20), parse_config(""))
+    run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
+    timeline = run.timeline
     timeline.peak_reserved.num_bytes     # the most that was held of the card, and .event where it was reached
     timeline.reserved[i]                 # after event i of the trace; also .requested, .allocated, .active
     timeline.first_oom                   # None if it fits; else .event, .report (bytes) and .message (torch's text)
     timeline.segments                    # the segments and blocks at the end
-
-    run = replay_on_card(trace, CardMemory(total_bytes=80 << 30, context_bytes=426 << 20))
-    run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
 
     allocator = CachingAllocator(total_bytes=24 << 30)
     block = allocator.malloc(45 << 20)   # raises OutOfMemory
@@ -32,8 +31,8 @@ from memprof.allocator.messages import OomReport, OutOfMemory, format_size
 from memprof.allocator.on_card import CardMemory, Needs, OnCard, replay_on_card, without_allocator
 from memprof.allocator.pools import BlockLayout, SegmentLayout
 from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
-from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
-from memprof.allocator.replay import FirstOom, Timeline, TimelinePeak, TraceReplay, replay, replay_trace
+from memprof.allocator.releases import LATEST, Release, release_for
+from memprof.allocator.replay import FirstOom, Timeline, TimelinePeak, TraceReplay
 from memprof.allocator.settings import Settings, SettingsInForce
 from memprof.allocator.streams import Completion
 
@@ -64,14 +63,11 @@ __all__ = [
     "Timeline",
     "TimelinePeak",
     "TraceReplay",
-    "WorkspaceLife",
     "config_from_environment",
     "format_size",
     "parse_config",
     "release_for",
-    "replay",
     "replay_on_card",
     "replay_snapshot",
-    "replay_trace",
     "without_allocator",
 ]

@@ -1,14 +1,12 @@
 """A whole run through the allocator: what is requested, allocated and reserved at every event.
 
-`replay` takes any stream of requests and frees; `replay_trace` takes a Trace, and `TraceReplay` one that is still being
-written. A run that does not fit is gone on with after its first out-of-memory error, on a card that has no limit from
-there, so that its whole need is known.
+`TraceReplay` takes a Trace, also one that is still being written. A run that does not fit is gone on with after its
+first out-of-memory error, on a card that has no limit from there, so that its whole need is known.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memprof.allocator.blocks import Block
@@ -18,7 +16,6 @@ from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, EventKind, Trace
 
@@ -144,64 +141,18 @@ class Replayer:
         return timeline
 
 
-def replay(
-    requests: Iterable[tuple[int, int]],
-    usable_bytes: int | None = None,
-    config: AllocatorConfig | None = None,
-    release: Release = LATEST,
-    *,
-    completion: Completion = Completion.IMMEDIATE,
-) -> Timeline:
-    """Replay (name, bytes) requests on one stream: bytes > 0 allocates `name`, bytes = 0 frees it.
+class TraceReplay(Replayer):
+    """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
+
+    Storages of other devices and empty ones change nothing.
 
     Args:
-        requests: what the program did, in order. A name may be used again once it is freed.
-        usable_bytes: what the allocator may reserve; None: without limit.
-        config: the settings.
-        release: whose rules.
-        completion: see Completion.
-    """
-    allocator = CachingAllocator(usable_bytes, config, release, completion=completion)
-    player = Replayer(allocator)
-    live: dict[int, Block] = {}
-    for name, num_bytes in requests:
-        if num_bytes:
-            live[name] = player.malloc(num_bytes)
-        else:
-            allocator.free(live.pop(name))
-        player.end_event(grew=num_bytes > 0)
-    return player.finish()
-
-
-def replay_trace(
-    trace: Trace,
-    usable_bytes: int | None = None,
-    config: AllocatorConfig | None = None,
-    release: Release = LATEST,
-    *,
-    device: str = GPU,
-    total_bytes: int | None = None,
-) -> Timeline:
-    """Replay the storages of one device of a trace; the timeline has an entry for each of its events.
-
-    Args:
-        trace: phases and modules, storages of other devices and empty storages change nothing.
+        trace: the run.
         usable_bytes: what the allocator may reserve: the card's memory less the CUDA context and other users.
             None: without limit.
         config: the settings.
         release: whose rules.
-        device: the device of the trace.
         total_bytes: capacity of the card for messages and fractions; `usable_bytes` unless given.
-    """
-    player = TraceReplay(trace, usable_bytes, config, release, device=device, total_bytes=total_bytes)
-    player.advance()
-    return player.finish()
-
-
-class TraceReplay(Replayer):
-    """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
-
-    Args: as `replay_trace`.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from memprof.errors import UsageError
@@ -157,13 +156,3 @@ def print_error(error: BaseException) -> None:
         pending += [other for other in (one.__cause__, one.__context__) if other is not None]
         pending += list(one.exceptions or ()) if hasattr(one, "exceptions") else []
     sys.stderr.write("".join(shown.format()))
-
-
-def raised_outside(error: BaseException) -> bool:
-    """Whether the program never ran: its file has no code that Python understands."""
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        if not step.tb_frame.f_code.co_filename.startswith(_LAUNCH):
-            return False
-        step = step.tb_next
-    return True

@@ -37,7 +37,3 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
-
-    def describe(self) -> list[str]:
-        """The names of what is replaced at present."""
-        return [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in self._undo]

@@ -7,11 +7,12 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import AllocatorConfig, CardMemory, LiveAllocator, parse_config, replay_on_card, replay_trace
+from memprof.allocator import AllocatorConfig, CardMemory, LiveAllocator, parse_config, replay_on_card
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST
+from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, Script
 
 CARD = CardMemory(1000 * MIB, 20 * MIB)

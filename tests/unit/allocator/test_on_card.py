@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import CardMemory, TraceReplay, parse_config, release_for, replay_on_card, replay_trace
+from memprof.allocator import CardMemory, TraceReplay, parse_config, release_for, replay_on_card
 from memprof.errors import MemprofError
+from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
 CONTEXT = 20 * MIB
