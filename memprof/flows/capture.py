@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
@@ -15,7 +13,7 @@ from memprof.trace.events import FailureKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
 from memprof.watch.failure import measured_failure
-from memprof.workload.step import Workload
+from memprof.workload.step import Workload, no_collection
 
 
 def capture_virtual(
@@ -39,7 +37,7 @@ def capture_virtual(
         allocator_settings=allocator_settings,
     )
     try:
-        with _no_collection(), device:
+        with no_collection(), device:
             workload.run(device, progress)
     except MemprofError:
         raise
@@ -73,7 +71,7 @@ def capture_measured(
     """
     device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
-        with _no_collection(), device:
+        with no_collection(), device:
             workload.run(device, progress)
     except MemprofError:
         raise
@@ -91,16 +89,3 @@ def capture_measured(
         error.__traceback__ = None
         raise raised from None
     return device.trace
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Cyclic garbage would be freed at a moment that depends on what else the process does; a run's frees come from
-    reference counts alone."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.allocator import AllocatorConfig, config_from_environment, parse_config
+from memprof.device.host import available_bytes
 from memprof.errors import UsageError
 from memprof.recording.from_trace import Converted, Slice, snapshot_of
 from memprof.recording.recording import Recording, Steps, recordings
@@ -147,7 +148,7 @@ def _check_memory(path: Path, size: int) -> None:
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return
-    available = max(pages, _available())
+    available = max(pages, available_bytes() or 0)
     if size * MEMORY_PER_BYTE > available:
         raise UsageError(
             f"the file needs up to {format_bytes(size * MEMORY_PER_BYTE)} of memory to be read, and "
@@ -155,18 +156,6 @@ def _check_memory(path: Path, size: int) -> None:
             value=f"{path} ({format_bytes(size)})",
             hint="record fewer events (max_entries=100000), or read it on a larger machine",
         )
-
-
-def _available() -> int:
-    """What Linux says could be had without swapping; 0 elsewhere."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except (OSError, ValueError):
-        pass
-    return 0
 
 
 def analyze_file(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -69,7 +70,7 @@ class Workload:
         """
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
-                stack.enter_context(_quiet_transformers())
+                stack.enter_context(quiet_transformers())
             if self.spec.sdpa_backend is not None:
                 stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
             self._run(device, progress)
@@ -225,7 +226,20 @@ class Workload:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
+    """Cyclic garbage would be freed at a moment that depends on what else the process does; a run's frees come from
+    reference counts alone."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
     """transformers' notices on building a model are not about the user's run, nor bitsandbytes' on every layer."""
     from transformers.utils import logging as notices
 

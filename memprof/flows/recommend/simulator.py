@@ -10,14 +10,12 @@ from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows import profile as pipeline
+from memprof.flows.ladder.climb import HOST_BYTES
 from memprof.ledger.state import ModelState
 from memprof.remedies.fixes import Fix, edit_spec, in_force
 from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.ladder import StepWork, accumulated_work
 from memprof.spec import Mode, TargetSpec
-
-HOST_BYTES = 256 << 30
-"""Host memory that is taken for granted, as in memprof/flows/ladder/climb.py."""
 
 
 @dataclass(frozen=True, slots=True)
