@@ -22,46 +22,37 @@
 A run that does not fit is gone on with on a card without limit, so `peak_reserved` is then its whole need.
 """
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
-from memprof.allocator.driver import Driver, SimulatedDriver
+from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
 from memprof.allocator.on_card import CardMemory, Needs, OnCard, replay_on_card, without_allocator
-from memprof.allocator.pools import BlockLayout, SegmentLayout
-from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
-from memprof.allocator.releases import LATEST, Release, release_for
-from memprof.allocator.replay import FirstOom, Timeline, TimelinePeak, TraceReplay
+from memprof.allocator.pools import SegmentLayout
+from memprof.allocator.recorded import Recorded, replay_snapshot
+from memprof.allocator.releases import release_for
+from memprof.allocator.replay import Timeline, TraceReplay
 from memprof.allocator.settings import Settings, SettingsInForce
 from memprof.allocator.streams import Completion
 
 __all__ = [
-    "DEFAULT_POOL",
-    "LATEST",
     "AllocatorConfig",
     "Block",
-    "BlockLayout",
     "CachingAllocator",
     "CardMemory",
     "Completion",
-    "Difference",
-    "Driver",
-    "FirstOom",
     "LiveAllocator",
     "Needs",
     "OnCard",
     "OomReport",
     "OutOfMemory",
-    "PoolId",
     "Recorded",
-    "Release",
     "SegmentLayout",
     "Settings",
     "SettingsInForce",
     "SimulatedDriver",
     "Timeline",
-    "TimelinePeak",
     "TraceReplay",
     "config_from_environment",
     "format_size",

@@ -59,11 +59,7 @@ def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
     # A card without limit has no fraction and no collection, as the recording's own limit is not known either.
     allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
     private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]
-    private += [
-        Range(s.address, s.size, s.stream, s.is_small, s.pool_id, s.expandable)
-        for s in recording.final
-        if s.pool_id != DEFAULT_POOL
-    ]
+    private += [Range.of(segment) for segment in recording.final if segment.pool_id != DEFAULT_POOL]
 
     def malloc(address: int, num_bytes: int, stream: int, pool: PoolId) -> Block:
         if pool == DEFAULT_POOL:  # before 2.9 events do not name their pool
