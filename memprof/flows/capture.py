@@ -12,8 +12,9 @@ from memprof.measured.outside import Outside
 from memprof.trace.events import FailureKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
+from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
-from memprof.workload.step import Workload, no_collection
+from memprof.workload.step import Workload
 
 
 def capture_virtual(

@@ -22,7 +22,7 @@ from memprof.remedies.applied import apply
 from memprof.remedies.micro_batch import MicroBatches
 from memprof.remedy_catalog import Remedy
 from memprof.verify.specimens import Specimen
-from memprof.workload.step import no_collection
+from memprof.watch.collection import no_collection
 
 STEPS = 2
 """The second has the optimizer's state from its beginning."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -223,19 +222,6 @@ class Workload:
         with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast(device.name):
             outputs = model(**batch)
         del outputs
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Cyclic garbage would be freed at a moment that depends on what else the process does; a run's frees come from
-    reference counts alone."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @contextlib.contextmanager
