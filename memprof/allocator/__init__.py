@@ -1,15 +1,14 @@
 """The CUDA caching allocator, replayed in plain Python: what a run reserves, block by block.
 
-    from memprof.allocator import CachingAllocator, OutOfMemory, parse_config, replay_trace
+    from memprof.allocator import CachingAllocator, CardMemory, parse_config, replay_on_card
 
-    timeline = replay_trace(trace, usable_bytes=79 << 30, config=parse_config("expandable_segments:True"))
+    run = replay_on_card(trace, CardMemory(total_bytes=80 << 30, context_bytes=426 << 20), parse_config(""))
+    run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
+    timeline = run.timeline
     timeline.peak_reserved.num_bytes     # the most that was held of the card, and .event where it was reached
     timeline.reserved[i]                 # after event i of the trace; also .requested, .allocated, .active
     timeline.first_oom                   # None if it fits; else .event, .report (bytes) and .message (torch's text)
     timeline.segments                    # the segments and blocks at the end
-
-    run = replay_on_card(trace, Card(total_bytes=80 << 30, context_bytes=426 << 20))
-    run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
 
     allocator = CachingAllocator(total_bytes=24 << 30)
     block = allocator.malloc(45 << 20)   # raises OutOfMemory
@@ -23,55 +22,43 @@
 A run that does not fit is gone on with on a card without limit, so `peak_reserved` is then its whole need.
 """
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
+from memprof.allocator.blocks import Block
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_environment, parse_config
-from memprof.allocator.driver import Driver, SimulatedDriver
+from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
-from memprof.allocator.on_card import Card, Needs, OnCard, replay_on_card, without_allocator
-from memprof.allocator.pools import BlockLayout, SegmentLayout
-from memprof.allocator.recorded import Difference, Recorded, replay_snapshot
-from memprof.allocator.releases import LATEST, Release, WorkspaceLife, release_for
-from memprof.allocator.replay import FirstOom, Peak, Timeline, TraceReplay, replay, replay_trace
+from memprof.allocator.on_card import CardMemory, Needs, OnCard, replay_on_card, without_allocator
+from memprof.allocator.pools import SegmentLayout
+from memprof.allocator.recorded import Recorded, replay_snapshot
+from memprof.allocator.releases import release_for
+from memprof.allocator.replay import Timeline, TraceReplay
 from memprof.allocator.settings import Settings, SettingsInForce
 from memprof.allocator.streams import Completion
 
 __all__ = [
-    "DEFAULT_POOL",
-    "LATEST",
     "AllocatorConfig",
     "Block",
-    "BlockLayout",
     "CachingAllocator",
-    "Card",
+    "CardMemory",
     "Completion",
-    "Difference",
-    "Driver",
-    "FirstOom",
     "LiveAllocator",
     "Needs",
     "OnCard",
     "OomReport",
     "OutOfMemory",
-    "Peak",
-    "PoolId",
     "Recorded",
-    "Release",
     "SegmentLayout",
     "Settings",
     "SettingsInForce",
     "SimulatedDriver",
     "Timeline",
     "TraceReplay",
-    "WorkspaceLife",
     "config_from_environment",
     "format_size",
     "parse_config",
     "release_for",
-    "replay",
     "replay_on_card",
     "replay_snapshot",
-    "replay_trace",
     "without_allocator",
 ]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.rounding import DIVISION_ENTRIES, LARGE_SEGMENT, MIB
+from memprof.allocator.rounding import DIVISION_ENTRIES, LARGE_SEGMENT
 from memprof.errors import UsageError, nearest
+from memprof.units import GIB, MIB
 
 UNLIMITED = (1 << 64) - 1
 """max_split_size when it is not set (SIZE_MAX)."""
@@ -251,7 +252,7 @@ class _Parser:
         if match is None or not 0 < float(match[1]) < float("inf"):
             return
         if match[2]:
-            self.found["expandable_segments_reserve_bytes"] = int(float(match[1]) * (1 << 30))
+            self.found["expandable_segments_reserve_bytes"] = int(float(match[1]) * GIB)
         else:
             self.found["expandable_segments_reserve"] = float(match[1])
 

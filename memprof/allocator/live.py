@@ -6,7 +6,7 @@ import dataclasses
 
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OutOfMemory
-from memprof.allocator.on_card import Card
+from memprof.allocator.on_card import CardMemory
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.replay import TraceReplay
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
@@ -27,7 +27,7 @@ class LiveAllocator:
     """
 
     def __init__(
-        self, trace: Trace, card: Card, config: AllocatorConfig | None = None, release: Release = LATEST
+        self, trace: Trace, card: CardMemory, config: AllocatorConfig | None = None, release: Release = LATEST
     ) -> None:
         self._room = 0
         """What can certainly still be reserved."""

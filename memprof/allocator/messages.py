@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from memprof.allocator.releases import LATEST, Release
 from memprof.errors import MemprofError
+from memprof.units import GIB, KIB, MIB
 
 ONE_EXABYTE = 1 << 60
 """Requests of at least this size are refused outright (`allocate` in CUDACachingAllocator.cpp)."""
@@ -16,13 +17,13 @@ ONE_EXABYTE = 1 << 60
 
 def format_size(num_bytes: int) -> str:
     """A size as torch prints it: two decimals, and a unit that goes on to its next at more than 1,024."""
-    if num_bytes <= 1 << 10:
+    if num_bytes <= KIB:
         return f"{num_bytes} bytes"
-    if num_bytes <= 1 << 20:
-        return f"{num_bytes / (1 << 10):.2f} KiB"
-    if num_bytes <= 1 << 30:
-        return f"{num_bytes / (1 << 20):.2f} MiB"
-    return f"{num_bytes / (1 << 30):.2f} GiB"
+    if num_bytes <= MIB:
+        return f"{num_bytes / KIB:.2f} KiB"
+    if num_bytes <= GIB:
+        return f"{num_bytes / MIB:.2f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)

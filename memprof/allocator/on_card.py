@@ -11,7 +11,7 @@ from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OomReport
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.replay import FirstOom, Peak, Timeline, TraceReplay
+from memprof.allocator.replay import FirstOom, Timeline, TimelinePeak, TraceReplay
 from memprof.trace.events import EventKind, Trace
 
 Layout = tuple[list[SegmentLayout], dict[int, int]]
@@ -19,7 +19,7 @@ Layout = tuple[list[SegmentLayout], dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class CardMemory:
     """What the allocator may take of a card."""
 
     total_bytes: int
@@ -47,7 +47,7 @@ class OnCard:
     """One run through the allocator of one card."""
 
     trace: Trace
-    card: Card | None
+    card: CardMemory | None
     config: AllocatorConfig
     release: Release
     timeline: Timeline
@@ -116,7 +116,7 @@ class OnCard:
 
 
 def replay_on_card(
-    trace: Trace, card: Card | None, config: AllocatorConfig | None = None, release: Release = LATEST
+    trace: Trace, card: CardMemory | None, config: AllocatorConfig | None = None, release: Release = LATEST
 ) -> OnCard:
     """Replay `trace` on `card`, and on one without limit where the two differ.
 
@@ -156,20 +156,20 @@ def _layout(replay: TraceReplay) -> Layout:
 def without_allocator(trace: Trace) -> OnCard:
     """A run in host memory: what is requested is allocated, and there is no cache to reserve."""
     timeline = Timeline()
-    now, most = 0, Peak()
+    now, most = 0, TimelinePeak()
     for time, (kind, ref) in enumerate(trace.events):
         if kind in (EventKind.ALLOC, EventKind.FREE) and trace.storages[ref].device == trace.device:
             num_bytes = trace.storages[ref].num_bytes
             now += num_bytes if kind is EventKind.ALLOC else -num_bytes
             if now > most.num_bytes:
-                most = Peak(now, time)
+                most = TimelinePeak(now, time)
         for column in (timeline.requested, timeline.allocated, timeline.active, timeline.reserved):
             column.append(now)
     timeline.peak_requested = timeline.peak_allocated = timeline.peak_active = timeline.peak_reserved = most
     return OnCard(trace, None, AllocatorConfig(), LATEST, timeline, None, 0, most.num_bytes, rounds=False)
 
 
-def _replay(trace: Trace, card: Card | None, config: AllocatorConfig, release: Release) -> TraceReplay:
+def _replay(trace: Trace, card: CardMemory | None, config: AllocatorConfig, release: Release) -> TraceReplay:
     if card is None:
         return TraceReplay(trace, None, config, release)
     return TraceReplay(trace, card.usable_bytes, config, release, total_bytes=card.total_bytes)

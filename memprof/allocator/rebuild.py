@@ -51,6 +51,11 @@ class Range:
     pool_id: PoolId
     expandable: bool
 
+    @classmethod
+    def of(cls, found: SnapshotSegment) -> Range:
+        """Where `found` lies."""
+        return cls(found.address, found.size, found.stream, found.is_small, found.pool_id, found.expandable)
+
 
 @dataclass(slots=True)
 class State:
@@ -123,11 +128,7 @@ class Ranges:
         self.by_address: dict[int, Range] = {}
         self.order: list[int] = []
         for segment in segments:
-            self._add(
-                Range(
-                    segment.address, segment.size, segment.stream, segment.is_small, segment.pool_id, segment.expandable
-                )
-            )
+            self._add(Range.of(segment))
 
     def sorted(self) -> list[Range]:
         """All of them by address."""

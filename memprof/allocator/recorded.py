@@ -52,9 +52,6 @@ class Recorded:
     """Allocations before the first difference."""
     final_layout_identical: bool
     first_difference: Difference | None
-    live_at_start: int
-    ambiguous_at_start: int
-    """Live blocks of the beginning whose end is not recorded."""
     config: AllocatorConfig = field(repr=False, default_factory=AllocatorConfig)
     """The settings that were in force, as far as the file says."""
     start: State = field(repr=False, default_factory=State)
@@ -166,8 +163,6 @@ class _Replay:
             identical_addresses=self.identical,
             final_layout_identical=identical,
             first_difference=self.first,
-            live_at_start=len(self.state.live),
-            ambiguous_at_start=self.state.ambiguous,
             config=self.allocator.config,
             start=self.state,
             block_sizes=self.sizes,

@@ -6,7 +6,6 @@ were looked at are taken to agree with the earlier one unless a note says otherw
 
 from __future__ import annotations
 
-import enum
 import re
 from dataclasses import dataclass
 
@@ -17,23 +16,11 @@ NEWEST = (2, 15)
 """The newest release that was looked at; later ones are taken to agree with it."""
 
 
-class WorkspaceLife(enum.StrEnum):
-    """How long a cuBLAS workspace stays allocated."""
-
-    PERMANENT = "permanent"  # from the first use on, one per handle (thread) and stream
-    PER_CALL = "per call"  # allocated before and freed after every cuBLAS operator
-
-
 @dataclass(frozen=True, slots=True)
 class Release:
     """The profile of one torch release (major, minor)."""
 
     version: tuple[int, int]
-
-    @property
-    def workspace_life(self) -> WorkspaceLife:
-        """2.15 stopped keeping workspaces (TORCH_CUBLAS_WORKSPACE_CACHE=1 brings the old way back)."""
-        return WorkspaceLife.PER_CALL if self.version >= (2, 15) else WorkspaceLife.PERMANENT
 
     @property
     def has_expandable_segments(self) -> bool:

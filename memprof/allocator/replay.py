@@ -1,14 +1,12 @@
 """A whole run through the allocator: what is requested, allocated and reserved at every event.
 
-`replay` takes any stream of requests and frees; `replay_trace` takes a Trace, and `TraceReplay` one that is still being
-written. A run that does not fit is gone on with after its first out-of-memory error, on a card that has no limit from
-there, so that its whole need is known.
+`TraceReplay` takes a Trace, also one that is still being written. A run that does not fit is gone on with after its
+first out-of-memory error, on a card that has no limit from there, so that its whole need is known.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memprof.allocator.blocks import Block
@@ -18,13 +16,12 @@ from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, EventKind, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class TimelinePeak:
     """The largest value of a counter, and the first event that reached it (-1: before the first)."""
 
     num_bytes: int = 0
@@ -49,10 +46,10 @@ class Timeline:
     allocated: array[int] = field(default_factory=lambda: array("q"))
     active: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))
-    peak_requested: Peak = Peak()
-    peak_allocated: Peak = Peak()
-    peak_active: Peak = Peak()
-    peak_reserved: Peak = Peak()
+    peak_requested: TimelinePeak = TimelinePeak()
+    peak_allocated: TimelinePeak = TimelinePeak()
+    peak_active: TimelinePeak = TimelinePeak()
+    peak_reserved: TimelinePeak = TimelinePeak()
     """Within an event the allocator may hold more than after it, when it gives segments back to get another."""
     first_oom: FirstOom | None = None
     retries: int = 0
@@ -136,7 +133,7 @@ class Replayer:
     def finish(self) -> Timeline:
         """The timeline with its peaks, statistics and final layout."""
         timeline = self.timeline
-        found = [Peak(*pair) for pair in zip(self._peaks, self._peak_events, strict=True)]
+        found = [TimelinePeak(*pair) for pair in zip(self._peaks, self._peak_events, strict=True)]
         timeline.peak_requested, timeline.peak_allocated, timeline.peak_active, timeline.peak_reserved = found
         timeline.stats = self.allocator.stats()
         timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain
@@ -144,64 +141,18 @@ class Replayer:
         return timeline
 
 
-def replay(
-    requests: Iterable[tuple[int, int]],
-    usable_bytes: int | None = None,
-    config: AllocatorConfig | None = None,
-    release: Release = LATEST,
-    *,
-    completion: Completion = Completion.IMMEDIATE,
-) -> Timeline:
-    """Replay (name, bytes) requests on one stream: bytes > 0 allocates `name`, bytes = 0 frees it.
+class TraceReplay(Replayer):
+    """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
+
+    Storages of other devices and empty ones change nothing.
 
     Args:
-        requests: what the program did, in order. A name may be used again once it is freed.
-        usable_bytes: what the allocator may reserve; None: without limit.
-        config: the settings.
-        release: whose rules.
-        completion: see Completion.
-    """
-    allocator = CachingAllocator(usable_bytes, config, release, completion=completion)
-    player = Replayer(allocator)
-    live: dict[int, Block] = {}
-    for name, num_bytes in requests:
-        if num_bytes:
-            live[name] = player.malloc(num_bytes)
-        else:
-            allocator.free(live.pop(name))
-        player.end_event(grew=num_bytes > 0)
-    return player.finish()
-
-
-def replay_trace(
-    trace: Trace,
-    usable_bytes: int | None = None,
-    config: AllocatorConfig | None = None,
-    release: Release = LATEST,
-    *,
-    device: str = GPU,
-    total_bytes: int | None = None,
-) -> Timeline:
-    """Replay the storages of one device of a trace; the timeline has an entry for each of its events.
-
-    Args:
-        trace: phases and modules, storages of other devices and empty storages change nothing.
+        trace: the run.
         usable_bytes: what the allocator may reserve: the card's memory less the CUDA context and other users.
             None: without limit.
         config: the settings.
         release: whose rules.
-        device: the device of the trace.
         total_bytes: capacity of the card for messages and fractions; `usable_bytes` unless given.
-    """
-    player = TraceReplay(trace, usable_bytes, config, release, device=device, total_bytes=total_bytes)
-    player.advance()
-    return player.finish()
-
-
-class TraceReplay(Replayer):
-    """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
-
-    Args: as `replay_trace`.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MIB = 1 << 20
+from memprof.units import MIB
 
 MIN_BLOCK = 512
 """kMinBlockSize: every block is a multiple of it."""

@@ -83,22 +83,23 @@ class Counters:
     def as_dict(self) -> dict[str, tuple[int, int, int]]:
         """(current, peak, ever added) by the name that torch gives."""
         return {
-            "allocation": (self.allocation, self.allocation_peak, self.mallocs),
-            "segment": (self.segment, self.segment_peak, self.segment_added),
-            "active": (self.active, self.active_peak, self.mallocs),
-            "inactive_split": (self.inactive_split, self.inactive_split_peak, self.inactive_split_added),
-            "allocated_bytes": (self.allocated_bytes, self.allocated_bytes_peak, self.mallocs_bytes),
-            "reserved_bytes": (self.reserved_bytes, self.reserved_bytes_peak, self.reserved_bytes_added),
-            "active_bytes": (self.active_bytes, self.active_bytes_peak, self.mallocs_bytes),
-            "inactive_split_bytes": (
-                self.inactive_split_bytes,
-                self.inactive_split_bytes_peak,
-                self.inactive_split_bytes_added,
-            ),
-            "requested_bytes": (self.requested_bytes, self.requested_bytes_peak, self.mallocs_requested),
+            name: (getattr(self, name), getattr(self, f"{name}_peak"), getattr(self, added))
+            for name, added in _ADDED.items()
         }
 
 
+_ADDED = {
+    "allocation": "mallocs",
+    "segment": "segment_added",
+    "active": "mallocs",
+    "inactive_split": "inactive_split_added",
+    "allocated_bytes": "mallocs_bytes",
+    "reserved_bytes": "reserved_bytes_added",
+    "active_bytes": "mallocs_bytes",
+    "inactive_split_bytes": "inactive_split_bytes_added",
+    "requested_bytes": "mallocs_requested",
+}
+"""torch's counters, and what counts all that was ever added to each."""
 _PEAKS = tuple(name for name in Counters.__slots__ if name.endswith("_peak"))
 
 
@@ -165,28 +166,10 @@ class Statistics:
         for pool, counters in (("all", self.all), ("large_pool", self.large_pool), ("small_pool", self.small_pool)):
             for name, values in counters.as_dict().items():
                 found.update(_four(f"{name}.{pool}", *values))
-        found.update(
-            _four(
-                "oversize_allocations",
-                self.oversize_allocations,
-                self.oversize_allocations_peak,
-                self.oversize_allocations_added,
-            )
-        )
-        found.update(
-            _four(
-                "oversize_segments", self.oversize_segments, self.oversize_segments_peak, self.oversize_segments_added
-            )
-        )
-        found |= {
-            "num_alloc_retries": self.num_alloc_retries,
-            "num_ooms": self.num_ooms,
-            "num_sync_all_streams": self.num_sync_all_streams,
-            "num_device_alloc": self.num_device_alloc,
-            "num_device_free": self.num_device_free,
-            "num_oom_rejections": self.num_oom_rejections,
-            "max_split_size": max_split_size,
-        }
+        for name in ("oversize_allocations", "oversize_segments"):
+            found.update(_four(name, *(getattr(self, name + part) for part in ("", "_peak", "_added"))))
+        found |= {name: getattr(self, name) for name in self.__slots__ if name.startswith("num_")}
+        found["max_split_size"] = max_split_size
         return dict(sorted(found.items()))
 
 

@@ -12,10 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from memprof.catalog._data import read_json, read_toml
-from memprof.errors import unknown_name
+from memprof.errors import UsageError, unknown_name
 
 SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
 
@@ -93,6 +94,26 @@ def find_model(name: str) -> ModelEntry:
     if entry is None:
         raise unknown_name("model", name, [entry.key for entry in _entries()], see=SEE)
     return entry
+
+
+def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
+    """A model's configuration by its folder or its config.json: the file, and what is in it.
+
+    Raises:
+        UsageError: it cannot be read, or is no configuration of a model.
+    """
+    import json
+
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError("no config.json here", value=path, hint="give a model folder or its config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')
+    return file, config
 
 
 def has_model(name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memprof.catalog import find_gpu, list_gpus
-from memprof.device.cards import Card, Reading
+from memprof.device.cards import NvmlCard, Reading
 from memprof.errors import UsageError
 from memprof.units import gib
 
@@ -53,19 +53,19 @@ def _present(reading: Reading, environment: Environment) -> None:
         typer.echo(note)
 
 
-def _usable(card: Card) -> int | None:
+def _usable(card: NvmlCard) -> int | None:
     """What CUDA reports as the card's capacity: what the driver keeps is not in it."""
     return None if card.total_bytes is None else card.total_bytes - (card.reserved_bytes or 0)
 
 
-def _memory(card: Card) -> str:
+def _memory(card: NvmlCard) -> str:
     total = _usable(card)
     if total is None or card.used_bytes is None:
         return "memory not known"
     return f"{gib(total)} GiB, {gib(card.used_bytes)} used"
 
 
-def _catalog(card: Card) -> str:
+def _catalog(card: NvmlCard) -> str:
     try:
         found = find_gpu(card.name)
     except UsageError:

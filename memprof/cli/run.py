@@ -17,7 +17,7 @@ from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import script_output
 from memprof.errors import MemprofError, UsageError
-from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.spec import option
 
 SETTINGS = {"allow_interspersed_args": False}
@@ -150,6 +150,6 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
     return exit_code(document)
 
 
-def _say_nothing_was_there(outcome: Outcome) -> None:
+def _say_nothing_was_there(outcome: ScriptOutcome) -> None:
     how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
     typer.echo(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)

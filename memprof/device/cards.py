@@ -32,7 +32,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class NvmlCard:
     """One card. An amount that NVML does not give is None; `notes` says why if it is one of memory.
 
     Attributes:
@@ -72,7 +72,7 @@ class Card:
 class Reading:
     """All cards at one moment. Without any, `notes` says why."""
 
-    cards: tuple[Card, ...] = ()
+    cards: tuple[NvmlCard, ...] = ()
     driver_version: str | None = None
     cuda_version: str | None = None
     """The newest CUDA that the driver can run, such as "13.0"."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any
 
-from memprof.device.cards import Card, CardProcess, CardUse, Reading, Slice
+from memprof.device.cards import CardProcess, CardUse, NvmlCard, Reading, Slice
 from memprof.device.processes import process_name
 
 _NO_INSTANCE = 0xFFFFFFFF
@@ -124,15 +124,15 @@ class Nvml:
 
     # -- one card ------------------------------------------------------------------------------------------------------
 
-    def _card(self, index: int) -> Card:
+    def _card(self, index: int) -> NvmlCard:
         asked = _Asker(self._nvml)
         handle = asked("nvmlDeviceGetHandleByIndex", index)
         if handle is None:
-            return Card(index, f"card {index}", notes=(f"card {index} cannot be read: {asked.refusal}",))
+            return NvmlCard(index, f"card {index}", notes=(f"card {index} cannot be read: {asked.refusal}",))
         name = _text(asked("nvmlDeviceGetName", handle)) or f"card {index}"
         notes: list[str] = []
         if _lost(self._nvml, asked):
-            return Card(index, name, notes=(f"card {index} cannot be read: {asked.refusal}",))
+            return NvmlCard(index, name, notes=(f"card {index} cannot be read: {asked.refusal}",))
         mode = asked("nvmlDeviceGetMigMode", handle)
         slices = self._slices(handle) if mode and mode[0] else ()
         memory = self._memory(handle)
@@ -153,7 +153,7 @@ class Nvml:
         capability = asked("nvmlDeviceGetCudaComputeCapability", handle)
         if _lost(self._nvml, asked):
             notes = [f"card {index} cannot be read: {asked.refusal}"]
-        return Card(
+        return NvmlCard(
             index=index,
             name=name,
             uuid=_text(asked("nvmlDeviceGetUUID", handle)),
@@ -308,7 +308,7 @@ def _same_uuid(one: str, other: str) -> bool:
     )
 
 
-def _use(card: Card, total: int | None, used: int | None, processes: tuple[CardProcess, ...]) -> CardUse:
+def _use(card: NvmlCard, total: int | None, used: int | None, processes: tuple[CardProcess, ...]) -> CardUse:
     own = [process for process in processes if process.pid == os.getpid()]
     notes = list(card.notes)
     if not own:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,8 @@ def check_installation(
     host = read_host() if host is None else host
     version = _installed if version is None else version
     findings = [Check("error", note) for note in environment.notes]
-    findings += _torch(environment)
+    if environment.torch_version is None:
+        findings.append(Check("note", "torch is not installed in this Python", "run memprof where your training runs"))
     findings += check_settings(environment.variables, _release(environment))
     findings += _cards(cards)
     findings += _host(host)
@@ -173,60 +174,51 @@ def _facts(
     return facts + [(name, value) for name, value in environment.variables.items() if "ALLOC" in name or "CUDA" in name]
 
 
-def _torch(environment: Environment) -> list[Check]:
-    if environment.torch_version is None:
-        return [Check("note", "torch is not installed in this Python", "run memprof where your training runs")]
-    return []
-
-
 def check_settings(variables: Mapping[str, str], release: Release) -> list[Check]:
     """What is wrong with the allocator's settings: refused, contradicting each other, or ignored by `release`."""
-    found: list[Check] = []
+    return list(_settings(variables, release))
+
+
+def _settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
     version = ".".join(map(str, release.version))
     older, newer = VARIABLES
     if newer in variables and not release.has_unified_settings:
-        found.append(
-            Check(
-                "error",
-                f"{newer} is not read by torch {version}",
-                "it came with 2.9: use the older name",
-                f"export {older}={variables[newer]}",
-            )
+        yield Check(
+            "error",
+            f"{newer} is not read by torch {version}",
+            "it came with 2.9: use the older name",
+            f"export {older}={variables[newer]}",
         )
     elif release.version == (2, 9) and older not in variables and "expandable_segments" in variables.get(newer, ""):
-        found.append(
-            Check(
-                "warning",
-                f"torch 2.9 does not take expandable_segments from {newer}",
-                "use the older name",
-                f"export {older}={variables[newer]}",
-                "github.com/pytorch/pytorch/issues/183387",
-            )
+        yield Check(
+            "warning",
+            f"torch 2.9 does not take expandable_segments from {newer}",
+            "use the older name",
+            f"export {older}={variables[newer]}",
+            "github.com/pytorch/pytorch/issues/183387",
         )
     name = next((name for name in VARIABLES if name in variables), None)
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables:
         settings = f" and {name} does nothing" if name else ""
-        found.append(
-            Check(
-                "warning",
-                f"PYTORCH_NO_CUDA_MEMORY_CACHING is set: every tensor is a cudaMalloc{settings}",
-                "it is for debugging",
-                "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
-            )
+        yield Check(
+            "warning",
+            f"PYTORCH_NO_CUDA_MEMORY_CACHING is set: every tensor is a cudaMalloc{settings}",
+            "it is for debugging",
+            "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
         )
     if name is None or (name == newer and not release.has_unified_settings):
-        return found
+        return
     try:
         config = parse_config(variables[name], release, origin=name)
     except UsageError as error:
         hint = f"torch {version} refuses it at its first allocation; {error.hint}"
-        return [*found, Check("error", f"{name}: {error.problem}", hint)]
-    return found + _contradictions(config, name, variables[name])
+        yield Check("error", f"{name}: {error.problem}", hint)
+    else:
+        yield from _contradictions(config, name, variables[name])
 
 
-def _contradictions(config: AllocatorConfig, name: str, text: str) -> list[Check]:
+def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
     """Settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
-    found = []
     native = [
         key
         for key in (
@@ -239,44 +231,35 @@ def _contradictions(config: AllocatorConfig, name: str, text: str) -> list[Check
         if key in text
     ]
     if config.backend != "native" and native:
-        found.append(
-            Check(
-                "warning",
-                f"{name}: backend:{config.backend} ignores {', '.join(native)}",
-                "they belong to torch's own allocator: leave out one or the other",
-            )
+        yield Check(
+            "warning",
+            f"{name}: backend:{config.backend} ignores {', '.join(native)}",
+            "they belong to torch's own allocator: leave out one or the other",
         )
     if config.expandable_segments and config.max_split_size != UNLIMITED:
-        found.append(
-            Check(
-                "warning",
-                f"{name}: max_split_size_mb beside expandable_segments:True",
-                "expandable segments are split at any size; all that the limit does is keep large free blocks from "
-                "smaller requests: leave max_split_size_mb out",
-                f"export {name}=expandable_segments:True",
-            )
+        yield Check(
+            "warning",
+            f"{name}: max_split_size_mb beside expandable_segments:True",
+            "expandable segments are split at any size; all that the limit does is keep large free blocks from "
+            "smaller requests: leave max_split_size_mb out",
+            f"export {name}=expandable_segments:True",
         )
     if config.garbage_collection_threshold and config.expandable_segments:
-        found.append(
-            Check(
-                "warning",
-                f"{name}: garbage_collection_threshold does nothing for expandable segments",
-                "collection skips them: leave it out",
-            )
+        yield Check(
+            "warning",
+            f"{name}: garbage_collection_threshold does nothing for expandable segments",
+            "collection skips them: leave it out",
         )
     elif config.garbage_collection_threshold and config.per_process_memory_fraction >= 1:
-        found.append(
-            Check(
-                "note",
-                f"{name}: garbage_collection_threshold acts only under a memory limit",
-                "without torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction, it does nothing",
-            )
+        yield Check(
+            "note",
+            f"{name}: garbage_collection_threshold acts only under a memory limit",
+            "without torch.cuda.set_per_process_memory_fraction, or per_process_memory_fraction, it does nothing",
         )
-    return found
 
 
-def _cards(cards: Reading) -> list[Check]:
-    found = [Check("note", note) for note in cards.notes]
+def _cards(cards: Reading) -> Iterator[Check]:
+    yield from (Check("note", note) for note in cards.notes)
     for card in cards.cards:
         if card.used_bytes is not None and card.used_bytes > _IN_USE:
             names = ", ".join(
@@ -284,58 +267,45 @@ def _cards(cards: Reading) -> list[Check]:
                 + (f", {format_bytes(process.used_bytes)})" if process.used_bytes else ")")
                 for process in card.processes[:4]
             )
-            found.append(
-                Check(
-                    "warning",
-                    f"card {card.index} is in use: {format_bytes(card.used_bytes)}"
-                    + (f" by {names}" if names else ", by processes that are not shown (another container?)"),
-                    "what others have is missing to you",
-                    "memprof monitor --once",
-                )
-            )
-        found += [Check("note", f"card {card.index}: {note}") for note in card.notes]
-    return found
-
-
-def _host(host: Host) -> list[Check]:
-    found = []
-    if host.shm_total is not None and host.shm_total < _SMALL_SHM:
-        found.append(
-            Check(
+            yield Check(
                 "warning",
-                f"/dev/shm has {format_bytes(host.shm_total)}: DataLoader workers pass their batches there",
-                "a container has 64 MiB unless told otherwise",
-                "docker run --shm-size=16g ...  # or --ipc=host",
+                f"card {card.index} is in use: {format_bytes(card.used_bytes)}"
+                + (f" by {names}" if names else ", by processes that are not shown (another container?)"),
+                "what others have is missing to you",
+                "memprof monitor --once",
             )
+        yield from (Check("note", f"card {card.index}: {note}") for note in card.notes)
+
+
+def _host(host: Host) -> Iterator[Check]:
+    if host.shm_total is not None and host.shm_total < _SMALL_SHM:
+        yield Check(
+            "warning",
+            f"/dev/shm has {format_bytes(host.shm_total)}: DataLoader workers pass their batches there",
+            "a container has 64 MiB unless told otherwise",
+            "docker run --shm-size=16g ...  # or --ipc=host",
         )
     elif host.shm_total and host.shm_free is not None and host.shm_free < host.shm_total // 10:
-        found.append(
-            Check(
-                "warning",
-                f"/dev/shm is nearly full: {format_bytes(host.shm_free)} left",
-                "killed runs leave their files behind",
-                "ls -l /dev/shm",
-            )
+        yield Check(
+            "warning",
+            f"/dev/shm is nearly full: {format_bytes(host.shm_free)} left",
+            "killed runs leave their files behind",
+            "ls -l /dev/shm",
         )
     if host.locked is not None and host.total is not None and host.locked < host.total // 8:
-        found.append(
-            Check(
-                "note",
-                f"locked memory is limited to {format_bytes(host.locked)}",
-                "CUDA pins memory past this limit, through its driver; RDMA (NCCL over InfiniBand) meets it",
-                "ulimit -l unlimited",
-            )
+        yield Check(
+            "note",
+            f"locked memory is limited to {format_bytes(host.locked)}",
+            "CUDA pins memory past this limit, through its driver; RDMA (NCCL over InfiniBand) meets it",
+            "ulimit -l unlimited",
         )
     limit = host.cgroup
     if limit is not None and host.total is not None and limit < host.total:
-        found.append(
-            Check(
-                "note",
-                f"this job may take {format_bytes(limit)} of {format_bytes(host.total)} host memory",
-                "past it the kernel kills the process without a message: exit code 137",
-            )
+        yield Check(
+            "note",
+            f"this job may take {format_bytes(limit)} of {format_bytes(host.total)} host memory",
+            "past it the kernel kills the process without a message: exit code 137",
         )
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Step
@@ -106,80 +107,68 @@ def title(mismatch: Mismatch) -> str:
 
 def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Step, ...]:
     """The usual fixes, likeliest first."""
+    return tuple(_steps(mismatch, frames))
+
+
+def _steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Step]:
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
-        return (Step(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python"),)
-    found: list[Step] = []
+        yield Step(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python")
+        return
     if "meta" in mismatch.devices:
-        found.append(
-            Step(
-                "some weights were never loaded: load with a device_map, or make them on a device and then load",
-                'model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto")',
-                "python",
-            )
+        yield Step(
+            "some weights were never loaded: load with a device_map, or make them on a device and then load",
+            'model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto")',
+            "python",
         )
-        return tuple(found)
+        return
     cards = {device for device in mismatch.devices if device not in ("cpu", "cuda", "mps")}
     if mismatch.argument == "generator":
-        return (Step("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python"),)
+        yield Step("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python")
+        return
     if len(cards) > 1:
-        found.append(
-            Step(
-                "the model is spread over cards (device_map) and a tensor of one layer's card meets another's: "
-                "see where each layer is",
-                "print(model.hf_device_map)",
-                "python",
-            )
+        yield Step(
+            "the model is spread over cards (device_map) and a tensor of one layer's card meets another's: "
+            "see where each layer is",
+            "print(model.hf_device_map)",
+            "python",
         )
-        found.append(
-            Step(
-                f"move the tensor to the other's device before they meet{at}",
-                "tensor = tensor.to(other.device)",
-                "python",
-            )
+        yield Step(
+            f"move the tensor to the other's device before they meet{at}",
+            "tensor = tensor.to(other.device)",
+            "python",
         )
-        found.append(Step("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python"))
-        return tuple(found)
+        yield Step("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python")
+        return
     if (
         mismatch.argument in ("index", "indices", "input")
         or "index_select" in mismatch.kernel
         or "embedding" in mismatch.kernel
     ):
-        found.append(
-            Step(
-                f"the inputs are on another device than the model: move the batch{at}",
-                "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",
-                "python",
-            )
+        yield Step(
+            f"the inputs are on another device than the model: move the batch{at}",
+            "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",
+            "python",
         )
-        found.append(Step("or the model was never moved", 'model.to("cuda")', "python"))
+        yield Step("or the model was never moved", 'model.to("cuda")', "python")
     elif mismatch.argument in _WEIGHTS:
-        found.append(
-            Step(
-                f"a weight is on another device: a module made after model.to(), or kept in a plain list or dict{at}",
-                "self.layers = torch.nn.ModuleList(layers)  # then model.to(device)",
-                "python",
-            )
-        )
-    found.append(
-        Step(
-            f"make the tensor where the others are{at}",
-            "torch.zeros(n, device=other.device)  # or tensor.to(other.device)",
+        yield Step(
+            f"a weight is on another device: a module made after model.to(), or kept in a plain list or dict{at}",
+            "self.layers = torch.nn.ModuleList(layers)  # then model.to(device)",
             "python",
         )
+    yield Step(
+        f"make the tensor where the others are{at}",
+        "torch.zeros(n, device=other.device)  # or tensor.to(other.device)",
+        "python",
     )
-    found.append(
-        Step(
-            "a tensor that a module keeps moves with model.to() once it is a buffer",
-            'self.register_buffer("mask", mask, persistent=False)',
-            "python",
-        )
+    yield Step(
+        "a tensor that a module keeps moves with model.to() once it is a buffer",
+        'self.register_buffer("mask", mask, persistent=False)',
+        "python",
     )
-    found.append(
-        Step(
-            "find every such place without a GPU, and put the tensors right",
-            "memprof profile --model MODEL --fix device-placement",
-            remedy="device-placement",
-        )
+    yield Step(
+        "find every such place without a GPU, and put the tensors right",
+        "memprof profile --model MODEL --fix device-placement",
+        remedy="device-placement",
     )
-    return tuple(found)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog import ModelEntry, find_model, has_model, load_config, resolve_size, synthesize
+from memprof.catalog import ModelEntry, find_model, has_model, load_config, read_config_file, resolve_size, synthesize
 from memprof.errors import UsageError, unknown_name
 from memprof.units import parse_count
 
@@ -219,15 +218,7 @@ def from_config(path: Path) -> Subject:
     Raises:
         UsageError: it cannot be read, or says too little.
     """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError("no config.json here", value=path, hint="give a model folder or its config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')
+    file, config = read_config_file(path)
     if config["model_type"] not in FAMILIES:
         raise UsageError(
             "the closed form does not know this kind of model",

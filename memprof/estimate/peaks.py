@@ -14,9 +14,8 @@ from memprof.estimate.layers import Layer, forward, kept_per_layer
 from memprof.estimate.methods import Plan
 from memprof.estimate.projections import Setting
 from memprof.estimate.tape import FLOAT32, Tape
+from memprof.units import KIB
 
-KIB = 1 << 10
-MIB = 1 << 20
 CUBLAS_WORKSPACE = (4096 * 2 + 16 * 8) * KIB
 CUBLAS_WORKSPACE_HOPPER = 4096 * 8 * KIB
 """Per thread that multiplies matrices (aten/src/ATen/cuda/CublasHandlePool.cpp); on compute capability 9.0 the larger

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memprof.allocator import Card, Settings, replay_on_card, without_allocator
+from memprof.allocator import CardMemory, Settings, replay_on_card, without_allocator
 from memprof.findings import Context, find_all
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import build_ledger
@@ -39,7 +39,7 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
     if trace.device == CPU:
         run = without_allocator(trace)
     else:
-        card = None if device.total_bytes is None else Card(device.total_bytes, device.context_bytes)
+        card = None if device.total_bytes is None else CardMemory(device.total_bytes, device.context_bytes)
         run = replay_on_card(trace, card, settings.config, settings.release)
     ledger = build_ledger(trace, run)
     if not explained:

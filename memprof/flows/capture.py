@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
@@ -14,6 +12,7 @@ from memprof.measured.outside import Outside
 from memprof.trace.events import FailureKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
+from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
 from memprof.workload.step import Workload
 
@@ -39,7 +38,7 @@ def capture_virtual(
         allocator_settings=allocator_settings,
     )
     try:
-        with _no_collection(), device:
+        with no_collection(), device:
             workload.run(device, progress)
     except MemprofError:
         raise
@@ -73,12 +72,12 @@ def capture_measured(
     """
     device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
-        with _no_collection(), device:
+        with no_collection(), device:
             workload.run(device, progress)
     except MemprofError:
         raise
     except Exception as error:
-        failure = device.trace.failure = measured_failure(error, device.failed_phase)
+        failure = device.trace.failure = measured_failure(error, device.phase_of(error))
         raised = RunFailedError(
             f"memory ran out in {failure.phase}"
             if failure.kind is FailureKind.OUT_OF_MEMORY
@@ -91,16 +90,3 @@ def capture_measured(
         error.__traceback__ = None
         raise raised from None
     return device.trace
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Cyclic garbage would be freed at a moment that depends on what else the process does; a run's frees come from
-    reference counts alone."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

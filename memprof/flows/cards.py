@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 from typing import Any
 
-from memprof.allocator import Card, LiveAllocator, Settings
+from memprof.allocator import CardMemory, LiveAllocator, Settings
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.host import memory_bytes, processor_name
@@ -31,7 +31,7 @@ class RunAllocator(LiveAllocator):
     """Answers a program that asks for memory statistics while it runs; also written down as torch would."""
 
     def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
-        card = Card(gpu.total_bytes, CONTEXT_BYTES)
+        card = CardMemory(gpu.total_bytes, CONTEXT_BYTES)
         super().__init__(trace, card, settings.config, settings.release)
         self._snapshot = functools.partial(
             snapshot_of, trace, settings.config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes

@@ -1,6 +1,6 @@
 """The dry run: a user's script, unmodified, on a virtual card or measured on a real device.
 
-    Program -script/capture-> Trace, Outcome -account-> Document
+    Program -script/capture-> Trace, ScriptOutcome -account-> Document
 
 Everything after the capture is as for `memprof profile`.
 """
@@ -19,7 +19,7 @@ from memprof.flows.account import analyze
 from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
-from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.trace.events import PhaseKind, Trace
 from memprof.trace.facts import ProgramFacts
 
@@ -39,7 +39,7 @@ class DryRun:
     """
 
     trace: Trace
-    outcome: Outcome
+    outcome: ScriptOutcome
     document: Document | None
 
 

@@ -10,7 +10,7 @@ from memprof.trace.plain import json_name
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """A training step, from the end of the one before to the end of its optimizer's step; sizes in bytes allocated."""
 
     step: int
@@ -25,7 +25,7 @@ class Step:
     end: int = field(default=NONE, metadata=json_name(None))
 
 
-def training_steps(trace: Trace, allocated: Sequence[int]) -> list[Step]:
+def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
     """The steps that ran to their end, in order.
 
     Args:
@@ -51,6 +51,6 @@ def training_steps(trace: Trace, allocated: Sequence[int]) -> list[Step]:
     before = allocated[begin - 1] if begin else 0
     for number, end in sorted(ends.items(), key=lambda item: item[1]):
         peak = max((allocated[time] for time in range(begin, end) if not evaluates[time]), default=before)
-        steps.append(Step(number, peak, allocated[end - 1], allocated[end - 1] - before, begin, end))
+        steps.append(TrainingStep(number, peak, allocated[end - 1], allocated[end - 1] - before, begin, end))
         before, begin = allocated[end - 1], end
     return steps

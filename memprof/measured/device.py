@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
 from memprof.measured import cuda
@@ -23,10 +20,7 @@ from memprof.measured.outside import Outside
 from memprof.measured.quiet import quiet_profiler
 from memprof.trace.events import CPU, GPU, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import Facts
-from memprof.watch.imports import watch_imports
-from memprof.watch.modules import ModuleTracker
-from memprof.watch.patches import Patches
-from memprof.watch.phases import Phases
+from memprof.watch.watch import Watch
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = Path("/proc/self/statm")
@@ -34,7 +28,7 @@ _READ_AT = (ModuleRole.LAYER, ModuleRole.HEAD)
 """Modules at whose beginning and end resident memory is read; on a card, reading would wait for its work."""
 
 
-class MeasuredDevice:
+class MeasuredDevice(Watch):
     """A context manager in which what a workload does on a device is recorded, without any mode.
 
     Args:
@@ -44,26 +38,18 @@ class MeasuredDevice:
     """
 
     def __init__(self, name: str, outside: Outside | None = None, *, detail: bool = False) -> None:
+        super().__init__()
         self.name = name
         self._detail = detail
         self._outside = outside
-        self.modules = ModuleTracker()
         self._marks = Marks(self._read_cuda if name == "cuda" else self._read_cpu)
-        self._patches = Patches()
-        self._stack = contextlib.ExitStack()
-        self._assumptions: dict[str, None] = {}
         self._sources: dict[str, int] = {}
         self._module_sources: list[int] = []
-        self._roots: list[weakref.ref[nn.Module]] = []
         self._profiler: Any = None
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
-        self.phases = Phases(self._begin_phase, lambda: self._phase)
-        """Those of a program that does not name its own."""
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None
         """Of torch's allocator, with its history; after a run on CUDA."""
-        self.failed_phase: Phase | None = None
-        """In which an exception was raised."""
         self.trace = Trace(source="measured", modules=self.modules.table, device=CPU if name == "cpu" else GPU)
 
     # -- in and out -------------------------------------------------------------------------------------------------
@@ -72,7 +58,7 @@ class MeasuredDevice:
         try:
             self._install()
         except BaseException:
-            self._remove()
+            self._unwatch()
             raise
         return self
 
@@ -82,27 +68,18 @@ class MeasuredDevice:
             self.trace.facts = Facts(nvml=self._outside.facts())
         end_ns = time.time_ns()
         recorded = self._stop()
-        self._remove()
+        self._unwatch()
         never_entered = len(self.modules.table) - len(self._module_sources)
         self._module_sources += [NONE] * never_entered
         trace = self.trace
         trace.sources = list(self._sources)
         merge(trace, self._marks, recorded(end_ns), self._module_sources)
-        trace.assumptions = list(self._assumptions)
-        trace.trains = self.phases.trains
+        self._tell(trace)
 
     def _install(self) -> None:
         activities = [ProfilerActivity.CPU]
-        for owner, name, value in self.phases.patches():
-            self._patches.set(owner, name, value)
-        self._stack.enter_context(watch_imports(self._libraries()))
-        self.modules.on_outermost = lambda module, index, args, kwargs: self.phases.forward(module)
-        self._patches.set(nn.Module, "__call__", self._noting_sources(self.modules.wrap_call(nn.Module.__call__)))
+        self._watch_program()
         self.modules.listener = self._module_event
-        self.modules.on_root = self.adopt
-        self._watch_backward()
-        for handle in (register_optimizer_step_post_hook(self._after_step), *self.phases.hooks()):
-            self._stack.callback(handle.remove)
         if self.records_history:
             torch.cuda.init()
             if self._outside is not None:
@@ -136,62 +113,32 @@ class MeasuredDevice:
 
         return read
 
-    def _remove(self) -> None:
-        self._patches.undo()
-        self._stack.close()
-        self._roots.clear()
-
     # -- what a workload tells --------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
-        """What runs inside is this phase."""
-        before = self._phase
-        recognised, self.phases.recognises = self.phases.recognises, False
-        self._begin_phase(kind, step, micro_batch)
-        try:
-            yield
-        except BaseException:
-            if self.failed_phase is None:
-                self.failed_phase = self._phase
-            raise
-        finally:
-            self.phases.recognises = recognised
-            self._begin_phase(*before)
+    @property
+    def current_phase(self) -> Phase:
+        """The phase that is running."""
+        return self._phase
+
+    def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        """From here on, what happens belongs to this phase."""
+        self._phase = Phase(kind, step, micro_batch)
+        self._marks.begin_phase(self._phase)
 
     @property
     def held_bytes(self) -> int:
         """Bytes on the card now; 0 on the CPU, where torch does not say."""
         return torch.cuda.memory_allocated() if self.name == "cuda" else 0
 
-    def _begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
-        self._phase = Phase(kind, step, micro_batch)
-        self._marks.begin_phase(self._phase)
-
-    def _libraries(self) -> dict[str, Callable[[], None]]:
-        def replace(patches: Callable[[], Iterator[tuple[Any, str, Any]]]) -> Callable[[], None]:
-            def act() -> None:
-                for owner, name, value in patches():
-                    self._patches.set(owner, name, value)
-
-            return act
-
-        return {name: replace(patches) for name, patches in self.phases.of_imports().items()}
-
-    def adopt(self, root: nn.Module) -> None:
-        """`root` is a model of this run."""
-        if not any(known() is root for known in self._roots):
-            self._roots.append(weakref.ref(root))
-        self.modules.add_root(root)
-        self._name_parameters()
-
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role."""
-        self._own(tensor, owner)
-
-    def assume(self, sentence: str) -> None:
-        """The run rests on this; said once."""
-        self._assumptions.setdefault(sentence)
+        if tensor.is_meta or not tensor.numel():
+            return
+        # torch keeps an optimizer's step counts in host memory, whatever the device of the parameters.
+        on_host = owner.role is Role.OPTIMIZER_STATE and tensor.dim() == 0 and not tensor.is_cuda
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        address = tensor.untyped_storage().data_ptr()
+        self._marks.claim(address, owner, tuple(tensor.shape), dtype, on_host=on_host)
 
     def _module_event(self, kind: EventKind, module: int) -> None:
         if self.name == "cpu" and self.modules.table[module].role in _READ_AT:
@@ -200,8 +147,9 @@ class MeasuredDevice:
 
     # -- what is watched --------------------------------------------------------------------------------------------
 
-    def _noting_sources(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
-        """Where each module's forward is defined: what takes the place of the line that allocated."""
+    def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes where each module's forward is defined as well: what takes the place of the line that allocated."""
+        wrapped = super().wrap_module_call(original)
         table, module_sources, note_sources = self.modules.table, self._module_sources, self._note_sources
 
         # The profiler takes a module's name from the local `self` of this function.
@@ -223,50 +171,6 @@ class MeasuredDevice:
                 continue
             line = f"{code.co_filename}:{code.co_firstlineno} forward"
             module_sources.append(sources.setdefault(line, len(sources)))
-
-    def _watch_backward(self) -> None:
-        original = torch.autograd.graph._engine_run_backward
-
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
-            nested = torch._C._current_graph_task_id() != -1
-            if not nested:
-                self.phases.backward()
-            try:
-                return original(*args, **kwargs)
-            except BaseException:
-                if self.failed_phase is None:
-                    self.failed_phase = self._phase
-                raise
-            finally:
-                if not nested:
-                    self._name_parameters()
-                    self.phases.after_backward()
-
-        self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
-
-    def _name_parameters(self) -> None:
-        for root in [root for known in self._roots if (root := known()) is not None]:
-            for name, parameter in root.named_parameters():
-                self._own(parameter, Owner(Role.PARAMETER, name))
-                if parameter.grad is not None:
-                    self._own(parameter.grad, Owner(Role.GRADIENT, name))
-            for name, buffer in root.named_buffers():
-                self._own(buffer, Owner(Role.BUFFER, name))
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    self._own(value, Owner(Role.OPTIMIZER_STATE, str(key)))
-
-    def _own(self, tensor: torch.Tensor, owner: Owner) -> None:
-        if tensor.is_meta or not tensor.numel():
-            return
-        # torch keeps an optimizer's step counts in host memory, whatever the device of the parameters.
-        on_host = owner.role is Role.OPTIMIZER_STATE and tensor.dim() == 0 and not tensor.is_cuda
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        address = tensor.untyped_storage().data_ptr()
-        self._marks.claim(address, owner, tuple(tensor.shape), dtype, on_host=on_host)
 
     # -- counters ---------------------------------------------------------------------------------------------------
 

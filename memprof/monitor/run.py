@@ -27,12 +27,12 @@ class View(Protocol):
     def pause(self) -> None:
         """The terminal is about to be given away (Ctrl-Z)."""
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: MonitorOutcome) -> None:
         """The last word."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MonitorOutcome:
     """How it ended.
 
     Attributes:
@@ -60,7 +60,7 @@ def monitor(
     log: Path | None = None,
     once: bool = False,
     open_nvml: Callable[[], Nvml] = Nvml,
-) -> Outcome:
+) -> MonitorOutcome:
     """Watch the cards, and a command if there is one, until it ends, or until a signal without one.
 
     Args:
@@ -109,7 +109,7 @@ def monitor(
         code = command.exit_code if command is not None else 0
         if command is None and stopped_by and stopped_by != signal.SIGINT:
             code = 128 + stopped_by
-        outcome = Outcome(
+        outcome = MonitorOutcome(
             exit_code=code or 0,
             command=command.text if command is not None else "",
             ending=command.ending() if command is not None else "",

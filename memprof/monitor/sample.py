@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from memprof.device.cards import Card
+from memprof.device.cards import NvmlCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Sample:
 
     time: float
     elapsed: float
-    cards: tuple[Card, ...] = ()
+    cards: tuple[NvmlCard, ...] = ()
     processes: tuple[Watched, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -100,7 +100,7 @@ class Sample:
         """A field of `Allocator` over all allocators; None if there is none."""
         return sum(getattr(allocator, name) for allocator in self.allocators) if self.allocators else None
 
-    def by_command(self, card: Card) -> int | None:
+    def by_command(self, card: NvmlCard) -> int | None:
         """What NVML says that the command's processes use of a card, their contexts among it."""
         pids = {process.pid for process in self.processes}
         used = [process.used_bytes for process in card.processes if process.pid in pids]
@@ -190,7 +190,7 @@ def csv_row(sample: Sample, peaks: Peaks, card_indices: Iterable[int]) -> list[o
     ]
     by_index = {card.index: card for card in sample.cards}
     for index in card_indices:
-        card = by_index.get(index, Card(index, ""))
+        card = by_index.get(index, NvmlCard(index, ""))
         row += [card.used_bytes, card.total_bytes, sample.by_command(card)]
         row += [card.utilisation_percent, card.temperature_celsius, card.power_watts]
     return ["" if value is None else value for value in row]

@@ -17,7 +17,7 @@ from memprof.trace.snapshot import Action
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """What one configuration makes of the requests."""
 
     settings: str
@@ -33,8 +33,8 @@ class Outcome:
 class WhatIf:
     """Two configurations, the same requests."""
 
-    before: Outcome
-    after: Outcome
+    before: ReplayOutcome
+    after: ReplayOutcome
     saved_bytes: int
     """Of peak reserved memory; below 0 if the other settings need more."""
     recorded_peak_reserved_bytes: int
@@ -54,15 +54,11 @@ def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
     )
 
 
-def _replay(recording: Recording, config: AllocatorConfig) -> Outcome:
+def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
     # A card without limit has no fraction and no collection, as the recording's own limit is not known either.
     allocator = CachingAllocator(None, config, completion=Completion.AT_SYNC)
     private = [run for run in recording.replay.start.ranges if run.pool_id != DEFAULT_POOL]
-    private += [
-        Range(s.address, s.size, s.stream, s.is_small, s.pool_id, s.expandable)
-        for s in recording.final
-        if s.pool_id != DEFAULT_POOL
-    ]
+    private += [Range.of(segment) for segment in recording.final if segment.pool_id != DEFAULT_POOL]
 
     def malloc(address: int, num_bytes: int, stream: int, pool: PoolId) -> Block:
         if pool == DEFAULT_POOL:  # before 2.9 events do not name their pool
@@ -99,7 +95,7 @@ def _replay(recording: Recording, config: AllocatorConfig) -> Outcome:
             if pending is not None and pending.events:
                 allocator.complete(pending)
     stats = allocator.stats()
-    return Outcome(
+    return ReplayOutcome(
         settings=config.text or "the defaults",
         peak_reserved_bytes=stats["reserved_bytes.all.peak"],
         peak_allocated_bytes=stats["allocated_bytes.all.peak"],

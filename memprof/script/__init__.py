@@ -1,6 +1,6 @@
 """Scripts: the user's own program, found, run as `__main__`, and stopped when enough was seen."""
 
 from memprof.script.program import Program
-from memprof.script.stop import Ended, Outcome, StopRule
+from memprof.script.stop import Ended, ScriptOutcome, StopRule
 
-__all__ = ["Ended", "Outcome", "Program", "StopRule"]
+__all__ = ["Ended", "Program", "ScriptOutcome", "StopRule"]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.measured import MeasuredDevice
-from memprof.script import Ended, Outcome, Program, StopRule
+from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.script.stop import StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -68,7 +68,7 @@ def capture_script(
     before_forward: Callable[[nn.Module, Iterable[Optimizer]], None] = lambda model, optimizers: None,
     *,
     worst_batch: bool = False,
-) -> tuple[Trace, Outcome]:
+) -> tuple[Trace, ScriptOutcome]:
     """Run `program` on `device` until `rule` stops it, it ends, or it raises.
 
     Args:
@@ -92,12 +92,11 @@ def capture_script(
         patches = Patches()
         try:
             if worst_batch:
-                for owner, name, value in WorstBatch(device.assume, device.phases).patches():
-                    patches.set(owner, name, value)
+                patches.set_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.building()
             outcome = _run(program, device, rule)
             if seen.stopped:  # whatever a program does that goes on after that
-                outcome = Outcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
+                outcome = ScriptOutcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
         finally:
             patches.undo()
@@ -107,7 +106,7 @@ def capture_script(
     trace = device.trace
     full = ended_by_refusal(error)
     if isinstance(device, MeasuredDevice) and isinstance(error, Exception):
-        trace.failure = measured_failure(error, device.failed_phase)
+        trace.failure = measured_failure(error, device.phase_of(error))
         full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
     seen.cut(trace)
     if outcome.ended is Ended.EXIT and _asked_last_for_too_much(trace):
@@ -115,26 +114,25 @@ def capture_script(
         trace.refused.pop()
         trace.cut_short = full = True
     if full:
-        outcome = Outcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
+        outcome = ScriptOutcome(Ended.REFUSED, outcome.exit_code, error, kept=outcome.kept)
     return trace, outcome
 
 
-def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> Outcome:
+def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> ScriptOutcome:
     """Run `program` until it ends, or until a thread of its own dies because it sees no card."""
     if isinstance(device, MeasuredDevice):
         return program.run(rule)
     with stopping_from_threads() as stop:
         watch = ThreadWatch(stop)
         patches = Patches()
-        for owner, name, value in watch.patches():
-            patches.set(owner, name, value)
+        patches.set_all(watch.patches())
         try:
             outcome = program.run(rule)
         finally:
             patches.undo()
     if watch.error is None:
         return outcome
-    return Outcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
+    return ScriptOutcome(Ended.ERROR, 1, watch.error, kept=(outcome.kept, outcome.error))
 
 
 def _asked_last_for_too_much(trace: Trace) -> bool:

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from memprof.errors import UsageError
-from memprof.script.stop import Ended, Outcome, StopRule, StopRun
+from memprof.script.stop import Ended, ScriptOutcome, StopRule, StopRun
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _LAUNCH = (_OWN, runpy.__file__, "<frozen runpy>")
@@ -75,7 +74,7 @@ class Program:
                 "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
             )
 
-    def run(self, rule: StopRule) -> Outcome:
+    def run(self, rule: StopRule) -> ScriptOutcome:
         """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through."""
         try:
             with self._as_main(), rule.clock():
@@ -85,7 +84,7 @@ class Program:
                     left = runpy.run_path(self.name, run_name="__main__")
         except BaseException as error:
             return _ended_by(error)
-        return Outcome(Ended.EXIT, 0, kept=left)
+        return ScriptOutcome(Ended.EXIT, 0, kept=left)
 
     @contextlib.contextmanager
     def _as_main(self) -> Iterator[None]:
@@ -109,15 +108,15 @@ class Program:
             os._exit = leave
 
 
-def _ended_by(error: BaseException) -> Outcome:
+def _ended_by(error: BaseException) -> ScriptOutcome:
     stop = _stop_behind(error)
     if stop is not None:
-        return Outcome(stop.why, 0, kept=error)
+        return ScriptOutcome(stop.why, 0, kept=error)
     if isinstance(error, SystemExit):
-        return Outcome(Ended.EXIT, _exit_code(error), kept=error)
+        return ScriptOutcome(Ended.EXIT, _exit_code(error), kept=error)
     if isinstance(error, KeyboardInterrupt):
-        return Outcome(Ended.INTERRUPTED, 130, error)
-    return Outcome(Ended.ERROR, 1, error)
+        return ScriptOutcome(Ended.INTERRUPTED, 130, error)
+    return ScriptOutcome(Ended.ERROR, 1, error)
 
 
 def _stop_behind(error: BaseException) -> StopRun | None:
@@ -157,13 +156,3 @@ def print_error(error: BaseException) -> None:
         pending += [other for other in (one.__cause__, one.__context__) if other is not None]
         pending += list(one.exceptions or ()) if hasattr(one, "exceptions") else []
     sys.stderr.write("".join(shown.format()))
-
-
-def raised_outside(error: BaseException) -> bool:
-    """Whether the program never ran: its file has no code that Python understands."""
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        if not step.tb_frame.f_code.co_filename.startswith(_LAUNCH):
-            return False
-        step = step.tb_next
-    return True

@@ -117,7 +117,7 @@ def stopping_from_threads() -> Iterator[Callable[[], None]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScriptOutcome:
     """How a script ended."""
 
     ended: Ended

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from memprof.watch.failure import finds_no_card
+from memprof.watch.patches import Patch
 
 _NOTE = (
     "memprof: raised in {thread}: threads of the program's own do not see the virtual GPU.\n"
@@ -30,7 +30,7 @@ class ThreadWatch:
         self.error: BaseException | None = None
         """What that thread raised."""
 
-    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+    def patches(self) -> Iterator[Patch]:
         """The patches (owner, name, replacement) that see threads die."""
         original = threading.excepthook
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from memprof.watch.patches import Patch
 from memprof.watch.phases import Phases
 
 MAX_SECONDS = 30.0
@@ -55,7 +56,7 @@ class WorstBatch:
         self._begun: weakref.WeakKeyDictionary[DataLoader[Any], _Fed] = weakref.WeakKeyDictionary()
         self._looking = False
 
-    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+    def patches(self) -> Iterator[Patch]:
         """The patches (owner, name, replacement)."""
         original = DataLoader.__iter__
 

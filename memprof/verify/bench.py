@@ -7,13 +7,11 @@ nearer to the truth is chance, so that one cannot ask for less.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +28,7 @@ from memprof.verify.peaks import adamw, measured_peak, simulated_peak, train
 from memprof.verify.precision_table import PRECISIONS, QUANTIZED, precision_rows, quantized_row
 from memprof.verify.reference import float64_throughout
 from memprof.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
+from memprof.workload.step import quiet_transformers
 
 OWN_ERRORS = 4
 """How many times the original's own deviation the fixed model may have, ..."""
@@ -74,25 +73,8 @@ def verify(
     Raises:
         UsageError: an unknown remedy or model, or fewer than one seed.
     """
-    with _quiet():
+    with quiet_transformers():
         return _verify(remedies, models, seeds, progress)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What transformers has to say of a configuration is not about the remedies, nor what bitsandbytes says."""
-    from transformers.utils import logging as notices
-
-    verbosity = notices.get_verbosity()
-    bitsandbytes = logging.getLogger("bitsandbytes")
-    level = bitsandbytes.level
-    notices.set_verbosity_error()
-    bitsandbytes.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        notices.set_verbosity(verbosity)
-        bitsandbytes.setLevel(level)
 
 
 def _verify(

@@ -7,9 +7,8 @@ and the host are one memory: what a remedy moves to the host is still counted.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from memprof.remedies.applied import apply
 from memprof.remedies.micro_batch import MicroBatches
 from memprof.remedy_catalog import Remedy
 from memprof.verify.specimens import Specimen
+from memprof.watch.collection import no_collection
 
 STEPS = 2
 """The second has the optimizer's state from its beginning."""
@@ -80,7 +80,8 @@ def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool
 
     For "cuda" or "cpu".
     """
-    with _no_garbage():
+    gc.collect()  # nothing waits for the collector when the program begins
+    with no_collection():
         if device == "cuda":
             torch.cuda.synchronize()
             before = torch.cuda.memory_reserved() if reserved else torch.cuda.memory_allocated()
@@ -110,17 +111,3 @@ def _highest_sum(recorded: profile) -> int:
         total += num_bytes
         highest = max(highest, total)
     return highest
-
-
-@contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Nothing waits for the collector when the program begins, and it does not run at another moment each time."""
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-        gc.collect()

@@ -65,7 +65,7 @@ _NEEDS_DATA = re.compile(
 def describe(
     error: BaseException,
     recorder: Recorder,
-    phase: tuple[PhaseKind, int],
+    phase: Phase,
     unknown_read: tuple[int, str] | None,
     dispatch: CodeType,
 ) -> Failure:
@@ -74,7 +74,7 @@ def describe(
     Args:
         error: what was raised.
         recorder: of the run.
-        phase: kind and step in which it was raised.
+        phase: in which it was raised.
         unknown_read: index of the line that last read an unknown value, and what it was told.
         dispatch: code of the dispatch mode's method, whose frames name operators.
     """
@@ -103,11 +103,9 @@ def describe(
         line = recorder.trace.sources[where]
         if any(_same_function(line, other) for other in lines):
             kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
-    phase_kind, number = phase
-    doing = _DOING.get(phase_kind, phase_kind.value)
     return Failure(
         kind=kind,
-        phase=f"{doing} of step {number}" if number else doing,
+        phase=_doing(phase),
         error=type(error).__name__,
         message=message,
         op=named or op,
@@ -115,6 +113,11 @@ def describe(
         source=lines[-1] if lines else None,
         read=read,
     )
+
+
+def _doing(phase: Phase) -> str:
+    doing = _DOING.get(phase.kind, phase.kind.value)
+    return f"{doing} of step {phase.step}" if phase.step else doing
 
 
 def finds_no_card(error: BaseException) -> bool:
@@ -133,7 +136,7 @@ def ended_by_refusal(error: BaseException | None) -> bool:
     return False
 
 
-def measured_failure(error: BaseException, phase: Phase | None) -> Failure:
+def measured_failure(error: BaseException, phase: Phase) -> Failure:
     """The failure that `error` is, raised on a real device in `phase`."""
     text = str(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
@@ -142,12 +145,9 @@ def measured_failure(error: BaseException, phase: Phase | None) -> Failure:
         for step in _steps(error.__traceback__)
         if Recorder.is_program(step.tb_frame.f_code)
     ]
-    doing = "the program's own code"
-    if phase is not None:
-        doing = _DOING.get(phase.kind, phase.kind.value) + (f" of step {phase.step}" if phase.step else "")
     return Failure(
         kind=FailureKind.OUT_OF_MEMORY if full else FailureKind.ERROR,
-        phase=doing,
+        phase=_doing(phase),
         error=type(error).__name__,
         message=(text.strip().splitlines() or [""])[0],
         op=None,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+Patch = tuple[Any, str, Any]
+"""Owner, name of the attribute, replacement."""
 
 _MISSING = object()
 
@@ -11,7 +15,7 @@ class Patches:
     """Attributes replaced for the length of a run, restored in reverse order."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[Patch] = []
 
     def set(self, owner: Any, name: str, value: Any) -> Any:
         """Replace `owner.name` by `value`; returns what it was (None if it was inherited or absent)."""
@@ -19,6 +23,11 @@ class Patches:
         self._undo.append((owner, name, before))
         setattr(owner, name, value)
         return None if before is _MISSING else before
+
+    def set_all(self, patches: Iterable[Patch]) -> None:
+        """Replace these, one after the other: each is made when those before it are in place."""
+        for owner, name, value in patches:
+            self.set(owner, name, value)
 
     def undo(self) -> None:
         """Put everything back."""
@@ -28,7 +37,3 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
-
-    def describe(self) -> list[str]:
-        """The names of what is replaced at present."""
-        return [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name, _ in self._undo]

@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memprof.trace.events import Phase, PhaseKind
+from memprof.watch.patches import Patch
 
 _PER_STEP = (PhaseKind.FORWARD, PhaseKind.BACKWARD, PhaseKind.EVALUATION, PhaseKind.DECODE)
 
@@ -65,7 +66,6 @@ class Phases:
         """Calls of the model within `generate()`; 0 outside."""
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that the program has made."""
-        self._trained = False
         self._outermost: list[Optimizer] = []
         """The optimizer that steps; one that steps another inside is still one step."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -184,20 +184,20 @@ class Phases:
         yield register_optimizer_step_pre_hook(self._before_step)
         yield register_optimizer_step_post_hook(self._after_step)
 
-    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+    def patches(self) -> Iterator[Patch]:
         """The patches (owner, name, replacement) that see what has no hook. Backward passes are the caller's to see."""
         yield nn.Module, "_apply", self._wrap(nn.Module._apply, PhaseKind.MODEL)
         yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
 
-    def of_imports(self) -> Mapping[str, Callable[[], Iterator[tuple[Any, str, Any]]]]:
+    def of_imports(self) -> Mapping[str, Callable[[], Iterator[Patch]]]:
         """The patches of libraries, by the module that has to be imported first."""
 
-        def generation() -> Iterator[tuple[Any, str, Any]]:
+        def generation() -> Iterator[Patch]:
             mixin = sys.modules["transformers.generation.utils"].GenerationMixin
             yield mixin, "generate", self._wrap_generate(mixin.generate)
 
-        def saving() -> Iterator[tuple[Any, str, Any]]:
+        def saving() -> Iterator[Patch]:
             module = sys.modules["safetensors.torch"]
             yield module, "save_file", self._wrap(module.save_file, PhaseKind.CHECKPOINT)
 

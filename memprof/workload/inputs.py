@@ -31,7 +31,6 @@ class Feeder:
             "speech-seq2seq": self._speech,
         }
         self._make = makers.get(source.task) or self._custom()
-        self._custom_task = source.task == "custom"
         self._dataset: Batch = {}
 
     def _default_length(self, source: ModelSource) -> int:

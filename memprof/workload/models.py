@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
-import json
 import os
 import socket
 import sys
@@ -17,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from memprof.catalog import ModelEntry, find_model, has_model, list_models, load_config, resolve_size
+from memprof.catalog import ModelEntry, find_model, has_model, list_models, load_config, read_config_file, resolve_size
 from memprof.errors import MemprofError, UsageError, nearest
 from memprof.spec import TargetSpec
 
@@ -98,15 +97,7 @@ def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
 
 
 def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError("no config.json here", value=path, hint="give a model folder or its config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')
+    file, config = read_config_file(path)
     for key in _SIZES:
         size = config.get(key)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):

@@ -97,14 +97,9 @@ class ModulatedDelta(NptComponent):
     """ΔW_t = A diag(a_t A) B.
 
     Args:
-        d_model: as in NptComponent.
-        d_ffn: as in NptComponent.
         rank: R.
         init: orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-        options: dtype and device of the parameters.
-        mode: as in NptComponent.
-        chunk: as in NptComponent.
-        recompute: as in NptComponent.
+        options: dtype and device of the parameters; the others are those of NptComponent.
     """
 
     def __init__(
@@ -155,16 +150,11 @@ class RankOneDeltas(NptComponent):
     With a delta (the other modes), merged is batched.
 
     Args:
-        d_model: as in NptComponent.
-        d_ffn: as in NptComponent.
         rank: R.
         num_ranks: N.
         combine: sequential, batched or merged; may be changed between calls.
         init: orthogonal, or fast (see `fill_orthogonal` and `fill_fast`).
-        options: dtype and device of the parameters.
-        mode: as in NptComponent.
-        chunk: as in NptComponent.
-        recompute: as in NptComponent.
+        options: dtype and device of the parameters; the others are those of NptComponent.
     """
 
     def __init__(

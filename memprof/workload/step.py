@@ -69,7 +69,7 @@ class Workload:
         """
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
-                stack.enter_context(_quiet_transformers())
+                stack.enter_context(quiet_transformers())
             if self.spec.sdpa_backend is not None:
                 stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
             self._run(device, progress)
@@ -225,7 +225,7 @@ class Workload:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """transformers' notices on building a model are not about the user's run, nor bitsandbytes' on every layer."""
     from transformers.utils import logging as notices
 

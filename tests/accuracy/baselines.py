@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memprof.allocator.replay import replay_trace
 from memprof.catalog import find_gpu
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.virtual import VirtualGpu
+from tests.unit.allocator.replaying import replay_trace
 
 Step = Callable[[], object]
 

@@ -26,8 +26,9 @@ from typing import IO, Any
 import torch
 
 import memprof
-from memprof.allocator import config_from_environment, release_for, replay_trace
+from memprof.allocator import config_from_environment, release_for
 from memprof.trace.events import HOST, EventKind, Trace, short_source
+from tests.unit.allocator.replaying import replay_trace
 
 LEAST_MATCHED = 0.99
 MOST_EXTRA = 0.01

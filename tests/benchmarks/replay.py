@@ -24,7 +24,8 @@ import sys
 import time
 from pathlib import Path
 
-from memprof.allocator import parse_config, replay
+from memprof.allocator import parse_config
+from tests.unit.allocator.replaying import replay
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -84,7 +85,7 @@ def measure(shape: str, events: int, text: str) -> dict[str, float]:
     requests = SHAPES[shape](events)
     config = parse_config(text)
     begin = time.process_time()
-    replay(requests, None, config)
+    replay(requests, config)
     seconds = time.process_time() - begin
     return {
         "events": len(requests),

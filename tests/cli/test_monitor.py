@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from memprof.device.cards import Card, CardProcess
+from memprof.device.cards import CardProcess, NvmlCard
 from memprof.device.nvml import read_cards
 from memprof.monitor.run import monitor
 from memprof.monitor.sample import Peaks, Sample
@@ -369,7 +369,7 @@ def test_a_reader_that_has_gone(script, without_cards):
 
 # -- with cards that are made up ---------------------------------------------------------------------------------------
 
-CARD = Card(
+CARD = NvmlCard(
     index=0, name="NVIDIA L4", uuid="GPU-1", total_bytes=24 << 30, used_bytes=6 << 30, free_bytes=18 << 30,
     utilisation_percent=87, temperature_celsius=65, power_watts=70.4,
     processes=(
@@ -472,9 +472,9 @@ def test_the_table_of_cards(terminal, tmp_path):
 def test_present_cards(memprof, monkeypatch):
     from memprof.device.cards import Reading
 
-    mine = Card(0, "NVIDIA H100 80GB HBM3", total_bytes=81559 << 20, used_bytes=2 << 30, reserved_bytes=551 << 20)
-    odd = Card(1, "NVIDIA Z9", total_bytes=10 << 30, used_bytes=0)
-    lost = Card(2, "card 2", notes=("card 2 cannot be read: GPU is lost",))
+    mine = NvmlCard(0, "NVIDIA H100 80GB HBM3", total_bytes=81559 << 20, used_bytes=2 << 30, reserved_bytes=551 << 20)
+    odd = NvmlCard(1, "NVIDIA Z9", total_bytes=10 << 30, used_bytes=0)
+    lost = NvmlCard(2, "card 2", notes=("card 2 cannot be read: GPU is lost",))
     monkeypatch.setattr("memprof.device.nvml.read_cards", lambda: Reading((mine, odd, lost), "570.1", "12.8"))
     monkeypatch.setattr("memprof.device.environment._torch", lambda: {"__version__": "2.13.0+cu130", "cuda": "13.0"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

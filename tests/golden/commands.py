@@ -71,7 +71,7 @@ def _checkout() -> str:
 
 
 def comparable(document: object, folder: str) -> object:
-    """Without paths of this machine, and versions of memprof."""
+    """Without paths of this machine, versions of memprof, and line numbers of its own files."""
     if isinstance(document, dict):
         return {key: comparable(value, folder) for key, value in document.items() if key != "memprof_version"}
     if isinstance(document, list):
@@ -81,7 +81,8 @@ def comparable(document: object, folder: str) -> object:
         return values
     if isinstance(document, str):
         text = document.replace(os.path.realpath(folder), "FOLDER").replace(folder, "FOLDER")
-        return re.sub(r"/[^ ]*/(site-packages|memprof|lib/python3\.\d+)/", r"\1/", text)
+        text = re.sub(r"/[^ ]*/(site-packages|memprof|lib/python3\.\d+)/", r"\1/", text)
+        return re.sub(r"(memprof/[\w/]+\.py):\d+", r"\1:LINE", text)
     return document
 
 

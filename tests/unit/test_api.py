@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import memprof
-from memprof.allocator import Settings, replay_trace
+from memprof.allocator import Settings
 from memprof.catalog import custom_gpu
 from memprof.errors import UsageError
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot_file import parse_snapshot
 from memprof.virtual import VirtualGpu
+from tests.unit.allocator.replaying import replay_trace
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,28 @@ def test_imports_point_one_way():
         pytest.skip("import-linter is not installed beside this Python: pip install -e '.[dev]'")
     done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _imported_at_load(code: ast.AST, modules: Mapping[str, Path]) -> set[str]:
+    """Which of `modules` a module imports when it is loaded: not in functions, and not for types alone."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(code):
+        if isinstance(node, ast.ImportFrom):
+            inside = {f"{node.module}.{name.name}" for name in node.names}
+            found |= inside & modules.keys() or {str(node.module)} & modules.keys()
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names} & modules.keys()
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not _is_for_types(node):
+            found |= _imported_at_load(node, modules)
+    return found
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_no_module_is_loaded_in_a_circle():
+    found = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "memprof").rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for path, name in found.items()}
+    loads = {name: _imported_at_load(ast.parse(path.read_text()), modules) for name, path in modules.items()}
+    assert len(list(graphlib.TopologicalSorter(loads).static_order())) == len(modules) > 200

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.allocator import Difference
+from memprof.allocator.recorded import Difference
 from memprof.recording.occupancy import Group
 from memprof.recording.refusals import Refusal
 from memprof.recording.steps import Leak

@@ -15,7 +15,7 @@ from memprof.ledger.caught import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.stage_amounts import OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
-from memprof.ledger.steps import Step, training_steps
+from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.report.documents.ladder import Rung
 from memprof.trace.events import CPU, FailureKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
@@ -130,7 +130,7 @@ class Document(Plain):
     """Why the ladder's remedies were chosen, if they were (`--fix auto`)."""
     ladder_left_out: dict[str, str] = field(default_factory=dict)
     """Remedy -> why it is no row."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TrainingStep, ...] = ()
     """Of a program that names no phases of its own, if two or more of its steps ended."""
 
     def to_json(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from memprof.monitor.run import Outcome, View
+from memprof.monitor.run import MonitorOutcome, View
 from memprof.monitor.sample import Peaks, Sample
 from memprof.report.terminal.monitor_text import History, cards_table, footer_lines, plain_line, summary
 
@@ -83,7 +83,7 @@ class JsonView(_Lines):
     def pause(self) -> None:
         """Nothing to take away."""
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: MonitorOutcome) -> None:
         """How it ended."""
         if outcome.command:
             self.write(json.dumps({"outcome": asdict(outcome)}))
@@ -99,7 +99,7 @@ class QuietView(_Lines):
     def pause(self) -> None:
         """Nothing to take away."""
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: MonitorOutcome) -> None:
         """How it ended."""
         self.say_once(outcome.notes)
         if outcome.command:
@@ -143,7 +143,7 @@ class LiveView:
                 self._live.stop()
             self._live = None
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: MonitorOutcome) -> None:
         """Leave the last picture."""
         self.pause()
 
@@ -188,7 +188,7 @@ class FooterView(QuietView):
             self.write_raw(self._release())
             self._height = 0
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: MonitorOutcome) -> None:
         """Give the rows back, and say in a line what was seen."""
         self.pause()
         self.say_once(outcome.notes)

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memprof.device.cards import Card
-from memprof.monitor.run import Outcome
+from memprof.device.cards import NvmlCard
+from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample, Watched
 from memprof.units import format_bytes, gib
 
@@ -49,7 +49,7 @@ def plain_line(sample: Sample) -> str:
     return "  ".join(parts)
 
 
-def summary(outcome: Outcome) -> str:
+def summary(outcome: MonitorOutcome) -> str:
     """A watched command in one line."""
     peaks = outcome.peaks
     parts = [f"{outcome.command} {outcome.ending}", f"after {_duration(outcome.elapsed)}"]
@@ -84,7 +84,7 @@ def _trouble(sample: Sample) -> str:
     return text + (f"; out of memory {ooms} time{'' if ooms == 1 else 's'}" if ooms else "")
 
 
-def _card(sample: Sample, card: Card) -> str:
+def _card(sample: Sample, card: NvmlCard) -> str:
     """One card in a few words: what is used, by whom, and how it fares."""
     if card.used_bytes is None or card.total_bytes is None:
         return f"card {card.index} {card.name}: memory not known"
@@ -105,7 +105,7 @@ def _card(sample: Sample, card: Card) -> str:
     return ", ".join(parts)
 
 
-def _state(card: Card) -> list[str]:
+def _state(card: NvmlCard) -> list[str]:
     amounts = ((card.utilisation_percent, "%"), (card.temperature_celsius, " °C"), (card.power_watts, " W"))
     return [f"{amount:.0f}{unit}" for amount, unit in amounts if amount is not None]
 

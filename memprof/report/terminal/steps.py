@@ -9,14 +9,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memprof.ledger.steps import Step
+from memprof.ledger.steps import TrainingStep
 from memprof.report.terminal.units import Unit
 
 MAX_ROWS = 12
 """Of a run whose steps all differ: the first and the last of them."""
 
 
-def render_steps(steps: tuple[Step, ...], unit: Unit) -> RenderableType:
+def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
     """The table; steps that follow each other and grow by the same are one row, with the figures of the last."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("steps")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-from memprof.allocator.replay import replay_trace
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
@@ -16,6 +15,7 @@ from memprof.flows import profile as pipeline
 from memprof.spec import Mode, TargetSpec
 from tests.accuracy.published.prediction import CARDS, FORMAT, RANKS, Prediction, not_predicted
 from tests.accuracy.published.rows import Row
+from tests.unit.allocator.replaying import replay_trace
 
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16", "fp32": "float32"}
 _DTYPES["float32"] = "float32"

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from memprof.allocator.replay import Timeline, replay_trace
+from memprof.allocator.replay import Timeline
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
 from tests.accuracy.published.rows import UNITS, Row
+from tests.unit.allocator.replaying import replay_trace
 
 CARDS = {
     "1x A100-80G": "a100-80gb",

@@ -7,14 +7,15 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import AllocatorConfig, Card, LiveAllocator, parse_config, replay_on_card, replay_trace
+from memprof.allocator import AllocatorConfig, CardMemory, LiveAllocator, parse_config, replay_on_card
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST
+from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, Script
 
-CARD = Card(1000 * MIB, 20 * MIB)
+CARD = CardMemory(1000 * MIB, 20 * MIB)
 
 
 def test_follows_the_trace():
@@ -114,7 +115,7 @@ def test_what_was_refused_is_no_need_and_its_retry_saved_nothing():
     run = replay_on_card(script.trace, CARD)
     assert run.fits and run.retries == 0
     assert run.required_reserved_bytes == 1000 * MIB  # 300 MiB and 700 MiB, where nothing is given back
-    larger = replay_on_card(script.trace, Card(10 << 30, 20 * MIB))
+    larger = replay_on_card(script.trace, CardMemory(10 << 30, 20 * MIB))
     assert larger.fits and larger.required_reserved_bytes == run.required_reserved_bytes
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.allocator import Card, TraceReplay, parse_config, release_for, replay_on_card, replay_trace
+from memprof.allocator import CardMemory, TraceReplay, parse_config, release_for, replay_on_card
 from memprof.errors import MemprofError
+from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
 CONTEXT = 20 * MIB
@@ -19,21 +20,21 @@ def test_without_a_card_nothing_is_refused():
 @pytest.mark.parametrize("total", [260, 1000])
 def test_a_card_that_is_never_full_changes_nothing(total):
     trace = outgrown_blocks()
-    run = replay_on_card(trace, Card(total * MIB, CONTEXT))
+    run = replay_on_card(trace, CardMemory(total * MIB, CONTEXT))
     assert run.timeline == replay_trace(trace)
     assert run.first_oom is None and run.retries == 0 and run.required_reserved_bytes == 240 * MIB
 
 
 def test_fits_because_the_cache_is_given_back():
     """140 MiB hold the three large tensors, but not beside what the small ones left."""
-    run = replay_on_card(outgrown_blocks(), Card(140 * MIB + CONTEXT, CONTEXT))
+    run = replay_on_card(outgrown_blocks(), CardMemory(140 * MIB + CONTEXT, CONTEXT))
     assert run.first_oom is None and run.retries == 1
     assert run.timeline.peak_reserved.num_bytes <= 140 * MIB < run.required_reserved_bytes == 240 * MIB
 
 
 def test_the_refused_request_and_its_message():
     trace = outgrown_blocks()
-    run = replay_on_card(trace, Card(119 * MIB + CONTEXT, CONTEXT), release=release_for("2.6.0"))
+    run = replay_on_card(trace, CardMemory(119 * MIB + CONTEXT, CONTEXT), release=release_for("2.6.0"))
     oom = run.first_oom
     assert oom is not None
     # The fourth small tensor: 90 of 119 MiB are in use, and nothing can be given back.
@@ -54,7 +55,7 @@ def test_refused_at_once_counts_no_retry():
     config = parse_config("per_process_memory_fraction:0.5,throw_on_cudamalloc_oom:True")
     script = Script()
     script.new(30 * MIB)
-    run = replay_on_card(script.trace, Card(50 * MIB, 0), config)
+    run = replay_on_card(script.trace, CardMemory(50 * MIB, 0), config)
     assert run.first_oom is not None and run.retries == 0 and run.first_oom.report.allowed_bytes == 25 * MIB
 
 
@@ -77,7 +78,7 @@ def test_layout_when_the_card_refuses():
     script.free(whole, wide)
     small = script.new(40 * MIB)  # in the segment of 60
     script.new(150 * MIB)
-    run = replay_on_card(script.trace, Card(200 * MIB, 0))
+    run = replay_on_card(script.trace, CardMemory(200 * MIB, 0))
     segments, owners = run.layout_at_oom()
     assert [(segment.size, segment.largest_free) for segment in segments] == [(60 * MIB, 20 * MIB)]
     assert list(owners.values()) == [small]
@@ -86,7 +87,7 @@ def test_layout_when_the_card_refuses():
 
 
 def test_expandable_segments_use_what_was_freed():
-    run = replay_on_card(outgrown_blocks(), Card(200 * MIB, CONTEXT))
+    run = replay_on_card(outgrown_blocks(), CardMemory(200 * MIB, CONTEXT))
     assert run.under(parse_config("expandable_segments:True")) == (120 * MIB, True)
 
 
@@ -94,7 +95,7 @@ def test_expandable_segments_use_what_was_freed():
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True", "per_process_memory_fraction:0.5"])
 def test_other_settings_are_judged_as_a_replay_with_them_is(total, settings):
     trace, config = outgrown_blocks(), parse_config(settings)
-    card = None if total is None else Card(total * MIB, CONTEXT)
+    card = None if total is None else CardMemory(total * MIB, CONTEXT)
     whole = replay_on_card(trace, card, config)
     assert replay_on_card(trace, card).under(config) == (whole.required_reserved_bytes, whole.fits)
 
@@ -115,7 +116,7 @@ def test_a_request_many_times_the_card_is_gone_on_with(settings):
     script.new(30 * MIB)
     script.new(500_000 * MIB)
     script.new(700_000 * MIB)
-    run = replay_on_card(script.trace, Card(1000 * MIB, CONTEXT), parse_config(settings))
+    run = replay_on_card(script.trace, CardMemory(1000 * MIB, CONTEXT), parse_config(settings))
     assert run.first_oom is not None and run.first_oom.event == 2
     assert 0 <= run.required_reserved_bytes - 1_200_030 * MIB < 20 * MIB
     assert replay_trace(script.trace, 980 * MIB, parse_config(settings)).allocated[-1] == 1_200_030 * MIB
@@ -125,7 +126,7 @@ def test_more_than_can_be_addressed_is_an_error_and_no_traceback():
     script = Script()
     script.new(1 << 61)
     with pytest.raises(MemprofError, match="more memory than can be addressed"):
-        replay_on_card(script.trace, Card(1000 * MIB, CONTEXT))
+        replay_on_card(script.trace, CardMemory(1000 * MIB, CONTEXT))
 
 
 def test_an_emptied_cache_is_gone_and_asked_for_again():

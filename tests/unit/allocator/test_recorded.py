@@ -152,7 +152,7 @@ def test_events_that_are_missing_are_the_reason():
 def test_state_without_events():
     snapshot = _small_recording()
     found = one(Snapshot(snapshot.segments, [[]], snapshot.settings))
-    assert found.exact and found.allocations == 0 and found.live_at_start == 2
+    assert found.exact and found.allocations == 0 and len(found.start.live) == 2
 
 
 def test_nothing_at_all():

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memprof.allocator import parse_config, replay, replay_trace
+from memprof.allocator import parse_config
 from memprof.trace.events import GPU, HOST, NONE, Event, EventKind, Storage, Trace
+from tests.unit.allocator.replaying import replay, replay_trace
 
 MIB = 1 << 20
 

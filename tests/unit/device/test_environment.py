@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import pytest
 
-from memprof.device.cards import Card, Reading
+from memprof.device.cards import NvmlCard, Reading
 from memprof.device.environment import VARIABLES, read_environment
 
 
@@ -60,15 +60,15 @@ def test_what_does_not_fit_together(variables, said):
         ("13.0", Reading(), "torch is built for CUDA 13.0, and there is no NVIDIA driver here"),
         (
             "13.0",
-            Reading((Card(0, "x"),), "570.1", "12.8"),
+            Reading((NvmlCard(0, "x"),), "570.1", "12.8"),
             "torch is built for CUDA 13.0, and the driver runs CUDA 12.8 at most",
         ),
         (
             None,
-            Reading((Card(0, "x"),), "570.1", "12.8"),
+            Reading((NvmlCard(0, "x"),), "570.1", "12.8"),
             "there is a card, and the installed torch is built without CUDA",
         ),
-        ("12.9", Reading((Card(0, "x"),), "570.1", "12.8"), None),
+        ("12.9", Reading((NvmlCard(0, "x"),), "570.1", "12.8"), None),
     ],
 )
 def test_build_and_driver(monkeypatch, cuda, reading, said):

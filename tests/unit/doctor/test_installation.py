@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.allocator import release_for
-from memprof.device.cards import Card, CardProcess, Reading
+from memprof.device.cards import CardProcess, NvmlCard, Reading
 from memprof.device.environment import Environment
 from memprof.doctor.installation import Host, check_installation, check_settings, read_host, version_tuple
 
@@ -59,7 +59,7 @@ def test_no_caching_makes_settings_idle():
 
 
 def test_cards_in_use_small_shared_memory_and_a_job_limit():
-    card = Card(
+    card = NvmlCard(
         0, "NVIDIA A100", total_bytes=80 * GIB, used_bytes=70 * GIB,
         processes=(CardProcess(42, "python old.py", 69 * GIB, "compute"),),
     )  # fmt: skip

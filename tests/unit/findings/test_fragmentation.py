@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.allocator import Card, parse_config, replay_on_card
+from memprof.allocator import CardMemory, parse_config, replay_on_card
 from memprof.findings import Context, Finding
 from memprof.findings.fragmentation import find
 from memprof.ledger.ledger import build_ledger
@@ -95,6 +95,6 @@ def test_nothing_to_say_of_little() -> None:
 
 def test_no_remedy_where_segments_expand_already() -> None:
     b = pinned()
-    run = replay_on_card(b.trace, Card(10_000 * MIB, 0), parse_config("expandable_segments:True"))
+    run = replay_on_card(b.trace, CardMemory(10_000 * MIB, 0), parse_config("expandable_segments:True"))
     for finding in find(Context(build_ledger(b.trace, run), 10_000 * MIB)):
         assert not finding.remedies and "expandable" not in finding.evidence[1].text

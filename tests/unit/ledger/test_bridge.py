@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from memprof.allocator import Card, TraceReplay, parse_config, replay_on_card, without_allocator
+from memprof.allocator import CardMemory, TraceReplay, parse_config, replay_on_card, without_allocator
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.state import model_state
@@ -26,7 +26,7 @@ CARD = DeviceFacts("a card", 1 << 40, (1 << 40) - CONTEXT, CONTEXT)
 def bridge_of(trace, conf="", nvml=None):
     trace.facts = Facts(device=CARD, nvml=nvml)
     config = parse_config(conf)
-    ledger = build_ledger(trace, replay_on_card(trace, Card(CARD.total_bytes, CONTEXT), config))
+    ledger = build_ledger(trace, replay_on_card(trace, CardMemory(CARD.total_bytes, CONTEXT), config))
     return build_bridge(ledger)
 
 

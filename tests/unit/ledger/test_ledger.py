@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import Card, replay_on_card
+from memprof.allocator import CardMemory, replay_on_card
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import Ledger, alive_at, build_ledger
@@ -338,9 +338,9 @@ def test_out_of_memory(build: Builder) -> None:
     build.free(first)
     trace = build.trace
     assert build_ledger(trace).out_of_memory is None
-    fits = build_ledger(trace, replay_on_card(trace, Card(114 * MIB, 20 * MIB)))
+    fits = build_ledger(trace, replay_on_card(trace, CardMemory(114 * MIB, 20 * MIB)))
     assert fits.out_of_memory is None and fits.run.retries == 0
-    ledger = build_ledger(trace, replay_on_card(trace, Card(113 * MIB, 20 * MIB)))
+    ledger = build_ledger(trace, replay_on_card(trace, CardMemory(113 * MIB, 20 * MIB)))
     found = ledger.out_of_memory
     assert found is not None
     assert found.storage == last and found.stage.step == 1 and trace.events[found.event].ref == last
@@ -349,7 +349,7 @@ def test_out_of_memory(build: Builder) -> None:
     assert "this process has 82.00 MiB memory in use" in found.message
     assert ledger.run.required_reserved_bytes == ledger.peak_reserved_bytes == 94 * MIB
     assert ledger.peak_bytes == 90 * MIB + 2 * 512  # rests of more than 1 MiB are split off
-    early = build_ledger(trace, replay_on_card(trace, Card(49 * MIB, 20 * MIB))).out_of_memory
+    early = build_ledger(trace, replay_on_card(trace, CardMemory(49 * MIB, 20 * MIB))).out_of_memory
     assert early is not None and early.storage == weight and early.stage.name == "parameters"
 
 

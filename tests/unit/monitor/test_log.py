@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.device.cards import Card, CardProcess
+from memprof.device.cards import CardProcess, NvmlCard
 from memprof.monitor.log import Log
 from memprof.monitor.sample import Allocator, Peaks, Sample, Watched, csv_header, csv_row
 
@@ -79,8 +79,8 @@ def _sample() -> Sample:
         time=1_700_000_000.25,
         elapsed=2.5,
         cards=(
-            Card(1, "a", total_bytes=100, used_bytes=90, processes=(CardProcess(7, "x", 30, "compute"),)),
-            Card(2, "b", notes=("lost",)),
+            NvmlCard(1, "a", total_bytes=100, used_bytes=90, processes=(CardProcess(7, "x", 30, "compute"),)),
+            NvmlCard(2, "b", notes=("lost",)),
         ),
         processes=(
             Watched(7, "python", 1000, 1500, 0, (allocator(0, 10), allocator(1, 20))),

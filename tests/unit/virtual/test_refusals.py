@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memprof.allocator import Card, LiveAllocator
+from memprof.allocator import CardMemory, LiveAllocator
 from memprof.catalog import custom_gpu
 from memprof.flows.account import analyze
 from memprof.flows.cards import allocator_settings
@@ -27,7 +27,9 @@ def card(gib: float = 1.0) -> VirtualGpu:
     return VirtualGpu(
         gpu,
         context_bytes=100 * MIB,
-        memory=lambda trace: LiveAllocator(trace, Card(gpu.total_bytes, 100 * MIB), settings.config, settings.release),
+        memory=lambda trace: LiveAllocator(
+            trace, CardMemory(gpu.total_bytes, 100 * MIB), settings.config, settings.release
+        ),
         refuses=True,
     )
 

@@ -210,11 +210,11 @@ def test_something_is_patched_inside() -> None:
 def test_failed_entry_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before, before_state = attributes(), state()
 
-    def broken(self: VirtualGpu) -> None:
+    def broken(self: VirtualGpu, mode: object) -> None:
         raise ZeroDivisionError("entry")
 
     with monkeypatch.context() as patch:
-        patch.setattr(VirtualGpu, "_watch_optimizers", broken)
+        patch.setattr(VirtualGpu, "_watch_autocast", broken)
         with pytest.raises(ZeroDivisionError), VirtualGpu(GPU):
             pass
     assert [key for key, value in attributes().items() if value is not before[key] and value != before[key]] == []

@@ -1,0 +1,179 @@
+"""The watch over a program, on whatever device it runs: its phases, models, backward passes and optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
+from memprof.watch.imports import watch_imports
+from memprof.watch.modules import ModuleTracker
+from memprof.watch.patches import Patch, Patches
+from memprof.watch.phases import Phases
+
+
+class Watch(ABC):
+    """What a simulated and a measured device see of the program that runs on them.
+
+    A device says how it records: a phase that begins (`begin_phase`), and a tensor whose role is known (`claim`).
+    Allocations are its own to see.
+    """
+
+    def __init__(self) -> None:
+        self.modules = ModuleTracker()
+        self.modules.on_root = self.adopt
+        self.modules.on_outermost = self._outermost_call
+        self.phases = Phases(self._phase_recognised, lambda: self.current_phase)
+        """Those of a program that does not name its own."""
+        self._patches = Patches()
+        self._stack = contextlib.ExitStack()
+        self._assumptions: dict[str, None] = {}
+        self._roots: list[weakref.ref[nn.Module]] = []
+        """The run's models; one that the program lets go of is gone."""
+        self._failed: tuple[int, Phase] | None = None
+        """The `id` of what was raised last inside a phase, and the phase; the exception itself would keep tensors."""
+
+    # -- what a device does with it ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def current_phase(self) -> Phase:
+        """The phase that is running."""
+
+    @abstractmethod
+    def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        """From here on, what happens belongs to this phase."""
+
+    @abstractmethod
+    def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
+        """`tensor` has this role."""
+
+    def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
+        return []
+
+    def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for `nn.Module.__call__`."""
+        return self.modules.wrap_call(original)
+
+    # -- what a workload tells --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def phase(self, kind: PhaseKind, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
+        """What runs inside is this phase; a workload that knows its phases names them, and none are guessed."""
+        recognised, self.phases.recognises = self.phases.recognises, False
+        before = self.current_phase
+        self.begin_phase(kind, step, micro_batch)
+        try:
+            yield
+        except BaseException as error:
+            self._note_failed(error)
+            raise
+        finally:
+            self.phases.recognises = recognised
+            self.begin_phase(*before)
+
+    def adopt(self, root: nn.Module) -> None:
+        """`root` is a model of this run: its parameters and buffers are named after it."""
+        if not any(known() is root for known in self._roots):
+            self._roots.append(weakref.ref(root))
+        self.modules.add_root(root)
+        self._name_parameters()
+
+    def assume(self, sentence: str) -> None:
+        """The run rests on this; said once."""
+        self._assumptions.setdefault(sentence)
+
+    def phase_of(self, error: BaseException) -> Phase:
+        """The phase in which `error` was raised; the one that is running where none was left by it."""
+        return self._failed[1] if self._failed and self._failed[0] == id(error) else self.current_phase
+
+    def _tell(self, trace: Trace) -> None:
+        """Write down what the run rests on, and whether it trained."""
+        trace.assumptions = list(self._assumptions)
+        trace.trains = self.phases.trains
+
+    # -- what is seen -----------------------------------------------------------------------------------------------
+
+    def _watch_program(self) -> None:
+        """Patch and hook whatever shows what the program does."""
+        self._patches.set_all(self.phases.patches())
+        libraries = self.phases.of_imports().items()
+        self._stack.enter_context(watch_imports({name: partial(self._replace, found) for name, found in libraries}))
+        self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
+        self._patch_backward()
+        # Before the phases' own: who is told that a step was made may end the run.
+        for handle in (register_optimizer_step_post_hook(self._name_optimizer_state), *self.phases.hooks()):
+            self._stack.callback(handle.remove)
+
+    def _replace(self, patches: Callable[[], Iterable[Patch]]) -> None:
+        self._patches.set_all(patches())
+
+    def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        """A phase begins in a program that does not name its own."""
+        self.begin_phase(kind, step, micro_batch)
+
+    def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
+        """A module is called from outside all others."""
+        self.phases.forward(module)
+
+    def _note_failed(self, error: BaseException) -> None:
+        if self._failed is None or self._failed[0] != id(error):  # the innermost phase knows best
+            self._failed = (id(error), self.current_phase)
+
+    def _patch_backward(self) -> None:
+        original = torch.autograd.graph._engine_run_backward
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            nested = torch._C._current_graph_task_id() != -1
+            if not nested:
+                self.phases.backward()
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                self._note_failed(error)
+                raise
+            finally:
+                if not nested:
+                    self._name_parameters()
+                    self.phases.after_backward()
+
+        self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def _name_parameters(self) -> None:
+        """Claim the parameters, gradients and buffers of the run's models."""
+        for root in [root for known in self._roots if (root := known()) is not None]:
+            for name, parameter in root.named_parameters():
+                for part in (parameter, *self.parts(parameter)):
+                    self.claim(part, Owner(Role.PARAMETER, name))
+                if parameter.grad is not None:
+                    self.claim(parameter.grad, Owner(Role.GRADIENT, name))
+            for name, buffer in root.named_buffers():
+                self.claim(buffer, Owner(Role.BUFFER, name))
+
+    def _name_optimizer_state(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Claim this optimizer's state, which has made a step."""
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                for tensor in value if isinstance(value, list) else [value]:  # LBFGS keeps lists of directions
+                    if isinstance(tensor, torch.Tensor):
+                        for part in self.parts(tensor) or [tensor]:
+                            self.claim(part, Owner(Role.OPTIMIZER_STATE, str(key)))
+
+    def _unwatch(self) -> None:
+        """Take away every patch and hook."""
+        try:
+            self._stack.close()
+        finally:
+            self._patches.undo()
+            self._roots.clear()
