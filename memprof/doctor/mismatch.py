@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from memprof.doctor.diagnosis import Step
+from memprof.doctor.diagnosis import Advice
 from memprof.doctor.tracebacks import Frame
+from memprof.remedy_catalog import helping
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
 _FOUND = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")
@@ -104,15 +105,15 @@ def title(mismatch: Mismatch) -> str:
     return f"Tensors on {met} meet{what}{which}"
 
 
-def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Step, ...]:
+def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Advice, ...]:
     """The usual fixes, likeliest first."""
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
-        return (Step(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python"),)
-    found: list[Step] = []
+        return (Advice(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python"),)
+    found: list[Advice] = []
     if "meta" in mismatch.devices:
         found.append(
-            Step(
+            Advice(
                 "some weights were never loaded: load with a device_map, or make them on a device and then load",
                 'model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto")',
                 "python",
@@ -121,10 +122,10 @@ def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Step, ...]:
         return tuple(found)
     cards = {device for device in mismatch.devices if device not in ("cpu", "cuda", "mps")}
     if mismatch.argument == "generator":
-        return (Step("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python"),)
+        return (Advice("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python"),)
     if len(cards) > 1:
         found.append(
-            Step(
+            Advice(
                 "the model is spread over cards (device_map) and a tensor of one layer's card meets another's: "
                 "see where each layer is",
                 "print(model.hf_device_map)",
@@ -132,13 +133,13 @@ def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Step, ...]:
             )
         )
         found.append(
-            Step(
+            Advice(
                 f"move the tensor to the other's device before they meet{at}",
                 "tensor = tensor.to(other.device)",
                 "python",
             )
         )
-        found.append(Step("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python"))
+        found.append(Advice("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python"))
         return tuple(found)
     if (
         mismatch.argument in ("index", "indices", "input")
@@ -146,40 +147,41 @@ def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Step, ...]:
         or "embedding" in mismatch.kernel
     ):
         found.append(
-            Step(
+            Advice(
                 f"the inputs are on another device than the model: move the batch{at}",
                 "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",
                 "python",
             )
         )
-        found.append(Step("or the model was never moved", 'model.to("cuda")', "python"))
+        found.append(Advice("or the model was never moved", 'model.to("cuda")', "python"))
     elif mismatch.argument in _WEIGHTS:
         found.append(
-            Step(
+            Advice(
                 f"a weight is on another device: a module made after model.to(), or kept in a plain list or dict{at}",
                 "self.layers = torch.nn.ModuleList(layers)  # then model.to(device)",
                 "python",
             )
         )
     found.append(
-        Step(
+        Advice(
             f"make the tensor where the others are{at}",
             "torch.zeros(n, device=other.device)  # or tensor.to(other.device)",
             "python",
         )
     )
     found.append(
-        Step(
+        Advice(
             "a tensor that a module keeps moves with model.to() once it is a buffer",
             'self.register_buffer("mask", mask, persistent=False)',
             "python",
         )
     )
+    placement = helping("device-mismatch")[0].name
     found.append(
-        Step(
+        Advice(
             "find every such place without a GPU, and put the tensors right",
-            "memprof profile --model MODEL --fix device-placement",
-            remedy="device-placement",
+            f"memprof profile --model MODEL --fix {placement}",
+            remedy=placement,
         )
     )
     return tuple(found)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memprof.catalog import list_gpus
 from memprof.errors import MemprofError
 from memprof.flows.recommend.plans import Goal, tiers
-from memprof.flows.recommend.simulator import Outcome, Simulator
+from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.report.documents.recommendation import Alternative
 from memprof.units import gib
 
@@ -72,7 +72,7 @@ def _number_of_cards(search: Search) -> Alternative | None:
     return Alternative("the least number of these cards", name, needed, estimate=True)
 
 
-def _layers(outcome: Outcome, search: Search) -> int:
+def _layers(outcome: SimulatedRun, search: Search) -> int:
     """How many layers the parameters are in; 2 (all of them at once) if the model does not say."""
     # Here and not above: it imports no torch itself, and its package does.
     from memprof.workload.models import find_source

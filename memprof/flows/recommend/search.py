@@ -11,7 +11,7 @@ from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import cards, snippet
 from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
-from memprof.flows.recommend.simulator import Outcome, Simulator
+from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.report.documents.recommendation import Alternative, Bound, Choice, Recommendation
 from memprof.spec import TargetSpec
 from memprof.version import __version__
@@ -35,7 +35,7 @@ class Tried:
     plan: Plan
     micro_batch: int
     accumulation: int
-    outcome: Outcome
+    outcome: SimulatedRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memprof.catalog import Gpu
+from memprof.cost import HOST_BYTES, StepWork, accumulated_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.account import analyze
 from memprof.flows.profile import profile
 from memprof.ledger.state import ModelState
-from memprof.remedies.fixes import Fix, edit_spec, in_force
-from memprof.remedy_catalog import REMEDIES
-from memprof.report.documents.ladder import StepWork, accumulated_work
+from memprof.remedies.fixes import Fix, edit_spec
+from memprof.remedy_catalog import helping
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.facts import Target, target_to_json
 
-HOST_BYTES = 256 << 30
-"""Host memory that is taken for granted, as in memprof/flows/ladder/climb.py."""
-
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulatedRun:
     """What a run needs and takes. `spec` is the run as it was made: where that makes it fit, with expandable segments.
 
     Attributes:
@@ -69,7 +66,7 @@ class Simulator:
         self.failures: dict[str, str] = {}
         """What was tried and does not apply -> why."""
         self._progress = progress
-        self._known: dict[tuple[TargetSpec, int], Outcome] = {}
+        self._known: dict[tuple[TargetSpec, int], SimulatedRun] = {}
 
     def __len__(self) -> int:
         """How many runs were made."""
@@ -80,7 +77,7 @@ class Simulator:
         """What the card has for tensors."""
         return self.gpu.total_bytes - CONTEXT_BYTES
 
-    def run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> Outcome:
+    def run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun:
         """The outcome of `spec`; `step` is of a step with so many micro-batches.
 
         Raises:
@@ -97,7 +94,7 @@ class Simulator:
                 gc.freeze()
         return self._known[key]
 
-    def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> Outcome | None:
+    def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun | None:
         """The same; None where the run cannot be made, and `failures` says why."""
         try:
             return self.run(spec, label, micro_batches)
@@ -105,20 +102,21 @@ class Simulator:
             self.failures[label] = error.problem if error.value is None else f"{error.problem} ({error.value})"
             return None
 
-    def _run(self, spec: TargetSpec, micro_batches: int) -> Outcome:
+    def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
         trace, document = profile(spec, explained=False)
         step = accumulated_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
-        if not document.verdict.fits and together and "expandable-segments" not in in_force(spec):
+        remedy = helping("fragmentation")[0]
+        if not document.verdict.fits and together and not remedy.is_on(spec):
             # All tensors together would fit: perhaps they do without the pieces in between.
-            edited = edit_spec(spec, Fix(REMEDIES["expandable-segments"]), target_to_json(document.target))
+            edited = edit_spec(spec, Fix(remedy), target_to_json(document.target))
             again = analyze(trace, edited.alloc_conf, explained=False)
             if again.verdict.fits:
                 spec, document = edited, again
         verdict, target, state = document.verdict, document.target, document.model_state
         assert target is not None and state is not None
         where = verdict.oom_stage or ""
-        return Outcome(
+        return SimulatedRun(
             spec=spec,
             needed_bytes=verdict.required_bytes,
             fits=bool(verdict.fits) and document.host_peak_bytes <= HOST_BYTES,
