@@ -1,6 +1,8 @@
 """Writes the parts of the documentation that the program itself knows: `make docs`.
 
 * docs/cli.md, from the parser;
+* in docs/remedies.md, the tables between `<!-- table of remedies -->` and `<!-- end of table -->`, from the table of
+  remedies;
 * in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
   COMMAND prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with
   TEXT.
@@ -26,6 +28,7 @@ from memprof.cli.options import panels_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
+REMEDIES_PAGE = ROOT / "docs" / "remedies.md"
 WIDTH = 110
 """Columns of the outputs shown."""
 
@@ -97,6 +100,30 @@ def _row(parameter: Any, context: Any) -> str:
 _EXTRA = re.compile(r"\[(default: )?([^\[\]]*)\]$")
 
 
+# -- remedies ----------------------------------------------------------------------------------------------------------
+
+
+def table_of_remedies() -> str:
+    """What each remedy changes and costs, and the options of each."""
+    from memprof.remedy_catalog import REMEDIES, Numerics
+
+    names = {Numerics.DIFFERENT: "another model"}
+    rows = ["| remedy | what it changes | what it costs | numbers |", "|---|---|---|---|"]
+    options = ["| option | of | what it is |", "|---|---|---|"]
+    for remedy in REMEDIES.values():
+        numbers = names.get(remedy.numerics, remedy.numerics.value)
+        rows.append(f"| `{remedy.name}` | {remedy.changes} | {remedy.cost} | {numbers} |".replace(" * ", " \\* "))
+        options += [f"| `{name}` | `{remedy.name}` | {text} |" for name, text in remedy.options.items()]
+    return "\n".join([*rows, "", *options]).replace("; * stands", "; `*` stands")
+
+
+def with_table(page: str) -> str:
+    """The page on remedies with its tables as they are now."""
+    begin, _, rest = page.partition("<!-- table of remedies -->\n")
+    _, end, after = rest.partition("<!-- end of table -->")
+    return f"{begin}<!-- table of remedies -->\n{table_of_remedies()}\n{end}{after}"
+
+
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +188,7 @@ def main() -> int:
 
     # The reference first: it may be linked from, and it costs nothing.
     wanted = {CLI_PAGE: command_line_reference(app)}
+    wanted[REMEDIES_PAGE] = with_table(REMEDIES_PAGE.read_text(encoding="utf-8"))
     wanted |= {page: with_outputs(page.read_text(encoding="utf-8")) for page in pages_with_outputs()}
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
     for page in stale:

@@ -67,12 +67,13 @@ def _run(spec: TargetSpec, how: How, progress: Progress) -> tuple[Trace, Documen
         spec = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress)
-    from memprof.flows.ladder import climb as ladders
-    from memprof.flows.ladder import search as ladder_search
+    from memprof.flows.ladder.climb import climb
+    from memprof.flows.ladder.runs import SpecRuns, apply_fixes
+    from memprof.flows.ladder.search import search
     from memprof.remedies.fixes import parse_fixes
 
     if how.fix is None:
-        return ladders.climb(ladders.SpecRuns(spec, progress))
+        return climb(SpecRuns(spec, progress))
     if how.searches:
-        return ladder_search.search(ladders.SpecRuns(spec, progress))
-    return ladders.apply_fixes(spec, parse_fixes(how.fix), progress, each=how.ladder)
+        return search(SpecRuns(spec, progress))
+    return apply_fixes(spec, parse_fixes(how.fix), progress, each=how.ladder)

@@ -1,11 +1,11 @@
 """What an error message of a run says about memory: its cause, its figures, the tensor, and what to do (no torch).
 
-    text -log-> [Passage] -signatures, figures-> [Error] -causes-> cause -tensors-> [Candidate] -advice-> [Step]
+    text -log-> [Passage] -signatures, figures-> [Error] -causes-> cause -tensors-> [Candidate] -advice-> [Advice]
 
 `diagnose` puts these together; `installation` is `memprof doctor --env`.
 """
 
-from memprof.doctor.diagnosis import Candidate, Cause, Diagnosis, Figures, Size, Step
+from memprof.doctor.diagnosis import Advice, Candidate, Cause, Diagnosis, Figures, Size
 from memprof.doctor.doctor import Known, diagnose
 
-__all__ = ["Candidate", "Cause", "Diagnosis", "Figures", "Known", "Size", "Step", "diagnose"]
+__all__ = ["Advice", "Candidate", "Cause", "Diagnosis", "Figures", "Known", "Size", "diagnose"]

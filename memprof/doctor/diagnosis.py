@@ -114,7 +114,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Advice:
     """One thing to try: what, why, and the command (shell, unless `code` is "python")."""
 
     what: str
@@ -154,7 +154,7 @@ class Diagnosis:
     where: tuple[str, ...] = ()
     tensors: tuple[Candidate, ...] = ()
     devices: tuple[str, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Advice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As JSON takes it."""

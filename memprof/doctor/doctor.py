@@ -142,10 +142,10 @@ def _explain(error: _Error, head: str, known: Known, model: Dimensions | None) -
     tensors: tuple[Candidate, ...] = ()
     if cause not in (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY):
         tensors = _tensors(figures, model, known, nearby, stack)
-    run = advice.Run(model.model if model else None, known.batch_size, known.context_length)
+    run = advice.DeadRun(model.model if model else None, known.batch_size, known.context_length)
     if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:
         # The rows of the likeliest tensor are the run's.
-        run = advice.Run(model.model, run.batch or tensors[0].shape[0], run.length or tensors[0].shape[1])
+        run = advice.DeadRun(model.model, run.batch or tensors[0].shape[0], run.length or tensors[0].shape[1])
     return replace(
         base,
         title=_title(cause, figures, tensors),

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memprof.doctor.diagnosis import Step
+from memprof.doctor.diagnosis import Advice
 from memprof.doctor.tracebacks import Frame
+from memprof.remedy_catalog import helping
 
 _DEVICE = r"((?:cuda|cpu|mps|xpu|meta|npu|hip)(?::\d+)?)"
 _FOUND = re.compile(rf"found at least two devices, {_DEVICE} and {_DEVICE}")
@@ -105,18 +106,18 @@ def title(mismatch: Mismatch) -> str:
     return f"Tensors on {met} meet{what}{which}"
 
 
-def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Step, ...]:
+def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Advice, ...]:
     """The usual fixes, likeliest first."""
     return tuple(_steps(mismatch, frames))
 
 
-def _steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Step]:
+def _steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
-        yield Step(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python")
+        yield Advice(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python")
         return
     if "meta" in mismatch.devices:
-        yield Step(
+        yield Advice(
             "some weights were never loaded: load with a device_map, or make them on a device and then load",
             'model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto")',
             "python",
@@ -124,51 +125,52 @@ def _steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Step]:
         return
     cards = {device for device in mismatch.devices if device not in ("cpu", "cuda", "mps")}
     if mismatch.argument == "generator":
-        yield Step("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python")
+        yield Advice("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python")
         return
     if len(cards) > 1:
-        yield Step(
+        yield Advice(
             "the model is spread over cards (device_map) and a tensor of one layer's card meets another's: "
             "see where each layer is",
             "print(model.hf_device_map)",
             "python",
         )
-        yield Step(
+        yield Advice(
             f"move the tensor to the other's device before they meet{at}",
             "tensor = tensor.to(other.device)",
             "python",
         )
-        yield Step("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python")
+        yield Advice("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python")
         return
     if (
         mismatch.argument in ("index", "indices", "input")
         or "index_select" in mismatch.kernel
         or "embedding" in mismatch.kernel
     ):
-        yield Step(
+        yield Advice(
             f"the inputs are on another device than the model: move the batch{at}",
             "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",
             "python",
         )
-        yield Step("or the model was never moved", 'model.to("cuda")', "python")
+        yield Advice("or the model was never moved", 'model.to("cuda")', "python")
     elif mismatch.argument in _WEIGHTS:
-        yield Step(
+        yield Advice(
             f"a weight is on another device: a module made after model.to(), or kept in a plain list or dict{at}",
             "self.layers = torch.nn.ModuleList(layers)  # then model.to(device)",
             "python",
         )
-    yield Step(
+    yield Advice(
         f"make the tensor where the others are{at}",
         "torch.zeros(n, device=other.device)  # or tensor.to(other.device)",
         "python",
     )
-    yield Step(
+    yield Advice(
         "a tensor that a module keeps moves with model.to() once it is a buffer",
         'self.register_buffer("mask", mask, persistent=False)',
         "python",
     )
-    yield Step(
+    placement = helping("device-mismatch")[0].name
+    yield Advice(
         "find every such place without a GPU, and put the tensors right",
-        "memprof profile --model MODEL --fix device-placement",
-        remedy="device-placement",
+        f"memprof profile --model MODEL --fix {placement}",
+        remedy=placement,
     )

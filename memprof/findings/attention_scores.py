@@ -8,10 +8,10 @@ from memprof.findings.evidence import (
     percent,
     plural,
     tensors_evidence,
-    useful,
     vocabulary,
+    would_help,
 )
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
@@ -26,6 +26,7 @@ _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 
+@rule(110)
 def find(context: Context) -> list[Finding]:
     """One finding for scores and masks together; `num_bytes` is their largest sum at one moment."""
     trace, lives = context.ledger.trace, context.lives
@@ -54,7 +55,7 @@ def find(context: Context) -> list[Finding]:
             num_bytes=at_peak.num_bytes,
         ),
     ]
-    remedies: tuple[str, ...] = ("sdpa-attention",)
+    remedies = would_help(context, "attention-scores")
     if any(trace.op(trace.storages[index]) == "aten._safe_softmax" for index in kinds):
         # Only the math path of scaled_dot_product_attention calls this softmax: asking for SDPA again changes nothing.
         lines.append(
@@ -64,7 +65,7 @@ def find(context: Context) -> list[Finding]:
                 op="aten._safe_softmax",
             )
         )
-        remedies = useful(context, ("micro-batch",))
+        remedies = would_help(context, "attention-scores of sdpa")
     return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, without_numbers
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.evidence import file_and_line, format_shape, without_numbers, would_help
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace
 
 _ARGUMENTS = {
@@ -16,6 +16,7 @@ _ARGUMENTS = {
 in c10), and says which one differs."""
 
 
+@rule(20)
 def find(context: Context) -> list[Finding]:
     """One finding for each line at which devices meet; equal ones of other layers and steps are counted."""
     trace = context.ledger.trace
@@ -23,10 +24,11 @@ def find(context: Context) -> list[Finding]:
     for mismatch in trace.mismatches:
         tensors = tuple((o.device, len(o.shape), o.dtype, o.source) for o in mismatch.operands)
         groups.setdefault((mismatch.op, mismatch.source, tensors), []).append(mismatch)
-    return [_finding(trace, group) for group in groups.values()]
+    remedies = would_help(context, "device-mismatch")
+    return [_finding(trace, group, remedies) for group in groups.values()]
 
 
-def _finding(trace: Trace, group: list[DeviceMismatch]) -> Finding:
+def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...]) -> Finding:
     mismatch = group[0]
     op = trace.ops[mismatch.op]
     module = None if mismatch.module == NONE else trace.modules[mismatch.module].path
@@ -49,7 +51,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch]) -> Finding:
         )
     evidence.append(Evidence(f"on a real GPU: {error}", op=op, source=met))
     evidence.append(Evidence(_fix(trace, stranger, other, met), source=_line(trace, stranger.source) or met))
-    return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), ("device-placement",))
+    return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), remedies)
 
 
 def _error(op: str, operands: tuple[Operand, ...], stranger: Operand, other: Operand) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence, useful
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence, would_help
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.stages import Span
 from memprof.trace.events import PhaseKind
@@ -12,18 +12,8 @@ from memprof.units import format_bytes
 MIN_SHARE = 0.05
 """A category below this share of the peak is not worth a remedy."""
 
-_REMEDIES = {
-    Category.LOGITS_AND_LOSS: ("chunked-loss", "vocabulary-cap", "micro-batch"),
-    Category.ACTIVATIONS: ("activation-checkpointing", "micro-batch"),
-    Category.OPTIMIZER_STATE: ("8-bit-optimizer", "cpu-offload-optimizer", "lora"),
-    Category.GRADIENTS: ("lora", "cpu-offload-weights"),
-    Category.PARAMETERS: ("lora", "cpu-offload-weights"),
-    Category.KV_CACHE: ("micro-batch",),
-    Category.INPUTS: ("micro-batch",),
-    Category.TEMPORARIES: ("micro-batch",),
-}
 
-
+@rule(30)
 def find(context: Context) -> list[Finding]:
     """The first allocation that the card cannot serve; `num_bytes` is what the peak lacks."""
     usable = context.usable_bytes
@@ -81,14 +71,12 @@ def stage_text(span: Span) -> str:
 
 
 def _remedies(context: Context) -> tuple[str, ...]:
-    """Those of the dominating category first; none that is in force already or that the mode has no use for."""
+    """Those of the dominating category first."""
     ledger = context.ledger
-    names: dict[str, None] = {}
+    problems = []
     for category, num_bytes in ledger.by_category().items():
         if num_bytes < MIN_SHARE * ledger.peak_bytes:
             continue
-        if category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP:
-            names |= dict.fromkeys(("fused-optimizer", "8-bit-optimizer"))
-        else:
-            names |= dict.fromkeys(_REMEDIES.get(category, ()))
-    return useful(context, names)
+        in_step = category is Category.TEMPORARIES and ledger.peak_stage.kind is PhaseKind.OPTIMIZER_STEP
+        problems.append("optimizer-step-temporaries" if in_step else category.value)
+    return would_help(context, *problems)

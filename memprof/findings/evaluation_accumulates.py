@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memprof.findings.calls import loops, made_in, module_name, moments
 from memprof.findings.evidence import file_and_line
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import Pile, called, holder_evidence, holder_of, pile_evidence, piles, until_full
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
@@ -18,6 +18,7 @@ WARNING_BYTES = 1 << 20
 _TRAINER = "transformers/trainer"
 
 
+@rule(60)
 def find(context: Context) -> list[Finding]:
     """One finding for each holder; `num_bytes` is the most that one loop has left on the card after its last call.
 

@@ -6,7 +6,7 @@ import bisect
 
 from memprof.findings.calls import loops, made_in, module_name, moments, training_times
 from memprof.findings.evidence import file_and_line, percent, plural
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import holder_evidence, holder_of, pile_evidence, piles
 from memprof.trace.events import NONE, Forward
 from memprof.units import format_bytes
@@ -18,6 +18,7 @@ WARNING_SHARE = 0.05
 """Of the peak: what is less is a note."""
 
 
+@rule(70)
 def find(context: Context) -> list[Finding]:
     """One finding for each module; `num_bytes` is the most that its calls kept at one moment, beyond their outputs.
 

@@ -9,15 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence
 from memprof.ledger.categories import Category
-from memprof.spec import Mode
+from memprof.remedy_catalog import REMEDIES, helping, in_force, why_not_together, why_useless
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source
 from memprof.units import format_bytes
 
 HALF_DTYPES = ("bfloat16", "float16")
-
-_TRAINING_ONLY = {
-    "chunked-loss", "activation-checkpointing", "8-bit-optimizer", "cpu-offload-optimizer", "fused-optimizer", "lora",
-}  # fmt: skip
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _INTEGERS = ("int64", "int32")
@@ -67,20 +63,19 @@ def module_pattern(trace: Trace, storage: Storage) -> str | None:
 # -- remedies -------------------------------------------------------------------------------------------------------
 
 
-def useful(context: Context, remedies: Iterable[str]) -> tuple[str, ...]:
-    """Those of `remedies` that can still change this run: not in force already, and of use in its mode."""
+def would_help(context: Context, *problems: str) -> tuple[str, ...]:
+    """Remedies against these (categories, findings), best first: not in force, and of use beside what is."""
     spec = context.spec
-    unfit: set[str] = set()
-    if spec is not None:
-        if spec.mode is Mode.INFERENCE:
-            unfit |= _TRAINING_ONLY
-        if spec.activation_checkpointing:
-            unfit.add("activation-checkpointing")
-        if spec.adapter is not None:
-            unfit.add("lora")
-        if spec.batch_size == 1:
-            unfit.add("micro-batch")
-    return tuple(name for name in remedies if name not in unfit)
+    on = {fix.partition("=")[0] for fix in context.fixes} & set(REMEDIES)
+    on |= set() if spec is None else set(in_force(spec))
+    helpful = dict.fromkeys(remedy.name for problem in problems for remedy in helping(problem))
+    return tuple(
+        name
+        for name in helpful
+        if name not in on
+        and not any(why_not_together(REMEDIES[name], other) for other in on)
+        and (spec is None or why_useless(REMEDIES[name], spec) is None)
+    )
 
 
 # -- evidence -------------------------------------------------------------------------------------------------------

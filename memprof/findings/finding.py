@@ -1,7 +1,8 @@
-"""What a rule finds, and what it may look at."""
+"""What a rule finds, what it may look at, and how it makes itself known."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -58,9 +59,10 @@ class Context:
     card: str = ""
     spec: TargetSpec | None = None
     """None when the trace is not of `memprof profile` (a script, a snapshot)."""
+    fixes: tuple[str, ...] = ()
+    """Remedies that were switched on in a script from outside: names, or NAME=VALUE."""
     vocab_size: int | None = None
     asked_vocab_size: int | None = None
-    num_parameters: int | None = None
     context_length: int | None = None
     max_positions: int | None = None
     lives: Lives = field(init=False, repr=False, compare=False)
@@ -70,9 +72,27 @@ class Context:
         """Follow the storages' lives; by the base class's way, for the dataclass is frozen."""
         object.__setattr__(self, "lives", Lives(self.ledger))
 
-    @property
-    def tokens(self) -> int | None:
-        """Tokens in one micro-batch."""
-        if self.spec is None or self.context_length is None:
-            return None
-        return self.spec.batch_size * self.context_length
+
+Rule = Callable[[Context], list[Finding]]
+
+RULES: dict[int, Rule] = {}
+"""All rules by their places: in this order they are asked."""
+
+
+def rule(place: int) -> Callable[[Rule], Rule]:
+    """Make a rule known.
+
+    Args:
+        place: among the rules; findings that are equally bad are told in this order.
+
+    Raises:
+        ValueError: another rule has the place.
+    """
+
+    def register(find: Rule) -> Rule:
+        if place in RULES:
+            raise ValueError(f"{RULES[place].__module__} has place {place} among the rules: {find.__module__}")
+        RULES[place] = find
+        return find
+
+    return register

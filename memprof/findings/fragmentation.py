@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from memprof.allocator import Needs, OnCard, SegmentLayout
 from memprof.findings.does_not_fit import stage_text
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, would_help
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import Trace
 from memprof.units import MIB, format_bytes
 
@@ -35,6 +35,7 @@ class _Pinned(NamedTuple):
     """The living tensors of one of them."""
 
 
+@rule(80)
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is what is free of the reserved memory: if the run would fit without it, when the card refuses a
     request; else when most is reserved (after the event that first reaches it).
@@ -57,7 +58,7 @@ def find(context: Context) -> list[Finding]:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
         saved = run.required_reserved_bytes - other.required_reserved_bytes
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
-            remedies = ("expandable-segments",)
+            remedies = would_help(context, "fragmentation")
         evidence.append(_evaluated(run, other))
     evidence += _pinned(ledger.trace, segments, owners)
     title = (

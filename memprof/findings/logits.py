@@ -13,10 +13,11 @@ from memprof.findings.evidence import (
     percent,
     plural,
     tensors_evidence,
-    useful,
     vocabulary,
+    would_help,
 )
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
@@ -30,6 +31,7 @@ _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear",
 _COPIES = {"aten.clone", "aten.copy", "aten.contiguous", "aten.constant_pad_nd", "aten.slice_copy"}
 
 
+@rule(100)
 def find(context: Context) -> list[Finding]:
     """One finding for all of them; `num_bytes` is their largest sum at one moment."""
     copies = logits_storages(context)
@@ -62,7 +64,7 @@ def find(context: Context) -> list[Finding]:
         num_bytes=at_peak.num_bytes,
     )
     lines = tensors_evidence(context, copies, most.event, lambda index: describe(trace, trace.storages[index]))
-    remedies = useful(context, ("chunked-loss", "vocabulary-cap", "micro-batch"))
+    remedies = would_help(context, Category.LOGITS_AND_LOSS)
     return [Finding("logits-explosion", Severity.WARNING, title, most.num_bytes, (*lines, summary), remedies)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.findings.evidence import file_and_line, plural
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     Pile,
     called,
@@ -30,6 +30,7 @@ MIN_STEPS = 3
 both steps they can."""
 
 
+@rule(50)
 def find(context: Context) -> list[Finding]:
     """One finding for each holder; `num_bytes` is what has piled up when the last step ends, beyond the first step.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import half_dtype, percent, plural, tensors_evidence
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.evidence import half_dtype, percent, plural, tensors_evidence, would_help
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
@@ -15,6 +15,7 @@ MIN_TEMPORARIES_SHARE = 0.05
 """Of the peak."""
 
 
+@rule(130)
 def find(context: Context) -> list[Finding]:
     """Float32 state of half-precision parameters, and temporaries of a step that decide the peak."""
     return _float32_state(context) + _step_temporaries(context)
@@ -44,7 +45,8 @@ def _float32_state(context: Context) -> list[Finding]:
         f"{format_bytes(extra)} more than in {half} ({percent(extra, ledger.peak_bytes)} of the peak)"
     )
     lines = tensors_evidence(context, state, most.event, lambda index: trace.owners[index].name)
-    return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, ("8-bit-optimizer",))]
+    remedies = would_help(context, "float32-optimizer-state")
+    return [Finding("float32-optimizer-state", Severity.NOTE, title, extra, lines, remedies)]
 
 
 def _step_temporaries(context: Context) -> list[Finding]:
@@ -72,5 +74,5 @@ def _step_temporaries(context: Context) -> list[Finding]:
         second = max(others, key=lambda stage: stage.peak_allocated_bytes)
         text = f"the next highest stage is {second.name} with {format_bytes(second.peak_allocated_bytes)}"
         lines.append(Evidence(text, num_bytes=second.peak_allocated_bytes))
-    remedies = ("fused-optimizer", "8-bit-optimizer")
+    remedies = would_help(context, "optimizer-step-temporaries")
     return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), remedies)]

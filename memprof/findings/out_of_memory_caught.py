@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import file_and_line, format_shape, plural, tensor_evidence
-from memprof.findings.finding import Context, Finding, Severity
+from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.ledger.caught import caught_errors
 from memprof.units import format_bytes
 
 
+@rule(40)
 def find(context: Context) -> list[Finding]:
     """All refused requests that the program went on without; `num_bytes` is the largest of them."""
     caught = caught_errors(context.ledger)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 from memprof.findings.evidence import format_shape, parameters, tensor_evidence
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 
 _POSITIONS = re.compile(r"(^|[._])(wpe|pos|embed_positions|position)", re.IGNORECASE)
 
 
+@rule(150)
 def find(context: Context) -> list[Finding]:
     """A warning, or an error where a table of learned positions is too short: there a real run ends."""
     length, most = context.context_length, context.max_positions

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from memprof.findings.evidence import file_and_line
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import Failure, FailureKind
 
 
+@rule(10)
 def find(context: Context) -> list[Finding]:
     """One finding if the run failed; its bytes are unknown, for what it would have gone on to take is."""
     failure = context.ledger.trace.failure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.findings.evidence import file_and_line, format_shape, percent
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.units import format_bytes
@@ -14,6 +14,7 @@ MIN_SHARE = 0.01
 MOST_SHOWN = 5
 
 
+@rule(160)
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is what is unattributed at the peak."""
     ledger = context.ledger

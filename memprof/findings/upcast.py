@@ -13,7 +13,7 @@ from memprof.findings.evidence import (
     tensors_evidence,
     vocabulary,
 )
-from memprof.findings.finding import Context, Finding, Severity
+from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import NONE, ModuleRole, Storage, Trace
 from memprof.units import GIB, format_bytes
@@ -23,6 +23,7 @@ MIN_SHARE = 0.05
 """Found when the copies of one line take at least one of the two at their most."""
 
 
+@rule(120)
 def find(context: Context) -> list[Finding]:
     """One finding for each source line; `num_bytes` is the largest sum of its copies at one moment.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import format_shape, percent, tensor_evidence, vocabulary_tables
-from memprof.findings.finding import Context, Evidence, Finding, Severity
+from memprof.findings.evidence import format_shape, percent, tensor_evidence, vocabulary_tables, would_help
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.logits import logits_storages
 from memprof.ledger.categories import Category
 from memprof.trace.events import Role
@@ -13,6 +13,7 @@ TOLERANCE = 128
 """Words: vocabularies are padded up to a multiple of this for the matrix units, and that is no fault."""
 
 
+@rule(140)
 def find(context: Context) -> list[Finding]:
     """One finding for embedding and head; `num_bytes` is what the words beyond those asked for take at the peak."""
     asked = context.asked_vocab_size
@@ -62,9 +63,8 @@ def find(context: Context) -> list[Finding]:
         for kind, num_bytes in extra.items()
         if num_bytes
     ]
-    return [
-        Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), ("vocabulary-cap",))
-    ]
+    remedies = would_help(context, "vocabulary-larger-than-asked")
+    return [Finding("vocabulary-larger-than-asked", Severity.WARNING, title, total, tuple(evidence), remedies)]
 
 
 def _beyond(num_bytes: int, rows: int, asked: int) -> int:

@@ -14,10 +14,10 @@ from memprof.findings.evidence import (
     plural,
     tensors_evidence,
     token_counts,
-    useful,
     vocabulary,
+    would_help,
 )
-from memprof.findings.finding import Context, Finding, Severity
+from memprof.findings.finding import Context, Finding, Severity, rule
 from memprof.units import GIB, format_bytes
 
 MIN_DIM = 256
@@ -31,6 +31,7 @@ MIN_SHARE = 0.05
 """It is found when it takes more than one of these two."""
 
 
+@rule(90)
 def find(context: Context) -> list[Finding]:
     """One finding for all such tensors; `num_bytes` is their largest sum at one moment."""
     matches = _matches(context)
@@ -58,7 +59,7 @@ def find(context: Context) -> list[Finding]:
         return f"{tokens} tokens x {format_shape((rows, columns))}"
 
     lines = tensors_evidence(context, matches, most.event, label)
-    remedies = useful(context, ("low-rank-npt", "micro-batch"))
+    remedies = would_help(context, "weight-delta-per-token")
     return [Finding("weight-delta-per-token", Severity.WARNING, title, most.num_bytes, lines, remedies)]
 
 

@@ -16,7 +16,7 @@ from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Document, build_document
 from memprof.trace.events import CPU, Trace
 
-_OF_THE_TARGET = ("spec", "vocab_size", "asked_vocab_size", "num_parameters", "context_length", "max_positions")
+_OF_THE_TARGET = ("spec", "vocab_size", "asked_vocab_size", "context_length", "max_positions")
 """What rules know of it."""
 
 
@@ -45,7 +45,9 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
     if not explained:
         return build_document(ledger, [], settings)
     known = {} if target is None else {name: getattr(target, name) for name in _OF_THE_TARGET}
-    context = Context(ledger=ledger, usable_bytes=device.usable_bytes, card=device.name, **known)
+    program = trace.facts.program
+    fixes = () if program is None else program.fixes
+    context = Context(ledger=ledger, usable_bytes=device.usable_bytes, card=device.name, fixes=fixes, **known)
     bridge = build_bridge(ledger)
     return build_document(ledger, find_all(context), settings, bridge)
 

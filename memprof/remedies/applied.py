@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,37 +12,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError, UsageError
-from memprof.remedy_catalog import check_conflicts, find_remedies, options_by_remedy
-
-_PACKAGE = __package__
-_INSTALLERS = {
-    "expandable-segments": "expandable_segments.install",
-    "device-placement": "device_placement.install",
-    "bfloat16": "precision.install",
-    "float16": "precision.install",
-    "amp-bfloat16": "autocast.install",
-    "amp-float16": "autocast.install",
-    "vocabulary-cap": "vocabulary.install",
-    "8-bit-weights": "quantized_weights.install_8_bit",
-    "4-bit-weights": "quantized_weights.install_4_bit",
-    "qlora": "quantized_weights.install_qlora",
-    "freeze": "trained.install_freeze",
-    "lora": "trained.install_lora",
-    "low-rank-npt": "npt.install_low_rank",
-    "sdpa-attention": "attention.install",
-    "chunked-loss": "chunked_loss.install",
-    "activation-checkpointing": "checkpointing.install",
-    "cpu-offload-activations": "offload_activations.install",
-    "cpu-offload-npt-delta": "npt.install_offload",
-    "cpu-offload-weights": "offload_weights.install",
-    "micro-batch": "micro_batch.install",
-    "streamed-batches": "streamed_batches.install",
-    "fused-optimizer": "fused_optimizer.install",
-    "cpu-offload-optimizer": "offload_optimizer.install",
-    "optimizer-in-backward": "backward_optimizer.install",
-    "8-bit-optimizer": "eight_bit.install",
-}
-"""Module and function of each remedy. Imported when it is wanted: each brings what it alone needs."""
+from memprof.remedy_catalog import check_conflicts, find_remedies, load, options_by_remedy
 
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
 """What is switched on in each model, oldest first."""
@@ -236,9 +205,7 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
     applied = Applied(model, [remedy.name for remedy in chosen], undoable)
     try:
         for remedy in chosen:
-            module, _, function = _INSTALLERS[remedy.name].partition(".")
-            install = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), function)
-            install(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
+            load(remedy.install)(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
     except BaseException:
         applied._roll_back()
         raise

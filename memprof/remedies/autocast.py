@@ -10,6 +10,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.optimizers import refuse_gradients
 
 
 def install(model: nn.Module, changes: Changes) -> None:
@@ -25,12 +26,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     if not parameters:
         raise UsageError(f"{changes.remedy} does not apply: the model has no parameters", value=type(model).__name__)
     halves = [parameter for parameter in parameters if parameter.dtype in (torch.float16, torch.bfloat16)]
-    if any(parameter.grad is not None for parameter in halves):
-        raise UsageError(
-            f"{changes.remedy} does not apply: there are gradients of another dtype",
-            value=type(model).__name__,
-            hint="call model.zero_grad() first",
-        )
+    refuse_gradients(halves, changes.remedy, type(model).__name__, "of another dtype")
     for parameter in halves:
         changes.set_data(parameter, parameter.detach().float())
     if halves:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.optimizers import make_optimizer, refuse_gradients, trained_parameters
 
 
 def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -20,15 +20,8 @@ def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.
     Raises:
         UsageError: nothing is trained, gradients exist already, or the factory makes no optimizer.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise UsageError("optimizer-in-backward does not apply: nothing is trained", value=type(model).__name__)
-    if any(parameter.grad is not None for parameter in parameters):
-        raise UsageError(
-            "optimizer-in-backward does not apply: there are gradients already",
-            value=type(model).__name__,
-            hint="call model.zero_grad() first",
-        )
+    parameters = trained_parameters(model, changes.remedy)
+    refuse_gradients(parameters, changes.remedy, type(model).__name__)
     optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
     handles: list[RemovableHandle] = []
 
@@ -80,19 +73,3 @@ class BackwardOptimizer:
         """Load what `state_dict` gave."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-
-
-def make_optimizer(factory: Any, parameters: list[nn.Parameter]) -> Optimizer:
-    """The optimizer that a user's function makes of `parameters`.
-
-    Raises:
-        UsageError: it makes none.
-    """
-    made = factory(parameters) if callable(factory) else None
-    if not isinstance(made, Optimizer):
-        raise UsageError(
-            "optimizer must make a torch optimizer from a list of parameters",
-            value=type(factory).__name__ if made is None else type(made).__name__,
-            hint="such as optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
-        )
-    return made

@@ -10,6 +10,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.optimizers import trained_parameters
 
 _MAKERS: dict[str, tuple[str, str]] = {
     "bitsandbytes": ("bitsandbytes.optim", "AdamW8bit"),
@@ -24,9 +25,7 @@ def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) 
     Raises:
         UsageError: neither package is installed, or nothing is trained.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise UsageError("8-bit-optimizer does not apply: nothing is trained", value=type(model).__name__)
+    parameters = trained_parameters(model, changes.remedy)
     package, make = _find()
     changes.result(make(parameters, lr=learning_rate))
     changes.note(f"AdamW8bit of {package} for {len(parameters)} parameters; step it in place of the optimizer")

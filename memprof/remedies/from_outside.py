@@ -16,19 +16,7 @@ from torch.optim import Optimizer
 from memprof.errors import UsageError
 from memprof.remedies.applied import apply
 from memprof.remedies.fixes import Fix, options_of, parse_fixes
-
-EXPANDABLE = "expandable-segments"
-FUSED = "fused-optimizer"
-FROM_OUTSIDE = (
-    "chunked-loss",
-    "activation-checkpointing",
-    EXPANDABLE,
-    FUSED,
-    "sdpa-attention",
-    "amp-bfloat16",
-    "cpu-offload-activations",
-)
-"""Remedies that can be, the cheaper ones first."""
+from memprof.remedy_catalog import Remedy, from_outside
 
 
 class Switch:
@@ -44,18 +32,16 @@ class Switch:
     def __init__(self, fixes: Sequence[str]) -> None:
         self._fixes: list[Fix] = parse_fixes(",".join(fixes)) if fixes else []
         for fix in self._fixes:
-            if fix.remedy.name not in FROM_OUTSIDE:
+            if fix.remedy.outside is None:
                 raise UsageError(
                     "this remedy cannot be switched on from outside a script",
                     value=fix.remedy.name,
                     hint="it changes parameters or the optimizer: write memprof.apply(model, ...) in the script; from "
-                    f"outside there are {', '.join(FROM_OUTSIDE)}",
+                    f"outside there are {', '.join(from_outside())}",
                 )
-        self.alloc_conf = (
-            "expandable_segments:True" if any(fix.remedy.name == EXPANDABLE for fix in self._fixes) else ""
-        )
+        self.alloc_conf = ",".join(fix.remedy.alloc_conf for fix in self._fixes if fix.remedy.alloc_conf)
         """What is to be added to the allocator's settings."""
-        self._in_models = [fix for fix in self._fixes if fix.remedy.name != EXPANDABLE]
+        self._in_models = [fix for fix in self._fixes if not fix.remedy.alloc_conf]
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.changes: list[str] = []
         """What was changed, in words."""
@@ -73,13 +59,14 @@ class Switch:
             return
         names = [fix.remedy.name for fix in self._in_models]
         options = options_of(self._in_models)
-        if FUSED in names:
-            options["optimizer"] = _optimizer_of(model, optimizers)
+        for remedy in (fix.remedy for fix in self._in_models):
+            if "optimizer" in remedy.options:
+                options["optimizer"] = _optimizer_of(model, optimizers, remedy)
         applied = apply(_within(model), names, undoable=False, **options)
         self.changes += map(str, applied.changes)
 
 
-def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer:
+def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer], remedy: Remedy) -> Optimizer:
     """The one that trains `model`.
 
     Raises:
@@ -90,7 +77,7 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             return optimizer
     raise UsageError(
-        "fused-optimizer does not apply: the model is called before it has an optimizer", value=type(model).__name__
+        f"{remedy.name} does not apply: the model is called before it has an optimizer", value=type(model).__name__
     )
 
 

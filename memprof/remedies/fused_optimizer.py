@@ -11,26 +11,7 @@ from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
-from memprof.remedies.backward_optimizer import make_optimizer
-
-DEFAULT_LEARNING_RATE = 1e-4
-
-
-def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    """What is made where the user says nothing."""
-    return torch.optim.AdamW(parameters, lr=DEFAULT_LEARNING_RATE)
-
-
-def trained_parameters(model: nn.Module, remedy: str) -> list[nn.Parameter]:
-    """What an optimizer over `model` is for.
-
-    Raises:
-        UsageError: nothing is trained.
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise UsageError(f"{remedy} does not apply: nothing is trained", value=type(model).__name__)
-    return parameters
+from memprof.remedies.optimizers import adamw, make_optimizer, trained_parameters
 
 
 def install(

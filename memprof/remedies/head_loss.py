@@ -24,7 +24,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Step:
+class LogitsStep:
     """One elementwise operation between the head and the loss, with a derivative that needs at most its own result.
 
     Args:
@@ -76,7 +76,7 @@ def row_losses(
     bias: torch.Tensor | None,
     target: torch.Tensor,
     *,
-    steps: Sequence[Step] = (),
+    steps: Sequence[LogitsStep] = (),
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     rows: Rows,
@@ -110,7 +110,7 @@ class _RowLosses(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         target: torch.Tensor,
-        steps: tuple[Step, ...],
+        steps: tuple[LogitsStep, ...],
         ignore_index: int,
         smoothing: float,
         rows: Rows,
@@ -189,7 +189,7 @@ def _logits_gradient(
     ctx: Any, x: torch.Tensor, target: torch.Tensor, normalizers: torch.Tensor, scale: torch.Tensor
 ) -> torch.Tensor:
     """The gradient of what the head gave for one chunk; takes over `x`."""
-    trail: list[tuple[Step, torch.Tensor | None, torch.dtype]] = []
+    trail: list[tuple[LogitsStep, torch.Tensor | None, torch.dtype]] = []
     for step in ctx.steps:
         before = x.dtype
         x = step.forward(x)
@@ -256,14 +256,14 @@ def _no_autocast() -> Iterator[None]:
         yield
 
 
-def _accumulation_dtype(dtype: torch.dtype, steps: Sequence[Step]) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype, steps: Sequence[LogitsStep]) -> torch.dtype:
     for step in steps:
         if step.kind == "cast":
             dtype = step.value
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _row_bytes(weight: torch.Tensor, steps: Sequence[Step], accumulate: torch.dtype) -> int:
+def _row_bytes(weight: torch.Tensor, steps: Sequence[LogitsStep], accumulate: torch.dtype) -> int:
     """Bytes that one row of logits takes at most: as the head gives it, after each step, and in the loss's dtype."""
     width, held = weight.element_size(), weight.element_size()
     for step in steps:

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from memprof.remedies.head_loss import Rows, Step, row_losses
+from memprof.remedies.head_loss import LogitsStep, Rows, row_losses
 
 _Tensor = torch.Tensor
 _META = torch.device("meta")
@@ -53,7 +53,7 @@ class LazyLogits(torch.Tensor):
     _weight: torch.Tensor
     _bias: torch.Tensor | None
     _policy: Policy
-    _steps: tuple[Step, ...]
+    _steps: tuple[LogitsStep, ...]
     _class_dim: int
     _whole: torch.Tensor | None
 
@@ -64,7 +64,7 @@ class LazyLogits(torch.Tensor):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         policy: Policy,
-        steps: tuple[Step, ...] = (),
+        steps: tuple[LogitsStep, ...] = (),
         class_dim: int = -1,
     ) -> LazyLogits:
         dtype = next((step.value for step in reversed(steps) if step.kind == "cast"), hidden.dtype)
@@ -111,7 +111,7 @@ class LazyLogits(torch.Tensor):
             self._whole = x if self._class_dim == -1 else x.transpose(1, 2)
         return self._whole
 
-    def _like(self, *, hidden: torch.Tensor | None = None, step: Step | None = None) -> LazyLogits:
+    def _like(self, *, hidden: torch.Tensor | None = None, step: LogitsStep | None = None) -> LazyLogits:
         steps = self._steps if step is None else (*self._steps, step)
         hidden = self._hidden if hidden is None else hidden
         return LazyLogits(hidden, self._weight, self._bias, self._policy, steps, self._class_dim)
@@ -257,7 +257,7 @@ def _cast(dtype: torch.dtype) -> Callable[..., Any]:
 def _to_dtype(self: LazyLogits, dtype: torch.dtype) -> Any:
     if _started(self) or not dtype.is_floating_point:
         return NotImplemented
-    return self if dtype == self.dtype else self._like(step=Step("cast", dtype))
+    return self if dtype == self.dtype else self._like(step=LogitsStep("cast", dtype))
 
 
 def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ def _arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> C
             return NotImplemented
         if isinstance(value, _Tensor):
             value = value.detach()
-        other = self._like(step=Step(kind, -value if negate else value))
+        other = self._like(step=LogitsStep(kind, -value if negate else value))
         return self._become(other) if in_place else other
 
     return operate
@@ -307,7 +307,7 @@ def _tanh(in_place: bool) -> Callable[..., Any]:
     def operate(self: LazyLogits) -> Any:
         if _started(self):
             return NotImplemented
-        other = self._like(step=Step("tanh"))
+        other = self._like(step=LogitsStep("tanh"))
         return self._become(other) if in_place else other
 
     return operate

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
-from memprof.remedies.backward_optimizer import make_optimizer
-from memprof.remedies.fused_optimizer import adamw, trained_parameters
+from memprof.remedies.optimizers import adamw, make_optimizer, refuse_gradients, trained_parameters
 
 
 def install(
@@ -35,12 +34,7 @@ def install(
     parameters = trained_parameters(model, changes.remedy)
     made = HostOptimizer(parameters, optimizer)
     if offload_gradients:
-        if any(parameter.grad is not None for parameter in parameters):
-            raise UsageError(
-                "cpu-offload-optimizer does not apply: there are gradients already",
-                value="offload_gradients=True",
-                hint="call model.zero_grad() first",
-            )
+        refuse_gradients(parameters, changes.remedy, "offload_gradients=True")
         for parameter in parameters:
             changes.on_undo(parameter.register_post_accumulate_grad_hook(made.take_gradient).remove)
     num_bytes = sum(twin.numel() * twin.element_size() for twin in made.twins)

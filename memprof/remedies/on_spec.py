@@ -14,10 +14,6 @@ from memprof.remedies.layers import find_layers
 from memprof.remedy_catalog import REMEDIES
 from memprof.spec import TargetSpec
 
-MAKE_OPTIMIZERS = ("optimizer-in-backward", "cpu-offload-optimizer", "8-bit-optimizer")
-"""Remedies whose result is the optimizer of the run."""
-_TAKE_FACTORIES = ("optimizer-in-backward", "cpu-offload-optimizer")
-
 
 def switch_on(
     model: nn.Module,
@@ -36,25 +32,26 @@ def switch_on(
     fixes = [Fix(REMEDIES[name], value if equals else None) for name, equals, value in map(_split, spec.fixes)]
     names = [fix.remedy.name for fix in fixes]
     options = options_of(fixes)
-    if any(name in names for name in _TAKE_FACTORIES):
+    if any("optimizer" in fix.remedy.options for fix in fixes):
         options["optimizer"] = make_optimizer
-    if "cpu-offload-weights" in names:
+    first = next((fix.remedy.name for fix in fixes if fix.remedy.makes_room_first), None)
+    if first is not None:
         # Before the move: the layers are never on the card as a whole.
         applied = apply(model, names, undoable=False, **options)
-        _move_but_layers(model, device)
+        _move_but_layers(model, device, first)
     else:
         model.to(device)
         applied = apply(model, names, undoable=False, **options)
-    return next((applied.results[name] for name in MAKE_OPTIMIZERS if name in applied.results), None)
+    return next((result for result in applied.results.values() if hasattr(result, "param_groups")), None)
 
 
 def _split(fix: str) -> tuple[str, str, str]:
     return fix.partition("=")
 
 
-def _move_but_layers(model: nn.Module, device: str) -> None:
+def _move_but_layers(model: nn.Module, device: str, remedy: str) -> None:
     """Everything to `device` except the layers' parameters."""
-    layers = [layer for _, layer in find_layers(model, "cpu-offload-weights")]
+    layers = [layer for _, layer in find_layers(model, remedy)]
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:

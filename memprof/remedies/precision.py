@@ -9,6 +9,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedies.optimizers import refuse_gradients
 
 
 def install(model: nn.Module, changes: Changes) -> None:
@@ -33,12 +34,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     ]
     if not chosen:
         raise UsageError(f"{changes.remedy} is already on", value=f"every parameter is {changes.remedy}")
-    if any(parameter.grad is not None for parameter in chosen):
-        raise UsageError(
-            f"{changes.remedy} does not apply: there are gradients of another dtype",
-            value=type(model).__name__,
-            hint="call model.zero_grad() first",
-        )
+    refuse_gradients(chosen, changes.remedy, type(model).__name__, "of another dtype")
     before = ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in chosen}))
     for parameter in chosen:
         changes.set_data(parameter, parameter.detach().to(dtype))

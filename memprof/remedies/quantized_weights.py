@@ -14,6 +14,7 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.chunked_loss import find_head
+from memprof.remedies.optimizers import refuse_gradients
 from memprof.remedies.trained import DEFAULT_RANK, install_lora
 
 OUTLIER_THRESHOLD = 6.0
@@ -103,11 +104,8 @@ def _replace(
             f"{changes.remedy} does not apply: no linear layer beside the head", value=type(model).__name__,
             hint="quantized layers are not quantized again",
         )  # fmt: skip
-    if any(parameter.grad is not None for *_, module in chosen for parameter in module.parameters()):
-        raise UsageError(
-            f"{changes.remedy} does not apply: there are gradients of layers that would be frozen",
-            value=type(model).__name__, hint="call model.zero_grad() first",
-        )  # fmt: skip
+    would_freeze = [parameter for *_, module in chosen for parameter in module.parameters()]
+    refuse_gradients(would_freeze, changes.remedy, type(model).__name__, "of layers that would be frozen")
     before = after = 0
     for parent, name, module in chosen:
         weight: Any = module.weight

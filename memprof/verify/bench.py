@@ -11,7 +11,7 @@ import copy
 import functools
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from memprof.errors import UsageError
 from memprof.remedies.applied import apply
 from memprof.remedies.micro_batch import MicroBatches
 from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, find_remedies
-from memprof.report.documents.verification import Deviation, Peak, Verification
+from memprof.report.documents.verification import Deviation, RemedyPeak, Verification
 from memprof.verify.optimizer_table import optimizer_rows
 from memprof.verify.peaks import adamw, measured_peak, simulated_peak, train
-from memprof.verify.precision_table import PRECISIONS, QUANTIZED, precision_rows, quantized_row
+from memprof.verify.precision_table import precision_rows, quantized_row
 from memprof.verify.reference import float64_throughout
 from memprof.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
 from memprof.workload.step import quiet_transformers
@@ -39,26 +39,24 @@ _LEARNING_RATE, _MOMENTUM, _STEPS = 0.1, 0.9, 3
 _CAP = 100
 """Tokens that vocabulary-cap leaves; no id of a batch is above."""
 
-_TRIED: dict[str, dict[str, Any]] = {
-    "chunked-loss": {"chunk_size": 7},
-    "vocabulary-cap": {"vocab_size": _CAP},
-    "cpu-offload-activations": {"min_bytes": 0},
-    "lora": {"lora_rank": 4},
-    "streamed-batches": {"dataset": range(2)},
-    "qlora": {"lora_rank": 4},
+_TRIED: dict[str, Any] = {
+    "chunk_size": 7,
+    "vocab_size": _CAP,
+    "min_bytes": 0,
+    "lora_rank": 4,
+    "dataset": range(2),
+    "frozen": "*embed*",
 }
 """The options that remedies are verified with. Seven divides no number of tokens here."""
-_TRIED_ON: dict[tuple[str, str], dict[str, Any]] = {
-    ("freeze", "gpt2"): {"frozen": "*wte*,*h.0.*"},
-    ("lora", "handwritten"): {"lora_targets": "all-linear"},
-    ("qlora", "handwritten"): {"lora_targets": "qkv,out"},
+_TRIED_ON: dict[str, dict[str, Any]] = {
+    "gpt2": {"frozen": "*wte*,*h.0.*"},
+    "handwritten": {"lora_targets": "qkv,out"},
 }
 """The same for one model."""
 
 
-def _options(remedy: str, model: str, general: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    frozen = {"frozen": "*embed*"} if remedy == "freeze" else {}
-    return {**frozen, **general.get(remedy, {}), **_TRIED_ON.get((remedy, model), {})}
+def _options(remedy: Remedy, model: str, general: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in {**general, **_TRIED_ON.get(model, {})}.items() if name in remedy.options}
 
 
 def verify(
@@ -89,32 +87,32 @@ def _verify(
         originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
         for remedy in chosen:
             progress(f"{remedy.name} on {specimen.name}")
-            if remedy.numerics is Numerics.APPROXIMATE or not (models or specimen.is_for(remedy.name)):
+            if remedy.numerics is Numerics.APPROXIMATE or not (models or specimen.is_for(remedy)):
                 continue
             try:
                 found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
             except UsageError as error:
                 found.skipped[remedy.name, specimen.name] = f"{error.problem} ({error.value})"
-    if any(remedy.name.removeprefix("amp-") in PRECISIONS for remedy in chosen):
+    if any(remedy.bench == "precision" for remedy in chosen):
         for specimen in specimens:
-            if not models and specimen.remedies:
+            if not models and specimen.kind:
                 continue
             progress(f"precision on {specimen.name}")
             found.precisions += precision_rows(specimen)
     large = specimens[0] if models else SPECIMENS["llama"]
     for remedy in chosen:
-        if remedy.name in QUANTIZED:
+        if remedy.bench == "quantized weights":
             progress(f"{remedy.name} on {large.name}")
             try:
                 found.precisions.append(quantized_row(large, remedy.name))
             except UsageError as error:
                 found.skipped[remedy.name, large.name] = f"{error.problem} ({error.value})"
-    if any(remedy.name == "8-bit-optimizer" for remedy in chosen):
-        progress("steps of the 8-bit optimizer")
-        try:
-            found.optimizers += optimizer_rows(large)
-        except UsageError as error:
-            found.skipped["8-bit-optimizer", large.name] = f"{error.problem} ({error.value})"
+        if remedy.bench == "optimizer":
+            progress("steps of the 8-bit optimizer")
+            try:
+                found.optimizers += optimizer_rows(large, remedy.name)
+            except UsageError as error:
+                found.skipped[remedy.name, large.name] = f"{error.problem} ({error.value})"
     _add_peaks(found, chosen, specimens[0] if models else None, progress)
     return found
 
@@ -150,11 +148,11 @@ def _deviations(
 ) -> list[Deviation]:
     """The worst rows of one remedy on one model: loss, gradients and parameters."""
     # Capped, the original is another model: its head's first rows.
-    cap = _CAP if remedy.name == "vocabulary-cap" else None
+    cap = _CAP if "vocab_size" in remedy.options else None
     worst: dict[str, Deviation] = {}
     for seed in range(seeds):
         for case in specimen.cases:
-            if remedy.name == "optimizer-in-backward" and case == "accumulation":
+            if case == "accumulation" and not remedy.accumulates:
                 continue  # it is what this remedy gives up
             steps = batches(specimen, case, seed)
             model = _build(specimen, seed)
@@ -170,9 +168,7 @@ def _deviations(
                 if cap is None:
                     originals[key] = pair
             exact, original = pair if cap is not None else originals[key]
-            options = _options(remedy.name, specimen.name, _TRIED)
-            if "optimizer" in remedy.options:
-                options["optimizer"] = _sgd
+            options = _options(remedy, specimen.name, {**_TRIED, "optimizer": _sgd})
             applied = apply(model, remedy.name, **options)
             fixed = _run(model, steps, result=applied.results.get(remedy.name))
             for row in _compare(remedy.name, specimen.name, f"{case}, seed {seed}", exact, original, fixed):
@@ -275,6 +271,14 @@ def _deviation(
 # -- peaks -------------------------------------------------------------------------------------------------------------
 
 
+_PEAK_OPTIONS = {
+    **{name: value for name, value in _TRIED.items() if name != "min_bytes"},
+    "chunk_size": 128,
+    "vocab_size": 4000,
+    "optimizer": adamw,
+}
+
+
 def _add_peaks(
     found: Verification, chosen: Sequence[Remedy], named: Specimen | None, progress: Callable[[str], None]
 ) -> None:
@@ -283,9 +287,7 @@ def _add_peaks(
     def both(specimen: Specimen, rows: int, reserved: bool, remedy: Remedy | None) -> _Both:
         options = {}
         if remedy is not None:
-            options = _options(remedy.name, specimen.name, _PEAK_OPTIONS)
-            if "optimizer" in remedy.options:
-                options["optimizer"] = adamw
+            options = _options(remedy, specimen.name, _PEAK_OPTIONS)
         program = functools.partial(train, specimen, remedy, options, rows)
         name = "of the original" if remedy is None else f"with {remedy.name}"
         progress(f"simulating the peak {name}")
@@ -307,8 +309,8 @@ def _add_peaks(
     for remedy in chosen:
         if not set(remedy.saves) - {"host memory"}:  # nothing on the card
             continue
-        specimen = named or next((s for s in SPECIMENS.values() if remedy.name in s.remedies), SPECIMENS["llama"])
-        rows = 2 if remedy.name == "micro-batch" else 1
+        specimen = named or SPECIMENS[remedy.for_models or "llama"]
+        rows = 2 if "micro_batch_size" in remedy.options else 1
         reserved = remedy.saves == ("fragmentation",)
         key = (specimen.name, rows, reserved)
         if key not in originals:
@@ -322,16 +324,8 @@ def _add_peaks(
         batch = f"{rows} rows of " if rows > 1 else ""
         workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
         workload += ", reserved" if reserved else ""
-        found.peaks.append(Peak(remedy.name, workload, original, fixed, device, measured, measured_fixed, reason))
+        found.peaks.append(RemedyPeak(remedy.name, workload, original, fixed, device, measured, measured_fixed, reason))
 
 
 _Both = tuple[int, int | None, str]
 """Simulated and measured bytes, and why it was not measured."""
-
-
-_PEAK_OPTIONS: dict[str, dict[str, Any]] = {
-    **_TRIED,
-    "chunked-loss": {"chunk_size": 128},
-    "cpu-offload-activations": {},
-    "vocabulary-cap": {"vocab_size": 4000},
-}

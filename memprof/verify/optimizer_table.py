@@ -18,8 +18,9 @@ from memprof.verify.specimens import Specimen, batches
 
 STEPS = 3
 LEARNING_RATE = 1e-3
-FLOAT32, BFLOAT16, EIGHT_BIT = "float32 AdamW", "bfloat16 AdamW", "8-bit-optimizer"
-_BOUNDS: dict[str, float | None] = {FLOAT32: 0.05, BFLOAT16: None, EIGHT_BIT: 1.0}
+FLOAT32, BFLOAT16 = "float32 AdamW", "bfloat16 AdamW"
+_BOUNDS: dict[str, float | None] = {FLOAT32: 0.05, BFLOAT16: None}
+_EIGHT_BIT_BOUND = 1.0
 """What the deviation may be, as a share of the way that the parameters go.
 
 Float32: AdamW divides a gradient by its own size, so that where a gradient is nothing but rounding the step is too.
@@ -29,8 +30,8 @@ epsilon. `largest` shows that. Bfloat16 has no bound: it is there to compare wit
 """
 
 
-def optimizer_rows(specimen: Specimen) -> list[OptimizerRow]:
-    """Float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `apply` finds.
+def optimizer_rows(specimen: Specimen, remedy: str) -> list[OptimizerRow]:
+    """Float32 AdamW, AdamW with bfloat16 weights and states, and the 8-bit optimizer that `remedy` brings.
 
     All start from weights that bfloat16 has, so that no deviation was there before the first step. The model is the
     large one: these optimizers quantize no tensor below 4,096 numbers.
@@ -43,7 +44,7 @@ def optimizer_rows(specimen: Specimen) -> list[OptimizerRow]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
-    eight_bit = _run(copy.deepcopy(model), specimen, _eight_bit)
+    eight_bit = _run(copy.deepcopy(model), specimen, lambda m: _of_remedy(m, remedy))
     with float64_throughout():
         exact = _run(copy.deepcopy(model).double(), specimen, _adamw)
     begin = [parameter.detach().double() for parameter in model.parameters()]
@@ -52,7 +53,7 @@ def optimizer_rows(specimen: Specimen) -> list[OptimizerRow]:
     for name, (parameters, loss, state_bytes) in (
         (FLOAT32, _run(copy.deepcopy(model), specimen, _adamw)),
         (BFLOAT16, _run(copy.deepcopy(model).to(torch.bfloat16), specimen, _adamw)),
-        (EIGHT_BIT, eight_bit),
+        (remedy, eight_bit),
     ):
         apart = [p - e for p, e in zip(parameters, exact[0], strict=True)]
         rows.append(
@@ -64,7 +65,7 @@ def optimizer_rows(specimen: Specimen) -> list[OptimizerRow]:
                 max(float(part.abs().max()) for part in apart) / LEARNING_RATE,
                 abs(loss - exact[1]),
                 state_bytes,
-                _BOUNDS[name],
+                _BOUNDS.get(name, _EIGHT_BIT_BOUND),
             )
         )
     return rows
@@ -74,8 +75,8 @@ def _adamw(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
 
 
-def _eight_bit(model: nn.Module) -> Any:
-    return apply(model, EIGHT_BIT, undoable=False, learning_rate=LEARNING_RATE).results[EIGHT_BIT]
+def _of_remedy(model: nn.Module, remedy: str) -> Any:
+    return apply(model, remedy, undoable=False, learning_rate=LEARNING_RATE).results[remedy]
 
 
 def _run(

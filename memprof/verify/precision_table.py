@@ -23,8 +23,6 @@ _ROUNDINGS = 12
 """Results that a transformer layer rounds one after another, about: two norms, four products, attention, two sums."""
 _AMPLIFICATION = 4
 _INT8_LARGEST = 127
-QUANTIZED = ("8-bit-weights", "4-bit-weights")
-"""Remedies whose kernels bitsandbytes has for the CPU too: what is measured is the library's own."""
 
 
 def precision_rows(specimen: Specimen) -> list[Precision]:
@@ -73,9 +71,10 @@ def _compared(
 
 
 def quantized_row(specimen: Specimen, remedy: str) -> Precision:
-    """The row of a remedy of QUANTIZED, on the large model, against float64 throughout.
+    """The row of a remedy that quantizes weights, on the large model, against float64 throughout.
 
-    bitsandbytes' packed kernels for the CPU take rows of whole blocks, which the smaller models have not.
+    What is measured is the library's own: bitsandbytes' packed kernels for the CPU, which take rows of whole blocks.
+    The smaller models have none.
 
     Raises:
         UsageError: the library is not installed.

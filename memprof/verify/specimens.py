@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from memprof.errors import UsageError
+from memprof.remedy_catalog import Remedy
 from memprof.spec import TargetSpec
 
 VOCAB = 131
@@ -30,7 +31,7 @@ class Specimen:
         cases: the kinds of batches that it takes; see `batches`.
         tokens: of a sequence.
         peak_tokens: of the sequence in the step whose peak is simulated and measured.
-        remedies: it is for these alone; empty: for all that are for no other.
+        kind: it is for remedies for such models alone (`Remedy.for_models`); empty: for all that are for no kind.
     """
 
     name: str
@@ -40,11 +41,11 @@ class Specimen:
     cases: tuple[str, ...]
     tokens: int = TOKENS
     peak_tokens: int = 512
-    remedies: tuple[str, ...] = ()
+    kind: str = ""
 
-    def is_for(self, remedy: str) -> bool:
+    def is_for(self, remedy: Remedy) -> bool:
         """Whether `remedy` is verified on it where no model is named."""
-        return remedy in self.remedies or not (self.remedies or remedy in _NPT_REMEDIES)
+        return self.kind == remedy.for_models
 
 
 class Handwritten(nn.Module):
@@ -97,7 +98,6 @@ class _Block(nn.Module):
         return x + mlp
 
 
-_NPT_REMEDIES = ("low-rank-npt", "cpu-offload-npt-delta")
 _ALL_CASES = ("plain", "ignored labels", "padding", "accumulation", "all ignored")
 _OWN_CASES = ("plain", "ignored labels", "all ignored")
 
@@ -169,7 +169,7 @@ SPECIMENS = {
     "llama": Specimen("llama", _llama, lambda: _llama(**_LARGE), VOCAB, _ALL_CASES),
     "gemma2": Specimen("gemma2", _gemma2, lambda: _gemma2(**_LARGE, head_dim=32), VOCAB, _ALL_CASES),
     "handwritten": Specimen("handwritten", Handwritten, lambda: Handwritten(8000, 128, 4, 1024), VOCAB, _OWN_CASES),
-    "npt": Specimen("npt", _npt, lambda: _npt(**_LARGE), VOCAB, _ALL_CASES, peak_tokens=256, remedies=_NPT_REMEDIES),
+    "npt": Specimen("npt", _npt, lambda: _npt(**_LARGE), VOCAB, _ALL_CASES, peak_tokens=256, kind="npt"),
 }
 """A tied head; a head of its own; a tied head under a soft cap; a head with a bias in a model that returns tuples;
 and a frozen model with NPT components whose weight delta is dense."""

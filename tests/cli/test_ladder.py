@@ -31,6 +31,17 @@ def test_fix_gives_the_report_of_the_fixed_run(memprof):
     assert 0 < after["cost"]["extra_operations"] < before["cost"]["operations"]
 
 
+@pytest.mark.parametrize("on", [(), ("--fix", "chunked-loss=2048"), ("--activation-checkpointing",)])
+def test_what_is_on_is_not_recommended(memprof, on):
+    # A chunk of all tokens: the logits stay what they were.
+    report = run(memprof, *on, vram="3GiB").json
+    (finding,) = [finding for finding in report["findings"] if finding["id"] == "does-not-fit"]
+    assert ("chunked-loss" in finding["remedies"]) is ("--fix" not in on)
+    assert "micro-batch" in finding["remedies"]
+    if "--activation-checkpointing" in on:
+        assert "activation-checkpointing" not in finding["remedies"]
+
+
 def test_ladder_of_named_fixes_has_a_row_each(memprof):
     result = run(memprof, "--fix", "activation-checkpointing,chunked-loss", "--ladder", vram="40GiB")
     rungs = result.json["ladder"]

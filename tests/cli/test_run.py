@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from memprof.remedies import from_outside
+from memprof.flows.ladder import scripts
 from tests.processes import Done, python
 
 TRAIN = """
@@ -533,6 +533,17 @@ def test_fixes_from_outside(memprof, script):
     assert after["allocator"]["alloc_conf"] == "expandable_segments:True"
 
 
+def test_what_is_on_is_not_recommended(memprof, script):
+    # A chunk of all tokens: the logits stay what they were.
+    name = script(FIXABLE)
+    options = ("run", "--json", "--beyond", "--gpu-vram", "1.2")
+    before, after = memprof(*options, name).json, memprof(*options, "--fix", "chunked-loss=4096", name).json
+    for document, recommended in ((before, True), (after, False)):
+        (finding,) = [finding for finding in document["findings"] if finding["id"] == "does-not-fit"]
+        assert ("chunked-loss" in finding["remedies"]) is recommended
+        assert "vocabulary-cap" in finding["remedies"]
+
+
 LAYERS = """
 import torch
 from torch import nn
@@ -561,7 +572,7 @@ for _ in range(3):
 
 def test_a_ladder_of_runs(memprof, script, monkeypatch):
     # Each remedy is a process of its own: two are enough to see a ladder.
-    monkeypatch.setattr(from_outside, "FROM_OUTSIDE", ("chunked-loss", "activation-checkpointing"))
+    monkeypatch.setattr(scripts, "from_outside", lambda: ["chunked-loss", "activation-checkpointing"])
     ran = memprof("run", "--json", "--ladder", "--gpu-vram", "1.3", script(LAYERS))
     first, second, *_ = ran.json["ladder"]
     assert first["fits"] is False and second["fits"] is True and ran.exit_code == 3

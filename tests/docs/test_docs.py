@@ -89,6 +89,12 @@ def test_command_line_reference_is_current():
     assert generate.CLI_PAGE.read_text(encoding="utf-8") == wanted, "docs/cli.md is out of date: run `make docs`"
 
 
+def test_the_tables_of_remedies_are_current():
+    text = _generate().REMEDIES_PAGE.read_text(encoding="utf-8")
+    assert text == _generate().with_table(text), "docs/remedies.md is out of date: run `make docs`"
+    assert "| `chunked-loss` |" in text and "| `chunk_size` | `chunked-loss` |" in text
+
+
 def test_reference_notices_a_new_option():
     def other(renamed: bool = False) -> None:
         """A command."""

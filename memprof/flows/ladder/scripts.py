@@ -17,16 +17,17 @@ from pathlib import Path
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
-from memprof.flows.ladder.climb import Runs, climb
+from memprof.flows.ladder.climb import climb
+from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
 from memprof.remedies.fixes import Fix
+from memprof.remedy_catalog import REMEDIES, Numerics, from_outside
 from memprof.report.documents.report import Document
 from memprof.script import Program, StopRule
 from memprof.trace.events import Trace
 from memprof.trace.io import load_trace
 
 _SAID = "memprof: "
-EXPANDABLE = "expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,13 @@ class ScriptRuns(Runs):
     def on_now(self) -> frozenset[str]:
         """What the settings say; what the script has switched on itself is found out by trying."""
         settings = self.original.document.allocator.alloc_conf or ""
-        return frozenset({"expandable-segments"} if EXPANDABLE in settings else ())
+        return frozenset(
+            name for name, remedy in REMEDIES.items() if remedy.alloc_conf and remedy.alloc_conf in settings
+        )
 
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
         settings = self.original.document.allocator.alloc_conf
-        return ",".join(filter(None, (settings, EXPANDABLE)))
+        return ",".join(filter(None, (settings, *(fix.remedy.alloc_conf for fix in fixes))))
 
     def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
         trace = super()._retold(trace, fixes)
@@ -135,29 +138,22 @@ def _failure(code: int, said: str, fixes: Sequence[Fix]) -> MemprofError:
 
 
 def script_ladder(request: Request, progress: Callable[[str], None]) -> tuple[Trace, Document]:
-    """The script as it is, and a ladder of remedies: see `ladder.climb`.
+    """The script as it is, and a ladder of remedies: see `climb`.
 
     Raises:
         MemprofError: the script fails as it is.
     """
-    names = _from_outside()
+    names = from_outside()
     return climb(ScriptRuns(request, names, progress), names)
 
 
 def script_search(request: Request, progress: Callable[[str], None]) -> tuple[Trace, Document]:
-    """The script with the cheapest set of remedies that fits the card: see `ladder_search.search`.
+    """The script with the cheapest set of remedies that fits the card: see `search`.
 
     Raises:
         MemprofError: the script fails as it is.
     """
-    names = _from_outside()
-    exact = tuple(name for name in names if not name.startswith("amp-"))
+    names = from_outside()
+    exact = [name for name in names if REMEDIES[name].numerics is Numerics.EXACT]
     tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
     return search(ScriptRuns(request, names, progress), tiers)
-
-
-def _from_outside() -> Sequence[str]:
-    # Here and not above: --help needs no torch.
-    from memprof.remedies.from_outside import FROM_OUTSIDE
-
-    return FROM_OUTSIDE

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.flows.ladder.climb import Run, Runs, next_step, why, with_ladder
+from memprof.flows.ladder.climb import next_step, why
+from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedy_catalog import REMEDIES, tiers
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
@@ -15,25 +16,8 @@ from memprof.units import format_bytes
 CHEAPER = 0.005
 """A set is cheaper than another if its step takes less time by this share."""
 
-_EXACT = (
-    "device-placement", "low-rank-npt", "sdpa-attention", "expandable-segments", "chunked-loss",
-    "optimizer-in-backward", "fused-optimizer", "micro-batch", "activation-checkpointing", "cpu-offload-activations",
-)  # fmt: skip
-_TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("the same numbers", _EXACT),
-    ("the same numbers, the optimizer on the CPU", (*_EXACT[:5], *_EXACT[7:], "cpu-offload-optimizer")),
-    (
-        "the same numbers but for the optimizer's states",
-        (*(name for name in _EXACT if name not in ("optimizer-in-backward", "fused-optimizer")), "8-bit-optimizer"),
-    ),
-    ("the same numbers, weights streamed from host memory", (*_EXACT[:5], "micro-batch", "cpu-offload-weights")),
-    ("an adapter on the frozen model", (*_EXACT[:5], *_EXACT[7:], "lora")),
-    ("an adapter on the frozen model in 4 bits", (*_EXACT[:5], *_EXACT[7:], "qlora")),
-)
-"""Sets of remedies, what is given up in words; the first that fits when all of it is on is searched."""
 
-
-def search(runs: Runs, tiers: Sequence[tuple[str, Sequence[str]]] = _TIERS) -> tuple[Trace, Document]:
+def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Document]:
     """The run with the cheapest set of remedies that was found to fit the card, and how.
 
     Of the first kind of set that fits with all of it on, remedies are taken one by one against what is in the way,
@@ -46,9 +30,9 @@ def search(runs: Runs, tiers: Sequence[tuple[str, Sequence[str]]] = _TIERS) -> t
     if runs.original.fits:
         return with_ladder(runs, (), "it fits as it is: nothing is to be changed")
     not_applied: dict[str, str] = {}
-    least: tuple[Run, list[Fix]] | None = None
-    for given_up, names in tiers:
-        left = [name for name in names if name in REMEDIES and name not in runs.on_now()]
+    least: tuple[LadderRun, list[Fix]] | None = None
+    for given_up, names in tiers() if sets is None else sets:
+        left = [name for name in names if name not in runs.on_now()]
         everything, run = _all_of(runs, left, not_applied)
         if run is None:
             continue
@@ -121,7 +105,7 @@ def _price(runs: Runs, fix: Fix, fixes: list[Fix]) -> float:
         return 0.0
 
 
-def _answers(runs: Runs, fixes: list[Fix]) -> Run | None:
+def _answers(runs: Runs, fixes: list[Fix]) -> LadderRun | None:
     """The run with these, if it is an answer; None if it is none, or they do not apply together."""
     try:
         run = runs.with_fixes(fixes)
@@ -151,7 +135,7 @@ def _that_apply(runs: Runs, steps: Sequence[Sequence[Fix]]) -> list[Sequence[Fix
     return [*kept, *steps[-1:]]
 
 
-def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], Run | None]:
+def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tuple[list[Fix], LadderRun | None]:
     """As many of `names` as apply together, and the run with them."""
     fixes: list[Fix] = []
     for name in names:

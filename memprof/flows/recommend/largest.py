@@ -10,8 +10,9 @@ from memprof.errors import MemprofError
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import snippet
 from memprof.flows.recommend.bisection import find_limit
-from memprof.flows.recommend.plans import Goal, Plan, base_spec, eight_bit_optimizer, half_of
+from memprof.flows.recommend.plans import Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import SimulatedRun, Simulator
+from memprof.remedies.spec_edits import installed_eight_bit_optimizer
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
 from memprof.version import __version__
@@ -52,7 +53,7 @@ def tasks(gpu: Gpu) -> list[Task]:
         Task("QLoRA", Plan(Goal.QLORA, "nf4", half, "adamw").leanest(), 0.5, 1.1),
         Task(f"LoRA, {half}", Plan(Goal.LORA, "half", half, "adamw").leanest(), 2.0, 2.3),
     ]
-    eight = eight_bit_optimizer()
+    eight = installed_eight_bit_optimizer()
     if eight is not None and half == "bfloat16":
         lean = Plan(Goal.FULL, "half", half, eight).leanest()
         found.append(Task(f"full, {half}, 8-bit AdamW", lean, 6.0, 6.4))

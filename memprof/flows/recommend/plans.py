@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from memprof.catalog import Gpu
 from memprof.errors import UsageError
+from memprof.remedies.spec_edits import installed_eight_bit_optimizer
 from memprof.spec import Mode, TargetSpec
+
+# The remedies that are dimensions of the search; a plan has a field for each.
+CHUNKED_LOSS = "chunked-loss"
+CHECKPOINTING = "activation-checkpointing"
+OFFLOADED_ACTIVATIONS = "cpu-offload-activations"
+CPU_OPTIMIZER = "cpu-offload-optimizer"
 
 
 class Goal(StrEnum):
@@ -71,15 +77,15 @@ class Plan:
             changes |= {"optimizer": "adamw", "optimizer_impl": "fused"}
         elif self.optimizer == "adamw-cpu":
             changes["optimizer"] = "adamw"
-            fixes.append("cpu-offload-optimizer")
+            fixes.append(CPU_OPTIMIZER)
         else:
             changes["optimizer"] = self.optimizer
         if self.chunked_loss:
-            fixes.append("chunked-loss")
+            fixes.append(CHUNKED_LOSS)
         if self.activations in (Activations.CHECKPOINTED, Activations.BOTH):
-            fixes.append("activation-checkpointing")
+            fixes.append(CHECKPOINTING)
         if self.activations in (Activations.OFFLOADED, Activations.BOTH):
-            fixes.append("cpu-offload-activations")
+            fixes.append(OFFLOADED_ACTIVATIONS)
         return base.edit(**changes, fixes=tuple(fixes))
 
     def label(self, micro_batch: int | None = None) -> str:
@@ -108,7 +114,7 @@ class Plan:
     def remedies(self) -> tuple[str, ...]:
         """What `memprof.apply` switches on for it in a model."""
         names = self.spec(TargetSpec(model="-"), 1).fixes
-        return tuple(name for name in names if name != "cpu-offload-optimizer")
+        return tuple(name for name in names if name != CPU_OPTIMIZER)
 
     def leanest(self) -> Plan:
         """The same with everything on that saves memory and changes no number."""
@@ -155,7 +161,7 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
     half = half_of(gpu)
     rounded = f"weights in {half} are updated in {half}: small updates are lost"
     states = "states of the optimizer in 8 bits"
-    eight = eight_bit_optimizer()
+    eight = installed_eight_bit_optimizer()
     found: list[Plan]
     if goal is Goal.INFER:
         found = [
@@ -186,14 +192,6 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
             hint="one of " + ", ".join(_unique(plan.precision for plan in found)),
         )
     return kept
-
-
-def eight_bit_optimizer() -> str | None:
-    """The 8-bit AdamW that is installed; None without one."""
-    for package, optimizer in (("bitsandbytes", "adamw-8bit"), ("torchao", "torchao-adamw-8bit")):
-        if importlib.util.find_spec(package) is not None:
-            return optimizer
-    return None
 
 
 NEW_TOKENS = 2

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memprof.catalog import Gpu
+from memprof.cost import HOST_BYTES, StepWork, accumulated_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.account import analyze
-from memprof.flows.ladder.climb import HOST_BYTES
 from memprof.flows.profile import profile
 from memprof.ledger.state import ModelState
-from memprof.remedies.fixes import Fix, edit_spec, in_force
-from memprof.remedy_catalog import REMEDIES
-from memprof.report.documents.ladder import StepWork, accumulated_work
+from memprof.remedies.fixes import Fix, edit_spec
+from memprof.remedy_catalog import helping
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.facts import Target, target_to_json
 
@@ -107,9 +106,10 @@ class Simulator:
         trace, document = profile(spec, explained=False)
         step = accumulated_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
-        if not document.verdict.fits and together and "expandable-segments" not in in_force(spec):
+        remedy = helping("fragmentation")[0]
+        if not document.verdict.fits and together and not remedy.is_on(spec):
             # All tensors together would fit: perhaps they do without the pieces in between.
-            edited = edit_spec(spec, Fix(REMEDIES["expandable-segments"]), target_to_json(document.target))
+            edited = edit_spec(spec, Fix(remedy), target_to_json(document.target))
             again = analyze(trace, edited.alloc_conf, explained=False)
             if again.verdict.fits:
                 spec, document = edited, again

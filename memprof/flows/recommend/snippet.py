@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
-from memprof.flows.recommend.plans import Activations, Goal, Plan
+from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
 from memprof.spec import DEFAULT_LORA_RANK, Mode, TargetSpec
 
 _CLASSES = {
@@ -114,12 +114,12 @@ def _of_entry(entry: ModelEntry) -> _Model | None:
     return _Model(name, "", f"transformers.AutoConfig.for_model(**{config})")
 
 
-def _head(plan: Plan, spec: TargetSpec, imports: list[str]) -> list[str]:
+def _head(spec: TargetSpec, imports: list[str]) -> list[str]:
     lines = []
     if spec.alloc_conf:
         lines += ["import os", "", f'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {spec.alloc_conf!r}  # before torch', ""]
     lines += [*sorted(imports), ""]
-    if any(name != "cpu-offload-optimizer" for name in spec.fixes) or plan.optimizer == "adamw-cpu":
+    if spec.fixes:
         lines += ["import memprof", ""]
     return [*lines, 'device = "cuda" if torch.cuda.is_available() else "cpu"']
 
@@ -179,7 +179,7 @@ def _imports(plan: Plan) -> list[str]:
 
 def _optimizer(plan: Plan) -> list[str]:
     if plan.optimizer == "adamw-cpu":
-        return ['optimizer = applied.results["cpu-offload-optimizer"]']
+        return [f'optimizer = applied.results["{CPU_OPTIMIZER}"]']
     made = {
         "adamw": "torch.optim.AdamW(trained, lr=1e-4, fused=True)",
         "adamw-8bit": "bitsandbytes.optim.AdamW8bit(trained, lr=1e-4)",
@@ -195,13 +195,13 @@ def _apply(names: list[str]) -> list[str]:
     if not names:
         return []
     listed = ", ".join(f'"{name}"' for name in names)
-    kept = "applied = " if "cpu-offload-optimizer" in names else ""
+    kept = "applied = " if CPU_OPTIMIZER in names else ""
     return [f"{kept}memprof.apply(model, [{listed}], undoable=False)"]
 
 
 def _pytorch(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> str:
     lines = [
-        *_head(plan, spec, _imports(plan)),
+        *_head(spec, _imports(plan)),
         f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {_length(spec)}",
         "",
         *_load(plan, spec, model),
@@ -239,7 +239,7 @@ def _pytorch(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
 
 def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> str:
     # What Trainer has an argument for is said there.
-    own = "activation-checkpointing" if plan.activations is Activations.CHECKPOINTED else ""
+    own = CHECKPOINTING if plan.activations is Activations.CHECKPOINTED else ""
     fixes = [name for name in spec.fixes if name != own]
     optim = {"adamw": "adamw_torch_fused", "adamw-8bit": "adamw_bnb_8bit"}.get(plan.optimizer)
     arguments = [
@@ -260,7 +260,7 @@ def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
     imports = [line for line in _imports(plan) if line != "import bitsandbytes"]
     head_spec = spec.edit(fixes=tuple(fixes))
     lines = [
-        *_head(plan, head_spec, imports),
+        *_head(head_spec, imports),
         "",
         *_load(plan, spec, model),
         *_on_device(plan),
@@ -282,7 +282,7 @@ def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
 
 def _inference(plan: Plan, spec: TargetSpec, model: _Model) -> str:
     lines = [
-        *_head(plan, spec, _imports(plan)),
+        *_head(spec, _imports(plan)),
         f"batch, length = {spec.batch_size}, {_length(spec)}",
         "",
         *_load(plan, spec, model),

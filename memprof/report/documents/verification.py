@@ -113,7 +113,7 @@ class OptimizerRow(_Judged):
 
 
 @dataclass(frozen=True)
-class Peak(Plain):
+class RemedyPeak(Plain):
     """Peak of a training step, in bytes: as the model is, and with the remedy.
 
     Args:
@@ -155,7 +155,7 @@ class Verification(Plain):
     precisions: list[Precision] = field(default_factory=list)
     optimizers: list[OptimizerRow] = field(default_factory=list)
     narrow: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=json_name("reference_below_float64"))
-    peaks: list[Peak] = field(default_factory=list)
+    peaks: list[RemedyPeak] = field(default_factory=list)
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
     @property

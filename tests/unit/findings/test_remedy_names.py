@@ -1,34 +1,47 @@
-"""Every remedy that a rule names is one that memprof has."""
+"""What rules ask the table of remedies for is known there, and it names remedies that memprof has."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
+import pytest
+
+import memprof.doctor
 import memprof.findings
-from memprof.remedy_catalog import REMEDIES
+from memprof.ledger.categories import Category
+from memprof.remedy_catalog import REMEDIES, helping
 
-_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)+")
+ASK = ("would_help", "helping", "_against", "_only")
 
 
-def named() -> set[str]:
-    """The strings of all tuples and sets of names in the rules, and what is added to a set."""
+def problems(package) -> set[str]:
+    """The strings for which the files of a package ask the table for remedies, also those of `problems.append`."""
     found: set[str] = set()
-    for file in Path(memprof.findings.__file__).parent.glob("*.py"):
+    for file in Path(package.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            parts: list[ast.expr] = []
-            if isinstance(node, (ast.Tuple, ast.Set)):
-                parts = node.elts
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add":
-                parts = node.args
-            values = [part.value for part in parts if isinstance(part, ast.Constant)]
-            if values and len(values) == len(parts) and all(isinstance(v, str) and _NAME.fullmatch(v) for v in values):
-                found.update(values)
+            if isinstance(node, ast.Call):
+                name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+                if name in (*ASK, "problems.append"):
+                    inside = [part for argument in node.args for part in ast.walk(argument)]
+                    found |= {part.value for part in inside if isinstance(part, ast.Constant) and part.value}
     return found
 
 
 def test_rules_name_remedies_of_the_catalog():
-    names = named()
+    asked = problems(memprof.findings) | {category.value for category in Category}
+    names = {remedy.name for problem in asked for remedy in helping(problem)}
     assert {"chunked-loss", "device-placement", "expandable-segments", "micro-batch", "low-rank-npt"} <= names
     assert names <= set(REMEDIES)
+
+
+@pytest.mark.parametrize("package", [memprof.findings, memprof.doctor], ids=lambda package: package.__name__)
+def test_what_is_asked_for_has_an_answer(package):
+    asked = problems(package)
+    assert len(asked) > 5 and all(helping(problem) for problem in asked)
+
+
+def test_the_table_helps_against_nothing_that_is_not_asked_for():
+    asked = problems(memprof.findings) | problems(memprof.doctor) | {category.value for category in Category}
+    assert {problem for remedy in REMEDIES.values() for problem in remedy.helps} <= asked
+    assert all(set(remedy.words) <= set(remedy.helps) for remedy in REMEDIES.values())

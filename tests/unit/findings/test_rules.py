@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memprof.findings import Context, Finding, Severity, find_all
-from memprof.findings.rules import RULES
+from memprof.findings.finding import RULES
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import ModuleRole, PhaseKind, Role
 from memprof.units import GIB, MIB

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from memprof.remedies.head_loss import Rows, Step, row_losses
+from memprof.remedies.head_loss import LogitsStep, Rows, row_losses
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-CAP = (Step("div", 5.0), Step("tanh"), Step("mul", 5.0))
+CAP = (LogitsStep("div", 5.0), LogitsStep("tanh"), LogitsStep("mul", 5.0))
 
 
 def own(hidden, weight, bias, target, steps, reduction, **options):
@@ -106,7 +106,7 @@ def test_as_near_to_float64_as_torch(case):
     reduction = case["reduction"]
     scale = torch.rand(case["rows"], generator=make).double() if reduction == "none" else 1.0
 
-    upcast = (Step("cast", torch.float32),) if case["upcast"] and dtype != torch.float64 else ()
+    upcast = (LogitsStep("cast", torch.float32),) if case["upcast"] and dtype != torch.float64 else ()
     wanted = run(lambda h, w, b=None: own(h, w, b, target, steps, reduction, **options), inputs, torch.float64, scale)
     theirs = run(
         lambda h, w, b=None: own(h, w, b, target, (*steps, *upcast), reduction, **options), inputs, dtype, scale
@@ -158,16 +158,16 @@ def test_small_gradients_survive_with_a_scaled_loss():
     hidden = torch.randn(64, 8).half().requires_grad_()
     weight = (torch.randn(300, 8) / 50).half()
     target = torch.randint(0, 300, (64,))
-    loss = row_losses(hidden, weight, None, target, steps=(Step("cast", torch.float32),), rows=Rows(16, 0)).mean()
+    loss = row_losses(hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=Rows(16, 0)).mean()
     (loss * 2**-14 * 2**14).backward()
     wanted = hidden.grad.clone()
     hidden.grad = None
-    loss = row_losses(hidden, weight, None, target, steps=(Step("cast", torch.float32),), rows=Rows(16, 0)).mean()
+    loss = row_losses(hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=Rows(16, 0)).mean()
     (loss * 2**-20).backward()
     lost = float((hidden.grad.double() * 2**20 - wanted.double()).abs().max())
     assert lost > float(wanted.abs().max()) / 8  # without a scale they do vanish
     hidden.grad = None
-    loss = row_losses(hidden, weight, None, target, steps=(Step("cast", torch.float32),), rows=Rows(16, 0)).mean()
+    loss = row_losses(hidden, weight, None, target, steps=(LogitsStep("cast", torch.float32),), rows=Rows(16, 0)).mean()
     (loss * 2**-20 * 2**20).backward()
     assert torch.equal(hidden.grad, wanted)
 

@@ -1,0 +1,29 @@
+"""What a run with remedies costs more than the one without."""
+
+from __future__ import annotations
+
+from memprof.cost.work import StepWork
+from memprof.report.documents.ladder import Cost
+from memprof.units import GIB
+
+HOST_BYTES = 256 * GIB
+"""Host memory that a search takes for granted: a node with eight large cards has about 2 TiB."""
+
+
+def cost_of(work: StepWork | None, original: StepWork | None, numerics: str, note: str) -> Cost:
+    """What a run with remedies costs more than the one without."""
+    if work is None or original is None:
+        return Cost(None, None, None, None, None, None, None, None, None, numerics, note)
+    return Cost(
+        operations=work.operations,
+        extra_operations=work.operations - original.operations,
+        bus_bytes=work.bus_bytes,
+        extra_bus_bytes=work.bus_bytes - original.bus_bytes,
+        step_seconds=work.seconds,
+        extra_seconds=work.seconds - original.seconds,
+        extra_compute_seconds=work.compute_seconds - original.compute_seconds,
+        extra_bus_seconds=work.bus_seconds - original.bus_seconds,
+        host_bytes=work.host_bytes,
+        numerics=numerics,
+        note=note,
+    )

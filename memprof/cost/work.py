@@ -1,0 +1,79 @@
+"""The work of one step on a card, from what a run counted operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memprof.catalog import Gpu
+from memprof.trace.events import GPU, HOST, Phase, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one optimizer step (or one inference step) does, the last of a run.
+
+    Times are lower bounds at the card's published rates: an operator takes as long as its operations or its bytes do,
+    whichever is longer, and a transfer as long as its bytes take over the bus. Real kernels reach a part of both.
+    """
+
+    operations: int
+    """Floating-point operations in products of matrices, attention and convolutions."""
+    bus_bytes: int
+    """Copied between host and card, both ways together."""
+    host_bytes: int
+    """Read and written by operators on the CPU."""
+    compute_seconds: float
+    bus_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Both, one after the other: what overlaps is not known."""
+        return self.compute_seconds + self.bus_seconds
+
+
+def step_work(trace: Trace, gpu: Gpu) -> StepWork | None:
+    """The work of the last step of a run on this card; None if it was not counted."""
+    if not trace.work:
+        return None
+    last = max(phase.step for phase in trace.phases)
+    return _work(trace, gpu, lambda phase: phase.step == last)
+
+
+def accumulated_work(trace: Trace, gpu: Gpu, micro_batches: int) -> StepWork | None:
+    """The work of a step with so many micro-batches, from a run that had fewer; None if it was not counted.
+
+    The last step's last micro-batch stands for those that were not run: they do the same on tensors of the same shapes.
+    """
+    if not trace.work:
+        return None
+    last = max(phase.step for phase in trace.phases)
+    ran = max(phase.micro_batch for phase in trace.phases if phase.step == last)
+    whole = _work(trace, gpu, lambda phase: phase.step == last)
+    one = _work(trace, gpu, lambda phase: phase.step == last and phase.micro_batch == ran)
+    more = max(micro_batches - ran, 0)
+    return StepWork(
+        whole.operations + more * one.operations,
+        whole.bus_bytes + more * one.bus_bytes,
+        whole.host_bytes + more * one.host_bytes,
+        whole.compute_seconds + more * one.compute_seconds,
+        whole.bus_seconds + more * one.bus_seconds,
+    )
+
+
+def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:
+    operations = bus = host = 0
+    compute = 0.0
+    for work in trace.work:
+        if not counts(trace.phases[work.phase]):
+            continue
+        crossing = work.to_device_bytes + work.to_host_bytes
+        bus += crossing * work.calls
+        if work.device == HOST:
+            host += work.num_bytes * work.calls
+        elif work.device == GPU and not crossing:
+            operations += work.operations * work.calls
+            rate = gpu.peak_flops.get(work.dtype) or gpu.peak_flops.get("float32")
+            needed = work.operations / rate if rate else 0.0
+            compute += work.calls * max(needed, work.num_bytes / gpu.memory_bandwidth)
+    return StepWork(operations, bus, host, compute, bus / gpu.host_bandwidth)

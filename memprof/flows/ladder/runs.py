@@ -1,0 +1,202 @@
+"""Runs of one program with different remedies in force, each made once: every row of a ladder is a run of the whole
+pipeline, and nothing is added up from estimates.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memprof.catalog import Gpu
+from memprof.cost import HOST_BYTES, StepWork, bottleneck_of, cost_of, step_work
+from memprof.flows.account import analyze, with_settings
+from memprof.flows.cards import virtual_card
+from memprof.flows.profile import profile
+from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
+from memprof.remedy_catalog import in_force
+from memprof.report.documents.ladder import Rung
+from memprof.report.documents.report import Document
+from memprof.spec import TargetSpec
+from memprof.trace.events import Trace
+from memprof.trace.facts import target_to_json
+
+
+@dataclass(frozen=True, slots=True)
+class LadderRun:
+    """One run, with some remedies or none."""
+
+    trace: Trace
+    document: Document
+    work: StepWork | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the card, so that nothing is ever refused."""
+        return self.document.verdict.required_bytes
+
+    @property
+    def fits(self) -> bool:
+        """It came to its end on the card."""
+        return bool(self.document.verdict.fits)
+
+    @property
+    def is_answer(self) -> bool:
+        """It fits, and what waits in host memory does too, as hosts of such cards go."""
+        return self.fits and self.document.host_peak_bytes <= HOST_BYTES
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a step on this card."""
+        return 0.0 if self.work is None else self.work.seconds
+
+
+class Runs(abc.ABC):
+    """Runs of one program with different remedies; each is made once.
+
+    Args:
+        gpu: the card.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._known: dict[tuple[str, ...], LadderRun] = {}
+        self.original = self._made(())
+
+    @abc.abstractmethod
+    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
+        """Run it with these in force."""
+
+    @abc.abstractmethod
+    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
+        """The allocator's settings with these in force."""
+
+    def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
+        """A run's trace as one with `fixes` would be, which differ from the run's in the allocator's settings alone."""
+        settings = self._alloc_conf(fixes)
+        return trace if settings is None else with_settings(trace, settings)
+
+    @abc.abstractmethod
+    def check(self, fixes: Sequence[Fix]) -> None:
+        """Raises UsageError if it can be told without a run that they do not apply."""
+
+    @abc.abstractmethod
+    def on_now(self) -> frozenset[str]:
+        """Remedies that are in force as it is."""
+
+    def __len__(self) -> int:
+        """How many were made."""
+        return len(self._known)
+
+    def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
+        """The run with these in force.
+
+        Raises:
+            UsageError: one of them does not apply.
+        """
+        key = tuple(sorted(map(str, fixes)))
+        if key in self._known:
+            return self._known[key]
+        others = [fix for fix in fixes if not fix.remedy.alloc_conf]
+        if len(others) == len(fixes):
+            return self._made(fixes)
+        # The same requests in the same order: only the allocator does otherwise with them.
+        self.check(fixes)
+        before = self.with_fixes(others) if others else self.original
+        trace = self._retold(before.trace, fixes)
+        self._known[key] = LadderRun(trace, analyze(trace), before.work)
+        return self._known[key]
+
+    def _made(self, fixes: Sequence[Fix]) -> LadderRun:
+        trace, document = self._run(fixes)
+        run = self._known[tuple(sorted(map(str, fixes)))] = LadderRun(trace, document, step_work(trace, self._gpu))
+        return run
+
+    def rung(self, fixes: Sequence[Fix], run: LadderRun, before: LadderRun | None) -> Rung:
+        """The row of a run; `before` is the row above."""
+        document = run.document
+        names = tuple(str(fix) for fix in fixes)
+        numerics = worst_numerics([fix.remedy.name for fix in fixes]).value
+        return Rung(
+            remedies=names,
+            added=names[-1] if names else None,
+            peak_allocated_bytes=document.peak.allocated_bytes,
+            reserved_bytes=document.peak.reserved_bytes,
+            device_used_bytes=run.needed_bytes,
+            host_peak_bytes=document.host_peak_bytes,
+            saved_bytes=before.needed_bytes - run.needed_bytes if before is not None else 0,
+            fits=document.verdict.fits,
+            next_bottleneck=bottleneck_of(document),
+            cost=cost_of(run.work, self.original.work, numerics, fixes[-1].remedy.cost if fixes else ""),
+        )
+
+
+class SpecRuns(Runs):
+    """Runs of one spec.
+
+    Args:
+        spec: the run as it is.
+        progress: told what is being done.
+    """
+
+    def __init__(self, spec: TargetSpec, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._spec = spec
+        super().__init__(virtual_card(spec))
+
+    def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
+        """The spec with `fixes`.
+
+        Raises:
+            UsageError: one of them does not go with it.
+        """
+        spec = self._spec
+        for fix in fixes:
+            spec = edit_spec(spec, fix, target_to_json(self.original.document.target))
+        return spec
+
+    def check(self, fixes: Sequence[Fix]) -> None:
+        """Raises UsageError if they do not go with the spec."""
+        self.in_force(fixes)
+
+    def on_now(self) -> frozenset[str]:
+        """What the spec has already."""
+        return frozenset(in_force(self._spec))
+
+    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
+        return self.in_force(fixes).alloc_conf
+
+    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
+        what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
+        spec = self.in_force(fixes) if fixes else self._spec
+        return profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
+
+
+def apply_fixes(
+    spec: TargetSpec, fixes: Sequence[Fix], progress: Callable[[str], None], *, each: bool = False
+) -> tuple[Trace, Document]:
+    """The run with `fixes` in force; its report has a ladder of two rows, or of one for each fix.
+
+    Raises:
+        UsageError: a fix does not apply.
+        RunFailedError: as `profile`.
+    """
+    runs = SpecRuns(spec, progress)
+    steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
+    return with_ladder(runs, steps)
+
+
+def with_ladder(
+    runs: Runs, steps: Sequence[Sequence[Fix]], reason: str = "", not_applied: dict[str, str] | None = None
+) -> tuple[Trace, Document]:
+    """The last step's run; the rows before it are in its ladder."""
+    before = runs.original
+    rungs = [runs.rung((), before, None)]
+    for fixes in steps:
+        run = runs.with_fixes(fixes)
+        rungs.append(runs.rung(fixes, run, before))
+        before = run
+    return before.trace, dataclasses.replace(
+        before.document, ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
+    )

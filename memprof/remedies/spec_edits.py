@@ -1,0 +1,90 @@
+"""Edits of the spec that the table of remedies names, where replaced fields alone do not say what a remedy does.
+
+Each takes the spec, the remedy, the value of its main option (None if none was given) and what the run as it is turned
+out to be (`target` of its report). It gives the spec with the remedy in force, or None: the model is changed then.
+
+Raises:
+    UsageError: it does not apply to this run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from memprof.errors import UsageError
+from memprof.remedy_catalog import Remedy
+from memprof.spec import Mode, TargetSpec
+
+Target = Mapping[str, Any]
+
+
+def useless(remedy: Remedy, value: object, why: str) -> UsageError:
+    """That `remedy` does nothing here."""
+    return UsageError(f"{remedy.name} does not apply", value=str(value), hint=why)
+
+
+def half(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
+    """Parameters in the dtype that the remedy is named after."""
+    if spec.amp is None and target.get("dtype") in ("float16", "bfloat16"):
+        raise useless(remedy, f"dtype {target['dtype']}", "the parameters have two bytes each already")
+    return spec.edit(dtype=remedy.name, amp=None)
+
+
+def autocast(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
+    """Autocast to the dtype in the remedy's name; another one makes place for it."""
+    dtype = remedy.name.removeprefix("amp-")
+    if spec.amp == dtype:
+        raise UsageError("the remedy is already on", value=remedy.name, hint="leave it out")
+    return spec.edit(amp=dtype, dtype=None)
+
+
+def vocabulary_cap(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec | None:
+    """A model that memprof builds is built with the smaller vocabulary."""
+    size = target.get("vocab_size")
+    if size is None:
+        return None
+    if value >= size:
+        raise useless(remedy, value, f"the vocabulary has {size:,} tokens")
+    return spec.edit(vocab_size=value)
+
+
+def low_rank_npt(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
+    """Components are built so."""
+    if spec.npt is None:
+        raise useless(remedy, "no --npt", "the model has no NPT components")
+    return spec.edit(npt="low-rank")
+
+
+def micro_batch(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
+    """The same number of sequences in a step, fewer at a time."""
+    size = 1 if value is None else value
+    if not 1 <= size < spec.batch_size or spec.batch_size % size:
+        divisors = [d for d in range(1, spec.batch_size) if spec.batch_size % d == 0]
+        raise useless(remedy, size, f"give one of {', '.join(map(str, divisors))}")
+    if spec.mode is Mode.INFERENCE:
+        return spec.edit(batch_size=size)
+    return spec.edit(batch_size=size, gradient_accumulation=spec.gradient_accumulation * (spec.batch_size // size))
+
+
+def eight_bit_optimizer(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
+    """AdamW of the library that is installed."""
+    if spec.optimizer not in ("adamw", "adam"):
+        raise useless(remedy, f"--optimizer {spec.optimizer}", "it stands for AdamW")
+    optimizer = installed_eight_bit_optimizer()
+    if optimizer is None:
+        raise UsageError(
+            f"{remedy.name} needs bitsandbytes or torchao",
+            value="neither is installed",
+            hint="pip install bitsandbytes",
+        )
+    return spec.edit(optimizer=optimizer, optimizer_impl=None)
+
+
+def installed_eight_bit_optimizer() -> str | None:
+    """`--optimizer` of the 8-bit AdamW that is installed; None without one."""
+    for package, optimizer in (("bitsandbytes", "adamw-8bit"), ("torchao", "torchao-adamw-8bit")):
+        if importlib.util.find_spec(package) is not None:
+            return optimizer
+    return None

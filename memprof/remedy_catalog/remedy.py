@@ -1,0 +1,119 @@
+"""What an entry of the table of remedies says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from memprof.spec import TargetSpec
+
+
+class Numerics(StrEnum):
+    """What a remedy does to the numbers of a run."""
+
+    EXACT = "exact"
+    """The same mathematics: it differs from the original by rounding alone, and no more than the original does."""
+    APPROXIMATE = "approximate"
+    """Numbers of lower precision: deviations that `memprof verify` shows."""
+    DIFFERENT = "different"
+    """Another model is trained: fewer weights, or a smaller vocabulary."""
+
+
+class Tier(StrEnum):
+    """Kinds of sets among which `--fix auto` searches, in this order, and what each gives up."""
+
+    EXACT = "the same numbers"
+    CPU_OPTIMIZER = "the same numbers, the optimizer on the CPU"
+    QUANTIZED_STATES = "the same numbers but for the optimizer's states"
+    STREAMED_WEIGHTS = "the same numbers, weights streamed from host memory"
+    ADAPTER = "an adapter on the frozen model"
+    QUANTIZED_ADAPTER = "an adapter on the frozen model in 4 bits"
+
+
+VALUE: Final = "{value}"
+"""In `Remedy.edits`: the value of the main option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One remedy. Places are numbers that order remedies; the smallest comes first.
+
+    Args:
+        name: as the user writes it.
+        changes: what it does, in one line.
+        saves: the categories of memory that shrink.
+        cost: what is paid for it, in one line.
+        numerics: what it does to the numbers.
+        options: its options, name to meaning; the defaults are those of `memprof.apply`.
+        main_option: the option that the value of NAME=VALUE is for; none: it takes no value.
+        main_type: of this value: a whole number, or text in which "+" stands for a comma.
+        required: options without which it cannot be applied.
+        conflicts: remedies that it does not go with, each with the reason.
+        packages: what is needed beside torch: of two that do the same, either.
+        training_only: it is of no use where nothing is trained.
+        trains_another: what is learnt changes: it is asked only where nothing else is enough.
+        accumulates: whether it goes with gradients that add up over micro-batches.
+        makes_room_first: it is applied before the model is moved to the card, which need not hold all of it.
+        for_models: the models of `memprof verify` that it is for alone; empty: for all others.
+        bench: the table of `memprof verify` in which deviations from lower precision stand.
+        ladder: its place in `--ladder`, if it is tried there.
+        outside: its place among those that can be switched on from outside a script, if it is one.
+        search: its place in `--fix auto`.
+        tiers: the kinds of sets of that search that it belongs to.
+        ladder_against: categories against which it is tried beside those that it saves.
+        helps: what it is recommended against, with its place: categories of memory, findings, cases of the doctor.
+        words: what the doctor says of it in a case, where that is not `changes`.
+        alloc_conf: the setting of the caching allocator that it is.
+        edits: fields of the spec that it replaces, as data.
+        built_so: `edits` are for models that memprof builds; a model of the user's own is changed by `install`.
+        edit: "module:function" that edits the spec where data cannot. With neither, the spec names the remedy in
+            `fixes`, and it is applied to the model.
+        on: whether a spec has it in force, where neither `fixes`, `edits` nor `alloc_conf` tell.
+        useless_if: values of the spec's fields with which it does nothing, each with the reason.
+        install: "module:function" that changes a model.
+    """
+
+    name: str
+    changes: str
+    saves: tuple[str, ...]
+    cost: str
+    numerics: Numerics
+    install: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    main_option: str = ""
+    main_type: type[int | str] = int
+    required: tuple[str, ...] = ()
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+    training_only: bool = False
+    trains_another: bool = False
+    accumulates: bool = True
+    makes_room_first: bool = False
+    for_models: str = ""
+    bench: str = ""
+    ladder: int | None = None
+    outside: int | None = None
+    search: int = 0
+    tiers: tuple[Tier, ...] = ()
+    ladder_against: tuple[str, ...] = ()
+    helps: Mapping[str, int] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    alloc_conf: str = ""
+    edits: Mapping[str, object] = field(default_factory=dict)
+    built_so: bool = False
+    edit: str = ""
+    on: Callable[[TargetSpec], bool] | None = None
+    useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+
+    def is_on(self, spec: TargetSpec) -> bool:
+        """Whether `spec` has it in force."""
+        if any(fix.partition("=")[0] == self.name for fix in spec.fixes):
+            return True
+        if self.on is not None:
+            return self.on(spec)
+        if self.alloc_conf:
+            return self.alloc_conf.lower() in (spec.alloc_conf or "").lower()
+        said = {name: value for name, value in self.edits.items() if value != VALUE}
+        return bool(said) and all(getattr(spec, name) == value for name, value in said.items())
