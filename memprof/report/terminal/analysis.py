@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -23,8 +22,10 @@ from memprof.report.documents.analysis import (
     PinnedSegment,
     ReplayRow,
 )
+from memprof.report.terminal.cells import unit_for
+from memprof.report.terminal.console import WIDTH, dim, heading, section, show, table, text_of
 from memprof.trace.events import short_source
-from memprof.units import GIB, KIB, MIB, format_bytes
+from memprof.units import format_bytes
 
 _BARS = " ▁▂▃▄▅▆▇█"
 MAX_PINS = 5
@@ -37,43 +38,34 @@ _PATH = 28
 """Columns of a module's path beside a source line."""
 
 
-def render_text(document: Analysis, *, width: int = 110, replay: bool = False) -> str:
+def render_text(document: Analysis, *, width: int = WIDTH, replay: bool = False) -> str:
     """The report without colour, `width` columns wide."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
-    console.print(renderable(document, width=width, replay=replay))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return text_of(_view(document, replay=replay), width)
 
 
 def print_report(document: Analysis, *, replay: bool = False) -> None:
-    """Print the report to standard output, in colour if it is a terminal."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(renderable(document, width=console.width, replay=replay))
-    else:
-        console.file.write(render_text(document, width=console.width, replay=replay))
+    """Print the report to standard output, in colour if it is a terminal; elsewhere as wide as COLUMNS says."""
+    show(_view(document, replay=replay), pipe_width=None)
 
 
-def renderable(document: Analysis, *, width: int, replay: bool) -> RenderableType:
-    """The report, to be printed on a console."""
-    title = Text("memprof analyze: ", style="bold")
-    title.append(f"{document.file}, a {document.format}", style="default")
+def _view(document: Analysis, *, replay: bool) -> RenderableType:
+    title = heading("memprof analyze: ", f"{document.file}, a {document.format}")
     if document.settings:
         title.append(f" ({document.settings})", style="dim")
     parts: list[RenderableType] = [title]
     many = len(document.devices) > 1
-    parts += [_device(device, width=width, replay=replay, many=many) for device in document.devices]
-    parts += [Text(f"Note: {sentence}", style="dim") for sentence in document.assumptions]
+    parts += [_device(device, replay=replay, many=many) for device in document.devices]
+    parts += [dim(f"Note: {sentence}") for sentence in document.assumptions]
     return Group(*parts)
 
 
-def _device(device: DeviceReport, *, width: int, replay: bool, many: bool) -> RenderableType:
+def _device(device: DeviceReport, *, replay: bool, many: bool) -> RenderableType:
     parts: list[RenderableType] = []
     if many:
         parts.append(Text(f"\nDevice {device.device}", style="bold underline"))
     parts.append(_summary(device))
     if len(device.timeline.events) > 1:
-        parts.append(_timeline(device, width))
+        parts.append(_Timeline(device))
     parts += [_oom(one) for one in device.ooms]
     parts.append(_moment(device))
     if device.moment.blocks:
@@ -102,11 +94,7 @@ def _when(device: DeviceReport, amounts: Amounts) -> str:
 
 
 def _summary(device: DeviceReport) -> RenderableType:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("")
-    for header in ("requested", "allocated", "reserved"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("when", overflow="fold")
+    made = table("", ">requested", ">allocated", ">reserved", "~when", ruled=True)
     if device.state_only:
         rows: list[tuple[str, Amounts]] = [("end", device.end)]
     else:
@@ -114,39 +102,45 @@ def _summary(device: DeviceReport) -> RenderableType:
     for name, amounts in rows:
         style = "bold" if name == "peak" else ""
         cells = (amounts.requested_bytes, amounts.allocated_bytes, amounts.reserved_bytes)
-        table.add_row(name, *map(format_bytes, cells), _when(device, amounts), style=style)
+        made.add_row(name, *map(format_bytes, cells), _when(device, amounts), style=style)
     if device.peak_reserved_bytes > device.peak.reserved_bytes and not device.state_only:
         where = _where(device, device.peak_reserved_event)
-        table.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
+        made.add_row("most reserved", "", "", format_bytes(device.peak_reserved_bytes), where)
     if device.state_only:
-        return Group(
-            table, Text("No events were recorded: this is the state when the snapshot was taken.", style="dim")
-        )
+        return Group(made, dim("No events were recorded: this is the state when the snapshot was taken."))
     recorded = f"{device.events:,} events, {device.allocations:,} allocations"
     if device.timeline.seconds is not None:
         recorded += f", {device.timeline.seconds:,.2f} s"
     if device.steps is not None:
         recorded += f"; {device.steps.count} steps, seen from {device.steps.found_by}"
-    return Group(table, Text(recorded + ".", style="dim"))
+    return Group(made, dim(recorded + "."))
 
 
-def _timeline(device: DeviceReport, width: int) -> RenderableType:
-    line = device.timeline
-    columns = max(min(width - _LABEL - _SCALE, len(line.events)), 1)
-    highest = max((*line.reserved_bytes, *line.allocated_bytes, 1))
-    curves = [
-        Text(f"{name:<{_LABEL}}{_curve(values, columns, highest)}  {format_bytes(max(values))}")
-        for name, values in (("allocated", line.allocated_bytes), ("reserved", line.reserved_bytes))
-    ]
+@dataclass(frozen=True)
+class _Timeline:
+    """Both curves, as wide as the console."""
+
+    device: DeviceReport
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = self.device.timeline
+        columns = max(min(options.max_width - _LABEL - _SCALE, len(line.events)), 1)
+        highest = max((*line.reserved_bytes, *line.allocated_bytes, 1))
+        yield Text("")
+        for name, values in (("allocated", line.allocated_bytes), ("reserved", line.reserved_bytes)):
+            yield Text(f"{name:<{_LABEL}}{_curve(values, columns, highest)}  {format_bytes(max(values))}")
+        yield dim(f"{'':<{_LABEL}}{_marks(self.device, columns)}")
+        legend = "^ the peak" + ("; ! out of memory; ‼ both" if self.device.ooms else "")
+        yield dim(f"{'':<{_LABEL}}{legend}")
+
+
+def _marks(device: DeviceReport, columns: int) -> str:
     marks = [" "] * columns
     for event, mark in [*((oom.event, "!") for oom in device.ooms), (device.peak.event, "^")]:
         if event >= 0:
             at = min(event * columns // device.events, columns - 1)
             marks[at] = mark if marks[at] == " " else "‼"
-    curves.append(Text(f"{'':<{_LABEL}}{''.join(marks)}".rstrip(), style="dim"))
-    legend = "^ the peak" + ("; ! out of memory; ‼ both" if device.ooms else "")
-    curves.append(Text(f"{'':<{_LABEL}}{legend}", style="dim"))
-    return Group(Text(""), *curves)
+    return "".join(marks).rstrip()
 
 
 def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
@@ -174,27 +168,18 @@ def _moment(device: DeviceReport) -> RenderableType:
     }
     amounts = moment.amounts
     name = "When the snapshot was taken" if device.state_only else names[moment.what]
-    heading = Text(f"\n{name} ({_when(device, amounts)}): ", style="bold")
-    heading.append(
-        f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}", style="default"
-    )
+    held = f"{format_bytes(amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}"
     if moment.pending_bytes:
-        heading.append(
-            f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams", style="default"
-        )
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    unit, unit_name = _unit(amounts.allocated_bytes)
-    for header in (unit_name, "share", "blocks"):
-        table.add_column(header, justify="right", no_wrap=True)
-    if moment.by != "category":
-        table.add_column("category", no_wrap=True)
-    table.add_column(moment.by, overflow="fold", ratio=3)
+        held += f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams"
+    unit = unit_for(amounts.allocated_bytes, smallest=1)
+    made = table(f">{unit.name}", ">share", ">blocks", *(["|category"] if moment.by != "category" else []))
+    made.add_column(moment.by, overflow="fold", ratio=3)
     shows_module = moment.by in ("frame", "size", "category")
     if shows_module:
-        table.add_column("mostly" if moment.by != "frame" else "in module", overflow="fold", ratio=2)
+        made.add_column("mostly" if moment.by != "frame" else "in module", overflow="fold", ratio=2)
     total = amounts.allocated_bytes + moment.pending_bytes or 1
     for row in moment.groups:
-        cells = [f"{row.allocated_bytes / unit:,.2f}", f"{row.allocated_bytes / total:.1%}", f"{row.count:,}"]
+        cells = [unit.amount(row.allocated_bytes), f"{row.allocated_bytes / total:.1%}", f"{row.count:,}"]
         if moment.by != "category":
             cells.append(row.category)
         key = _short(row.key) if moment.by == "frame" else row.key
@@ -203,28 +188,24 @@ def _moment(device: DeviceReport) -> RenderableType:
         cells.append(key)
         if shows_module:
             cells.append("" if row.module == row.key else _tail(row.module))
-        table.add_row(*cells)
-    parts: list[RenderableType] = [heading, Padding(table, (0, 0, 0, 2))]
+        made.add_row(*cells)
+    parts: list[RenderableType] = [section(heading(f"\n{name} ({_when(device, amounts)}): ", held), made)]
     if moment.num_groups > len(moment.groups):
         rest = amounts.allocated_bytes + moment.pending_bytes - sum(row.allocated_bytes for row in moment.groups)
         more = moment.num_groups - len(moment.groups)
-        parts.append(Text(f"  and {format_bytes(rest)} in {more:,} more groups (--top)", style="dim"))
+        parts.append(dim(f"  and {format_bytes(rest)} in {more:,} more groups (--top)"))
     return Group(*parts)
 
 
 def _blocks(device: DeviceReport) -> RenderableType:
     blocks = device.moment.blocks
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    unit, name = _unit(blocks[0].allocated_bytes)
-    for header in (name, "x"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("life in events", no_wrap=True)
-    table.add_column("what it is", overflow="fold")
+    unit = unit_for(blocks[0].allocated_bytes, smallest=1)
+    made = table(f">{unit.name}", ">x", "|life in events", "~what it is")
     for same in _alike(blocks):
         block = same[0]
         life = _life(block) if len(same) == 1 else f"{_life(block).split(' ')[0]}, …"
-        table.add_row(f"{block.allocated_bytes / unit:,.2f}", str(len(same)), life, _what(block))
-    return Group(Text("\nLargest blocks", style="bold"), Padding(table, (0, 0, 0, 2)))
+        made.add_row(unit.amount(block.allocated_bytes), str(len(same)), life, _what(block))
+    return section("\nLargest blocks", made)
 
 
 def _alike(blocks: tuple[BlockRow, ...]) -> list[list[BlockRow]]:
@@ -249,13 +230,10 @@ def _what(block: BlockRow) -> Text:
 
 def _fragmentation(device: DeviceReport) -> RenderableType:
     at_peak, at_end = device.fragmentation_at_peak, device.fragmentation_at_end
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     one_moment = at_peak.event == at_end.event or device.state_only
-    table.show_header = not one_moment
-    table.add_column("")
     moments = [("", at_end)] if one_moment else [("at the peak", at_peak), ("at the end", at_end)]
-    for name, _ in moments:
-        table.add_column(name, justify="right", no_wrap=True)
+    made = table("", *(f">{name}" for name, _ in moments))
+    made.show_header = not one_moment
     rows: list[tuple[str, str]] = [
         ("reserved, not in use", "free_bytes"),
         ("  wholly free segments: empty_cache() returns them", "releasable_bytes"),
@@ -264,8 +242,8 @@ def _fragmentation(device: DeviceReport) -> RenderableType:
         ("in use, but not asked for (rounding)", "rounding_bytes"),
     ]
     for label, field in rows:
-        table.add_row(label, *(format_bytes(getattr(one, field)) for _, one in moments))
-    parts: list[RenderableType] = [Text("\nFragmentation", style="bold"), Padding(table, (0, 0, 0, 2))]
+        made.add_row(label, *(format_bytes(getattr(one, field)) for _, one in moments))
+    parts: list[RenderableType] = [section("\nFragmentation", made)]
     shown = at_peak if at_peak.nearly_empty else at_end
     if shown.nearly_empty:
         parts.append(_pins(shown, "peak" if shown is at_peak and not one_moment else "end"))
@@ -283,10 +261,10 @@ def _pins(found: FragmentationRow, when: str) -> RenderableType:
 
 def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
     """Sentences whose further lines are indented as their first."""
-    table = Table.grid(padding=(0, 1, 0, 0))
+    grid = Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
-        table.add_row("-", sentence)
-    return Padding(table, (0, 0, 0, indent))
+        grid.add_row("-", sentence)
+    return Padding(grid, (0, 0, 0, indent))
 
 
 def _pin(segment: PinnedSegment) -> str:
@@ -323,18 +301,15 @@ def _leaks(device: DeviceReport) -> RenderableType:
 
 def _missing(device: DeviceReport) -> RenderableType:
     missing = device.missing_frames
-    title = Text("\nFrames missing", style="bold")
-    if missing.count:
-        title.append(f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them", "default")
-    return Group(title, _bullets(missing.reasons))
+    said = f": {format_bytes(missing.allocated_bytes)} of the peak say nothing of who made them"
+    return Group(heading("\nFrames missing", said if missing.count else ""), _bullets(missing.reasons))
 
 
 def _replay(replay: ReplayRow) -> RenderableType:
-    title = Text("\nReplay: ", style="bold")
     layout = "identical" if replay.final_layout_identical else "different"
-    title.append(
+    title = heading(
+        "\nReplay: ",
         f"{replay.identical_addresses:,} of {replay.allocations:,} addresses identical, final layout {layout}",
-        "default",
     )
     first = replay.first_difference
     if first is None:
@@ -344,12 +319,9 @@ def _replay(replay: ReplayRow) -> RenderableType:
 
 
 def _what_if(found: WhatIf) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column("settings")
-    for header in ("peak reserved", "reserved at the end", "segments"):
-        table.add_column(header, justify="right", no_wrap=True)
+    made = table("settings", ">peak reserved", ">reserved at the end", ">segments")
     for one, note in ((found.before, " (as recorded)"), (found.after, "")):
-        table.add_row(
+        made.add_row(
             one.settings + note,
             format_bytes(one.peak_reserved_bytes),
             format_bytes(one.final_reserved_bytes),
@@ -360,24 +332,14 @@ def _what_if(found: WhatIf) -> RenderableType:
     notes = [Text(sentence + ".")]
     if found.before.peak_reserved_bytes != found.recorded_peak_reserved_bytes:
         notes.append(
-            Text(
+            dim(
                 f"  Recorded were {format_bytes(found.recorded_peak_reserved_bytes)}: what was cached before the "
-                "recording began is not known, so both replays begin with the live blocks alone.",
-                style="dim",
+                "recording began is not known, so both replays begin with the live blocks alone."
             )
         )
     if found.refused_requests:
-        notes.append(
-            Text(f"  Requests that were refused ({found.refused_requests}) are left out of both.", style="dim")
-        )
-    return Group(Text("\nWhat if: the same requests", style="bold"), Padding(table, (0, 0, 0, 2)), *notes)
-
-
-def _unit(num_bytes: int) -> tuple[int, str]:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes >= unit:
-            return unit, name
-    return 1, "bytes"
+        notes.append(dim(f"  Requests that were refused ({found.refused_requests}) are left out of both."))
+    return Group(section("\nWhat if: the same requests", made), *notes)
 
 
 def _short(source: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from memprof.ledger.bridge import Bridge, BridgeMoment, PoolUse
-from memprof.report.terminal.units import Unit
+from memprof.report.terminal.cells import Unit, at_stage, some
+from memprof.report.terminal.console import dim, heading, indented, table
 from memprof.units import format_bytes
 
 MAX_PROCESSES = 5
@@ -19,16 +18,14 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     moments = [bridge.peak_reserved]
     if _amounts(bridge.peak_allocated) != _amounts(bridge.peak_reserved):
         moments.append(bridge.peak_allocated)
-    table = Table(box=None, show_header=len(moments) > 1, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column(no_wrap=True)
-    heads = ("most reserved", "most allocated")
-    for head, _ in zip(heads, moments, strict=False):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column(overflow="fold", style="dim")
+    heads = ("most reserved", "most allocated")[: len(moments)]
+    made = table("|", *(f">{head}" for head in heads), "~")
+    made.show_header = len(moments) > 1
+    made.columns[-1].style = "dim"
 
     def add(name: str, values: list[int | None], note: str = "", *, total: bool = False) -> None:
         amounts = ["not known" if value is None else unit.amount(value) for value in values]
-        table.add_row(name, *amounts, note, style="bold" if total else "")
+        made.add_row(name, *amounts, note, style="bold" if total else "")
 
     def of(attribute: str) -> list[int | None]:
         return [getattr(moment, attribute) for moment in moments]
@@ -48,22 +45,18 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     if first.unnamed_bytes is not None:
         add("+ libraries, others", of("unnamed_bytes"), "libraries and other processes, not told apart")
     add("= device used", of("device_used_bytes"), "what nvidia-smi says", total=True)
-    title = Text(f"From tensors to device used, {unit.name}, ", style="bold")
-    title.append(", ".join(f"{head} in {_where(moment)}" for head, moment in zip(heads, moments, strict=False)), "")
-    parts: list[RenderableType] = [title, Padding(table, (0, 0, 0, 2))]
+    where = (f"{head} in {at_stage(moment.stage, moment.step)}" for head, moment in zip(heads, moments, strict=True))
+    title = heading(f"From tensors to device used, {unit.name}, ", ", ".join(where))
+    parts: list[RenderableType] = [title, indented(made)]
     notes = [f"free: {_fragmentation(first)}"] if first.fragmentation_bytes else []
     if bridge.outside_is_unknown:
         notes.append("not known: libraries outside the allocator, other processes")
-    parts += [Padding(Text("; ".join(notes), style="dim"), (0, 0, 0, 2))] if notes else []
+    parts += [indented(dim("; ".join(notes)))] if notes else []
     return Group(*parts, Text(""))
 
 
 def _amounts(moment: BridgeMoment) -> tuple[int, ...]:
     return moment.requested_bytes, moment.allocated_bytes, moment.reserved_bytes
-
-
-def _where(moment: BridgeMoment) -> str:
-    return moment.stage + (f" of step {moment.step}" if moment.step else "")
 
 
 def _fragmentation(moment: BridgeMoment) -> str:
@@ -82,8 +75,6 @@ def _processes(bridge: Bridge) -> str:
         return ""
     largest = sorted(bridge.processes, key=lambda one: -(one.used_bytes or 0))
     named = [
-        f"{one.name} ({one.pid}) {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}"
-        for one in largest[:MAX_PROCESSES]
+        f"{one.name} ({one.pid}) {'?' if one.used_bytes is None else format_bytes(one.used_bytes)}" for one in largest
     ]
-    more = len(largest) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    return some(named, MAX_PROCESSES)

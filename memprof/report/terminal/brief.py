@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Document
+from memprof.report.terminal.cells import at_stage, shape_text
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
@@ -16,14 +17,14 @@ def brief(document: Document) -> str:
     peak, verdict = document.peak, document.verdict
     lines = [
         _verdict(document),
-        f"  peak: {format_bytes(peak.allocated_bytes)} allocated in {_stage(peak.stage, peak.step)}; "
-        f"{format_bytes(peak.reserved_bytes)} reserved in {_stage(peak.reserved_stage, peak.reserved_step)}",
+        f"  peak: {format_bytes(peak.allocated_bytes)} allocated in {at_stage(peak.stage, peak.step)}; "
+        f"{format_bytes(peak.reserved_bytes)} reserved in {at_stage(peak.reserved_stage, peak.reserved_step)}",
     ]
     if verdict.oom_stage is not None:
         where = f" at {short_source(verdict.oom_source)}" if verdict.oom_source else ""
         asked, used = verdict.tried_to_allocate_bytes or 0, verdict.in_use_bytes or 0
         lines.append(
-            f"  full: in {_stage(verdict.oom_stage, verdict.oom_step or 0)}{where}, asked for {format_bytes(asked)} "
+            f"  full: in {at_stage(verdict.oom_stage, verdict.oom_step or 0)}{where}, asked for {format_bytes(asked)} "
             f"with {format_bytes(used)} in use"
         )
     lines.append("  largest at the peak:")
@@ -46,15 +47,10 @@ def _verdict(document: Document) -> str:
     return f"fits: it takes {need} with the CUDA context ({have})"
 
 
-def _stage(name: str, step: int) -> str:
-    return f"{name} of step {step}" if step else name
-
-
 def _tensor(tensor: LiveTensor) -> str:
     count = f"{tensor.count} x " if tensor.count > 1 else ""
-    shape = "x".join(map(str, tensor.shape))
     what = tensor.name or tensor.module or ""
     where = f" at {short_source(tensor.source)}" if tensor.source and not tensor.name else ""
-    return (
-        f"{count}{format_bytes(tensor.num_bytes)} [{shape}] {tensor.dtype}: {tensor.category} {what}".rstrip() + where
-    )
+    size = format_bytes(tensor.num_bytes)
+    text = f"{count}{size} [{shape_text(tensor.shape)}] {tensor.dtype}: {tensor.category} {what}"
+    return text.rstrip() + where

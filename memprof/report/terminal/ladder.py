@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
 from memprof.report.documents.ladder import Cost, Rung
 from memprof.report.documents.report import Document
-from memprof.units import GIB, MIB, format_bytes
+from memprof.report.terminal.cells import Unit, unit_for
+from memprof.report.terminal.console import aligned, dim, section
+from memprof.units import GIB, format_bytes
 
 _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
 _NUMBERS = {"exact": "exact", "approximate": "approx.", "different": "another"}
 _CPU_WORK = 0.1
 """An optimizer on the CPU is worth a word from this share of the peak on."""
-_HEADERS = ("peak", "reserved", "saved", "verdict", "compute", "bus", "step", "numbers")
-_MIN_GAP = 2
+_HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">step", ">numbers")
 MIN_HOST_BYTES = 16 * GIB
 """Host memory below this is there in every machine with such a card."""
 
@@ -23,45 +23,35 @@ MIN_HOST_BYTES = 16 * GIB
 def render_ladder(document: Document) -> RenderableType:
     """The rows, why they were chosen, and what was left out."""
     rungs = document.ladder
-    unit, unit_name = (GIB, "GiB") if rungs[0].peak_allocated_bytes >= GIB else (MIB, "MiB")
+    unit = unit_for(rungs[0].peak_allocated_bytes)
     added = [_added(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
-    cells = [_cells(rung, unit, first=not number) for number, rung in enumerate(rungs)]
-    widths = [max(map(len, column)) for column in zip(_HEADERS, *cells, strict=True)]
+    cells = [(names[-1], *_cells(rung, unit, first=rung is rungs[0])) for names, rung in zip(added, rungs, strict=True)]
     first = max(len(name) for names in added for name in names)
-    lines = [Text(_line("", _HEADERS, first, widths), style="dim")]
-    for names, row, rung in zip(added, cells, rungs, strict=True):
+    header, *rows = aligned((" " * first, *_HEADERS), cells)
+    lines = [header]
+    for names, line, rung in zip(added, rows, rungs, strict=True):
         lines += [Text(name) for name in names[:-1]]
-        line = Text(_line(names[-1], row, first, widths))
-        line.highlight_words([" fits "], style="bold green")
-        line.highlight_words([" dies ", " failed "], style="red")
         host = f"; {format_bytes(rung.host_peak_bytes)} in host memory" if rung.host_peak_bytes > MIN_HOST_BYTES else ""
         if (rung.cost.host_bytes or 0) > rung.peak_allocated_bytes * _CPU_WORK:
             host += f"; the CPU reads and writes {format_bytes(rung.cost.host_bytes or 0)} in a step"
-        lines += [line, Text(f"    then: {rung.next_bottleneck.text}{host}", style="dim")]
+        lines += [line, dim(f"    then: {rung.next_bottleneck.text}{host}")]
     legend = (
-        f"{unit_name}. saved: device memory, against the row above. compute, bus: more than as it is. step: the least "
+        f"{unit.name}. saved: device memory, against the row above. compute, bus: more than as it is. step: the least "
         "time that it takes at this card's published rates, compute and transfers one after the other."
     )
     parts: list[RenderableType] = [
-        Text("The ladder: each row adds to those above", style="bold"),
-        Padding(Group(*lines), (0, 0, 0, 2)),
-        Padding(Text(legend, style="dim"), (0, 0, 1, 2)),
+        section("The ladder: each row adds to those above", *lines, dim(legend), below=1),
     ]
     if document.ladder_reason:
-        parts.append(Padding(Text(f"Why these: {document.ladder_reason}."), (0, 0, 1, 0)))
+        parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
     costs = {rung.added: rung.cost.note for rung in rungs if rung.added is not None and rung.cost.note}
     if costs:
         notes = [Text(f"{remedy}: {note}") for remedy, note in costs.items()]
-        parts += [Text("What they cost", style="bold"), Padding(Group(*notes), (0, 0, 1, 2))]
+        parts.append(section("What they cost", *notes, below=1))
     if document.ladder_left_out:
-        notes = [Text(f"{remedy}: {why}", style="dim") for remedy, why in document.ladder_left_out.items()]
-        parts += [Text("Left out", style="bold"), Padding(Group(*notes), (0, 0, 1, 2))]
+        notes = [dim(f"{remedy}: {why}") for remedy, why in document.ladder_left_out.items()]
+        parts.append(section("Left out", *notes, below=1))
     return Group(*parts)
-
-
-def _line(name: str, cells: tuple[str, ...], first: int, widths: list[int]) -> str:
-    gap = " " * _MIN_GAP
-    return name.ljust(first) + "".join(gap + cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
 def _added(rung: Rung, before: Rung | None) -> list[str]:
@@ -70,13 +60,10 @@ def _added(rung: Rung, before: Rung | None) -> list[str]:
     return ["+ " + name for name in rung.remedies if name not in before.remedies]
 
 
-def _cells(rung: Rung, unit: int, *, first: bool) -> tuple[str, ...]:
-    def amount(num_bytes: int) -> str:
-        return f"{round(num_bytes / unit, 2) + 0.0:,.2f}"
-
+def _cells(rung: Rung, unit: Unit, *, first: bool) -> tuple[str, ...]:
     verdict = "failed" if rung.fits is None else "fits" if rung.fits else "dies"
-    saved = "" if first else amount(rung.saved_bytes)
-    sizes = amount(rung.peak_allocated_bytes), amount(rung.reserved_bytes), saved
+    saved = "" if first else unit.amount(rung.saved_bytes)
+    sizes = unit.amount(rung.peak_allocated_bytes), unit.amount(rung.reserved_bytes), saved
     return (*sizes, verdict, *_cost(rung.cost, first=first))
 
 

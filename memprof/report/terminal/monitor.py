@@ -7,19 +7,18 @@ goes on as if the terminal were a little smaller.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TextIO
 
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from memprof.monitor.run import MonitorOutcome, View
 from memprof.monitor.sample import Peaks, Sample
+from memprof.report.terminal.console import ansi, dim, terminal
 from memprof.report.terminal.monitor_text import History, cards_table, footer_lines, plain_line, summary
 
 _MIN_ROWS = 12
@@ -120,7 +119,7 @@ class LiveView:
     """The cards on a terminal, redrawn in place."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = Console(file=stream, highlight=False)
+        self._console = terminal(stream)
         self._live: Live | None = None
         self._history = History()
 
@@ -176,10 +175,10 @@ class FooterView(QuietView):
                 self.write_raw(self._release())
             self._size, self._height = (columns, rows), self._wanted
             self.write_raw(self._take())
-        drawn = [Text("─" * columns, style="dim"), *lines]
+        drawn = [dim("─" * columns), *lines]
         drawn += [Text("")] * (self._height - len(drawn))
         first = rows - self._height + 1
-        cells = [f"\x1b[{first + number};1H\x1b[2K{_ansi(line, columns)}" for number, line in enumerate(drawn)]
+        cells = [f"\x1b[{first + number};1H\x1b[2K{ansi(line, columns)}" for number, line in enumerate(drawn)]
         self.write_raw("\x1b7" + "".join(cells) + "\x1b8")
 
     def pause(self) -> None:
@@ -204,11 +203,3 @@ class FooterView(QuietView):
         _, rows = self._size
         first = rows - self._height + 1
         return f"\x1b7\x1b[r\x1b[{first};1H\x1b[J\x1b8"
-
-
-def _ansi(line: Text, columns: int) -> str:
-    """A line with its colours, cut to the width of the terminal."""
-    console = Console(file=io.StringIO(), force_terminal=True, width=columns, legacy_windows=False, highlight=False)
-    line.no_wrap, line.overflow = True, "ellipsis"
-    console.print(line, end="")
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

@@ -6,14 +6,13 @@ from collections import deque
 from collections.abc import Iterable
 from datetime import datetime
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from memprof.device.cards import NvmlCard
 from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample, Watched
+from memprof.report.terminal.console import dim, table
 from memprof.units import format_bytes, gib
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -141,25 +140,25 @@ class History:
 
 def cards_table(sample: Sample, peaks: Peaks, history: History) -> RenderableType:
     """The cards, one row each, the slices and processes below, and what could not be read."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    made = table(ruled=True)
     time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
-    table.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
+    made.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
     for header in ("used", "peak", "total"):
-        table.add_column(header, justify="right", no_wrap=True, min_width=_AMOUNT)
-    table.add_column("", no_wrap=True, min_width=_NARROW)
-    table.add_column("", no_wrap=True)
+        made.add_column(header, justify="right", no_wrap=True, min_width=_AMOUNT)
+    made.add_column("", no_wrap=True, min_width=_NARROW)
+    made.add_column("", no_wrap=True)
     for card in sample.cards:
         amounts = (card.used_bytes, peaks.cards.get(card.index), card.total_bytes)
         curve = history.curve(f"card {card.index}", card.total_bytes, _NARROW)
-        table.add_row(f"{card.index} {card.name}", *map(_cell, amounts), curve, " ".join(_state(card)))
+        made.add_row(f"{card.index} {card.name}", *map(_cell, amounts), curve, " ".join(_state(card)))
         for piece in card.slices:
             amounts = (piece.used_bytes, None, piece.total_bytes)
-            table.add_row(f"  slice {piece.index} {piece.name}", *map(_cell, amounts), "", "")
+            made.add_row(f"  slice {piece.index} {piece.name}", *map(_cell, amounts), "", "")
         for process in card.processes:
-            name = Text(f"  {process.name} ({process.pid})", style="dim")
-            table.add_row(name, _cell(process.used_bytes, "?"), "", "", "", "")
+            name = dim(f"  {process.name} ({process.pid})")
+            made.add_row(name, _cell(process.used_bytes, "?"), "", "", "", "")
     notes = [Text(f"memprof: {note}", style="yellow") for note in sample.notes]
-    return Group(table, *notes)
+    return Group(made, *notes)
 
 
 def _cell(amount: int | None, unknown: str = "") -> str:
@@ -179,7 +178,7 @@ def footer_lines(sample: Sample, peaks: Peaks, history: History) -> list[Text]:
         if len(several) > 1:
             lines += map(_process_line, several[:_MAX_PROCESSES])
         if len(several) > _MAX_PROCESSES:
-            lines.append(Text(f"{'':{_CURVE}} and {len(several) - _MAX_PROCESSES} more processes", style="dim"))
+            lines.append(dim(f"{'':{_CURVE}} and {len(several) - _MAX_PROCESSES} more processes"))
     count = len(sample.processes)
     resident = f"resident {format_bytes(sample.resident_bytes)} in {count} process{'' if count == 1 else 'es'}"
     resident += f", peak {format_bytes(peaks.resident_bytes)}; {_duration(sample.elapsed)}"
@@ -201,4 +200,4 @@ def _process_line(process: Watched) -> Text:
         f"cuda:{a.device} allocated {format_bytes(a.allocated_bytes)}, peak {format_bytes(a.max_allocated_bytes)}"
         for a in process.allocators
     )
-    return Text(f"{'':{_CURVE}} {rank}{process.name} ({process.pid}): {amounts}", style="dim")
+    return dim(f"{'':{_CURVE}} {rank}{process.name} ({process.pid}): {amounts}")

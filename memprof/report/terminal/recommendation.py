@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
+import sys
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation
+from memprof.report.terminal.console import WIDTH, aligned, dim, heading, indented, section, show, text_of
 from memprof.units import format_count, gib
 
 _SHOWN = 10
@@ -17,21 +17,14 @@ _SHOWN = 10
 
 def print_recommendation(answer: Recommendation, *, explain: bool = False) -> None:
     """Write the answer to stdout, in colour if it is a terminal."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(render_recommendation(answer, explain=explain))
-        # As they are, so that they can be copied.
-        console.file.write(_scripts(answer))
-    else:
-        console.file.write(render_text(answer, explain=explain))
+    show(_view(answer, explain=explain))
+    # As they are, so that they can be copied.
+    sys.stdout.write(_scripts(answer))
 
 
-def render_text(answer: Recommendation, *, width: int = 110, explain: bool = False) -> str:
+def render_text(answer: Recommendation, *, width: int = WIDTH, explain: bool = False) -> str:
     """The answer without colour, `width` columns wide; scripts are as wide as they are."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
-    console.print(render_recommendation(answer, explain=explain))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n" + _scripts(answer)
+    return text_of(_view(answer, explain=explain), width) + _scripts(answer)
 
 
 def _scripts(answer: Recommendation) -> str:
@@ -42,9 +35,9 @@ def _scripts(answer: Recommendation) -> str:
     )
 
 
-def render_recommendation(answer: Recommendation, *, explain: bool = False) -> RenderableType:
+def _view(answer: Recommendation, *, explain: bool) -> RenderableType:
     """Everything but the scripts."""
-    parts: list[RenderableType] = [Text(_title(answer), style="bold"), Text("")]
+    parts: list[RenderableType] = [heading(_title(answer)), Text("")]
     if answer.largest:
         parts += _largest(answer)
     else:
@@ -53,7 +46,7 @@ def render_recommendation(answer: Recommendation, *, explain: bool = False) -> R
         parts += _lengths(answer.lengths)
     if explain:
         notes = [*answer.assumptions, *(f"Not run: {name}: {why}" for name, why in answer.not_applied.items())]
-        parts += [Text("What was assumed", style="bold"), _indented(*(Text(note, style="dim") for note in notes))]
+        parts.append(section("What was assumed", *map(dim, notes), below=1))
     return Group(*parts)
 
 
@@ -72,28 +65,6 @@ def _title(answer: Recommendation) -> str:
     )
 
 
-def _indented(*lines: RenderableType, below: int = 1) -> RenderableType:
-    return Padding(Group(*lines), (0, 0, below, 2))
-
-
-def _table(headers: tuple[str, ...], rows: list[tuple[str, ...]], left: int, *, last_left: bool = False) -> list[Text]:
-    """Aligned columns, the first `left` of them to the left, and perhaps the last."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-
-    def line(cells: tuple[str, ...], style: str = "") -> Text:
-        placed = [
-            cell.ljust(width) if place < left or (last_left and place == len(cells) - 1) else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return Text("  ".join(placed).rstrip(), style=style)
-
-    lines = [line(headers, "dim"), *(line(row) for row in rows)]
-    for text in lines:
-        text.highlight_words([" fits"], style="bold green")
-        text.highlight_words([" dies"], style="red")
-    return lines
-
-
 # -- a configuration --------------------------------------------------------------------------------------------------
 
 
@@ -102,8 +73,8 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
     chosen = answer.chosen
     if chosen is not None:
         parts += [
-            Text("Use", style="bold"),
-            _indented(
+            section(
+                "Use",
                 Text(chosen.name),
                 Text(_batches(chosen, answer)),
                 Text(f"needs {gib(chosen.needed_bytes)} GiB of the card: {gib(chosen.margin_bytes)} GiB are left"),
@@ -115,19 +86,20 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
                     else []
                 ),
                 *([Text(f"the longest context that fits: {_bound(answer.context, 0)}")] if answer.context else []),
+                below=1,
             ),
             Text(f"Why: {answer.reason}."),
             Text(f"Check: {chosen.command}"),
             Text(""),
         ]
     else:
-        parts += [Text("Nothing fits", style="bold red"), _indented(Text(answer.reason))]
+        parts.append(section(Text("Nothing fits", style="bold red"), Text(answer.reason), below=1))
         if answer.alternatives:
             lines = [
                 Text(f"{one.what}: {one.name}; {gib(one.needed_bytes)} GiB{' (an estimate)' if one.estimate else ''}")
                 for one in answer.alternatives
             ]
-            parts += [Text("What would do", style="bold"), _indented(*lines)]
+            parts.append(section("What would do", *lines, below=1))
     parts += _choices(answer, explain=explain)
     return parts
 
@@ -173,7 +145,7 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
         )
         for row in rows
     ]
-    headers = ("", micro, "needs", "margin", "step", "of it bus", "verdict", "configuration")
+    headers = ("", f">{micro}", ">needs", ">margin", ">step", ">of it bus", ">verdict", "configuration")
     left_out = len(answer.choices) - len(rows)
     more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
     what = "Memory against time" if not explain else "All that were run"
@@ -181,9 +153,8 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     legend += "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
     failed = [] if explain else [Text(f"Could not be run: {name}: {why}") for name, why in answer.not_applied.items()]
     return [
-        Text(what, style="bold"),
-        _indented(*_table(headers, cells, 1, last_left=True)),
-        _indented(Text(legend, style="dim"), *failed),
+        section(what, *aligned(headers, cells), below=1),
+        indented(dim(legend), *failed, below=1),
     ]
 
 
@@ -200,17 +171,16 @@ def _seconds(seconds: float | None) -> str:
 
 def _largest(answer: Recommendation) -> list[RenderableType]:
     cells: list[tuple[str, ...]] = [_largest_cells(row) for row in answer.largest]
-    headers = ("use", "largest model", "parameters", "needs", "context", "next larger", "needs")
+    headers = ("use", "largest model", ">parameters", ">needs", ">context", ">next larger", ">needs")
     legend = (
         f"GiB at {answer.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
         "model; all: that it allows. Next larger: needs too much (more: its weights alone do)."
     )
     commands = [Text(row.command) for row in answer.largest if row.model is not None]
     return [
-        _indented(*_table(headers, cells, 2)),
-        _indented(Text(legend, style="dim")),
-        Text("Each as a run of its own, at its longest context", style="bold"),
-        _indented(*commands),
+        indented(*aligned(headers, cells), below=1),
+        indented(dim(legend), below=1),
+        section("Each as a run of its own, at its longest context", *commands, below=1),
     ]
 
 
@@ -239,8 +209,8 @@ def _lengths(lengths: Lengths) -> list[RenderableType]:
         named = f": {'; '.join(lengths.bad_examples)}" if lengths.bad_examples else ""
         lines.append(Text(f"left out: {lengths.empty:,} empty, {lengths.bad:,} no length{named}", style="yellow"))
     headers = (
-        "micro-batch", "fits up to", "too long", "of a batch", "of an epoch", "random: 50%", "90%", "ascending",
-        "descending", "packed",
+        ">micro-batch", ">fits up to", ">too long", ">of a batch", ">of an epoch", ">random: 50%", ">90%",
+        ">ascending", ">descending", ">packed",
     )  # fmt: skip
     cells = [_length_cells(row) for row in lengths.rows]
     legend = (
@@ -249,10 +219,9 @@ def _lengths(lengths: Lengths) -> list[RenderableType]:
         "random order, and with sequences sorted by length (descending: also group_by_length). Full batches alone."
     )
     return [
-        Text("The data set", style="bold"),
-        _indented(*lines),
-        _indented(*_table(headers, cells, 0)),
-        _indented(Text(legend, style="dim")),
+        section("The data set", *lines, below=1),
+        indented(*aligned(headers, cells), below=1),
+        indented(dim(legend), below=1),
     ]
 
 

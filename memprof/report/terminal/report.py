@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import shlex
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.findings import Evidence, Finding, Severity
@@ -16,10 +12,11 @@ from memprof.ledger.caught import CaughtError
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Document, Verdict
 from memprof.report.terminal.bridge import render_bridge
+from memprof.report.terminal.cells import Unit, at_stage, shape_text, unit_for
+from memprof.report.terminal.console import WIDTH, bar, dim, heading, indented, section, show, table, text_of
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.steps import render_steps
-from memprof.report.terminal.units import Unit, unit_for
 from memprof.spec import Mode
 from memprof.trace.events import short_source
 from memprof.trace.facts import ProgramFacts, Target
@@ -33,25 +30,17 @@ _BAR_WIDTH = 28
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
-def render_text(document: Document, *, width: int = 110, explain: bool = False) -> str:
+def render_text(document: Document, *, width: int = WIDTH, explain: bool = False) -> str:
     """The report without colour, `width` columns wide."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
-    console.print(renderable(document, explain=explain))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return text_of(_view(document, explain=explain), width)
 
 
 def print_report(document: Document, *, explain: bool = False) -> None:
     """Print the report to standard output, in colour if it is a terminal."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(renderable(document, explain=explain))
-    else:
-        console.file.write(render_text(document, explain=explain))
+    show(_view(document, explain=explain))
 
 
-def renderable(document: Document, *, explain: bool) -> RenderableType:
-    """The report, to be printed on a console."""
+def _view(document: Document, *, explain: bool) -> RenderableType:
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
     if document.steps:
         parts.append(render_steps(document.steps, _unit(document)))
@@ -64,7 +53,7 @@ def renderable(document: Document, *, explain: bool) -> RenderableType:
     if explain:
         parts.append(_assumptions(document))
     else:
-        parts.append(Text(f"{len(document.assumptions)} assumptions: --explain lists them.", style="dim"))
+        parts.append(dim(f"{len(document.assumptions)} assumptions: --explain lists them."))
     return Group(*parts)
 
 
@@ -75,10 +64,8 @@ def _unit(document: Document) -> Unit:
 def _heading(document: Document) -> RenderableType:
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
-    title = Text("memprof", style="bold")
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
-    title.append(f" {document.command}: {kind} {device.name}{size}", style="default")
-    lines = [title]
+    lines = [heading("memprof", f" {document.command}: {kind} {device.name}{size}")]
     if target:
         lines.append(Text(_describe(target)))
     if document.program is not None:
@@ -162,19 +149,12 @@ def _stages(document: Document) -> RenderableType:
     usable = document.device.usable_bytes
     amount = _unit(document).amount
     step = shown_step(document)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("stage" + (f" (step {step})" if step else ""))
     on_cpu = _is_on_cpu(document)
     measured = document.source == "measured"
-    for header in ("allocated", "delta", "peak", "resident" if on_cpu else "reserved"):
-        table.add_column(header, justify="right", no_wrap=True)
-    if not on_cpu:
-        table.add_column("on this card", justify="right", no_wrap=True)
-    if measured:
-        table.add_column("seconds", justify="right", no_wrap=True)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
-    if shows_host:
-        table.add_column("host peak", justify="right", no_wrap=True)
+    headers = ["allocated", "delta", "peak", *(["resident"] if on_cpu else ["reserved", "on this card"])]
+    headers += ["seconds"] * measured + ["host peak"] * shows_host
+    made = table("stage" + (f" (step {step})" if step else ""), *(f">{header}" for header in headers), ruled=True)
     rows = shown_stages(document)
     peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
     for position, row in enumerate(rows):
@@ -200,18 +180,18 @@ def _stages(document: Document) -> RenderableType:
             cells.append("" if row.seconds is None else f"{row.seconds:,.3f}")
         if shows_host:
             cells.append(amount(row.host_bytes))
-        table.add_row(*cells)
+        made.add_row(*cells)
     turns = ""
     if any(row.turns > 1 for row in rows):
         turns = " (xN): these rows came N times, in turn; allocated and delta are of the last time."
     if on_cpu:
         what = "allocated: by torch's CPU allocator; resident: of the whole process, as last read in the stage"
-        return Group(table, Text(f"{_unit(document).name}. {what}.{turns}", style="dim"))
+        return Group(made, dim(f"{_unit(document).name}. {what}.{turns}"))
     note = (
         f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
         f"{format_bytes(usable or 0)} usable beside the CUDA context.{turns}"
     )
-    return Group(table, Text(note, style="dim"))
+    return Group(made, dim(note))
 
 
 def _verdict(document: Document) -> RenderableType:
@@ -246,18 +226,17 @@ def _memory_verdict(document: Document) -> RenderableType:
         text = Text("\nFits only just: ", style="bold yellow")
         return text.append(f"{_only_just(verdict.retries)}. Left alone it would take {need}.", style="default")
     text = Text("\nDoes not fit: ", style="bold red")
-    step = f" of step {verdict.oom_step}" if verdict.oom_step else ""
+    where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     ended = document.program is not None and document.program.ended == "refused"
     whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
     text.append(
-        f"a real run dies in {verdict.oom_stage}{step}, when it tries to allocate "
+        f"a real run dies in {where}, when it tries to allocate "
         f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
         f"{whole} {need}.{_caught_before(verdict)} torch {'said' if ended else 'would say'}:",
         style="default",
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
-    shown = Text(message[0] + (" ..." if message[1] else ""), style="dim")
-    return Group(text, Padding(shown, (0, 0, 0, 2)))
+    return section(text, dim(message[0] + (" ..." if message[1] else "")))
 
 
 def _faults(document: Document) -> list[RenderableType]:
@@ -284,7 +263,7 @@ def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare
     """Of a program that caught out-of-memory errors: what is known to fit is not what it asked for at first."""
     number = verdict.out_of_memory_caught
     which = "" if number == 1 else ", the first"
-    stage = first.stage + (f" of step {first.step}" if first.step else "")
+    stage = at_stage(first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
     text = Text("\nFits only without what was refused: ", style="bold yellow")
     asked = f"{format_bytes(first.num_bytes)} were asked for with {format_bytes(first.in_use_bytes)} in use"
@@ -308,31 +287,22 @@ def _caught_before(verdict: Verdict) -> str:
 def _categories(document: Document) -> RenderableType:
     total = document.peak.allocated_bytes
     amount = _unit(document).amount
-    table = Table(box=None, show_header=False, padding=(0, 1), pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column(no_wrap=True)
+    made = table("", ">", ">", "|")
+    made.show_header = False
     for category, num_bytes in document.peak.categories.items():
         share = num_bytes / total
-        bar = "█" * round(share * _BAR_WIDTH)
-        table.add_row(category, amount(num_bytes), f"{share:.1%}", Text(bar, style="blue"))
-    where = document.peak.stage + (f" of step {document.peak.step}" if document.peak.step else "")
-    title = Text(f"\nAt the peak, {format_bytes(total)} in {where}", style="bold")
-    return Group(title, Padding(table, (0, 0, 1, 2)))
+        made.add_row(category, amount(num_bytes), f"{share:.1%}", bar(share, _BAR_WIDTH))
+    where = at_stage(document.peak.stage, document.peak.step)
+    return section(f"\nAt the peak, {format_bytes(total)} in {where}", made, below=1)
 
 
 def _tensors(document: Document) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     unit = _unit(document)
-    for header in (unit.name, "x"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("shape", no_wrap=True)
-    table.add_column("what it is", overflow="fold")
+    made = table(f">{unit.name}", ">x", "|shape", "~what it is")
     for tensor in document.peak.tensors[:MAX_TENSORS]:
-        shape = "x".join(map(str, tensor.shape))
-        table.add_row(unit.amount(tensor.num_bytes), str(tensor.count), f"{shape} {tensor.dtype}", _origin(tensor))
-    return Group(Text("Largest tensors alive at the peak", style="bold"), Padding(table, (0, 0, 1, 2)))
+        shape = f"{shape_text(tensor.shape)} {tensor.dtype}"
+        made.add_row(unit.amount(tensor.num_bytes), str(tensor.count), shape, _origin(tensor))
+    return section("Largest tensors alive at the peak", made, below=1)
 
 
 def _origin(tensor: LiveTensor) -> Text:
@@ -349,10 +319,8 @@ def _origin(tensor: LiveTensor) -> Text:
 def _findings(document: Document) -> RenderableType:
     if not document.findings:
         return Text("No findings.\n")
-    parts: list[RenderableType] = [Text("Findings, most expensive first", style="bold")]
-    for number, finding in enumerate(document.findings, 1):
-        parts.append(Padding(_finding(number, finding), (0, 0, 1, 2)))
-    return Group(*parts)
+    found = (indented(_finding(number, finding), below=1) for number, finding in enumerate(document.findings, 1))
+    return Group(heading("Findings, most expensive first"), *found)
 
 
 def _finding(number: int, finding: Finding) -> RenderableType:
@@ -361,7 +329,7 @@ def _finding(number: int, finding: Finding) -> RenderableType:
     heading.append(finding.title)
     lines = [heading, *(_evidence(evidence) for evidence in finding.evidence[:MAX_EVIDENCE])]
     if len(finding.evidence) > MAX_EVIDENCE:
-        lines.append(Text(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)", style="dim"))
+        lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
     if finding.remedies:
         lines.append(Text("   would help: " + ", ".join(finding.remedies), style="green"))
     return Group(*lines)
@@ -376,6 +344,4 @@ def _evidence(evidence: Evidence) -> Text:
 
 
 def _assumptions(document: Document) -> RenderableType:
-    lines = [Text("What this rests on", style="bold")]
-    lines += [Text(f"  - {sentence}") for sentence in document.assumptions]
-    return Group(*lines)
+    return Group(heading("What this rests on"), *(Text(f"  - {sentence}") for sentence in document.assumptions))

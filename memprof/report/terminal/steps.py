@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from memprof.ledger.steps import TrainingStep
-from memprof.report.terminal.units import Unit
+from memprof.report.terminal.cells import Unit
+from memprof.report.terminal.console import dim, table
 
 MAX_ROWS = 12
 """Of a run whose steps all differ: the first and the last of them."""
@@ -18,10 +16,7 @@ MAX_ROWS = 12
 
 def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
     """The table; steps that follow each other and grow by the same are one row, with the figures of the last."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("steps")
-    for header in ("peak allocated", "held at the end", "growth"):
-        table.add_column(header, justify="right", no_wrap=True)
+    made = table("steps", ">peak allocated", ">held at the end", ">growth", ruled=True)
     alike = [
         list(rows) for _, rows in groupby(steps, key=lambda row: (row.growth_bytes, row.peak_bytes - row.end_bytes))
     ]
@@ -29,13 +24,13 @@ def render_steps(steps: tuple[TrainingStep, ...], unit: Unit) -> RenderableType:
     for number, rows in enumerate(alike):
         if left_out and MAX_ROWS // 2 <= number < MAX_ROWS // 2 + left_out:
             if number == MAX_ROWS // 2:
-                table.add_row(Text(f"... {left_out} more", style="dim"), "", "", "")
+                made.add_row(dim(f"... {left_out} more"), "", "", "")
             continue
         first, last = rows[0], rows[-1]
         name = str(first.step) if first is last else f"{first.step}-{last.step}"
         growth = unit.amount(last.growth_bytes, sign=True)
         if last.growth_bytes and first is not last:
             growth += " each"
-        table.add_row(name, unit.amount(last.peak_bytes), unit.amount(last.end_bytes), growth)
+        made.add_row(name, unit.amount(last.peak_bytes), unit.amount(last.end_bytes), growth)
     note = f"{unit.name}. A step ends with its optimizer's step; growth: held beyond what the step before left."
-    return Group(table, Text(note, style="dim"))
+    return Group(made, dim(note))

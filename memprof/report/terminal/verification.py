@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memprof.report.documents.verification import Deviation, Verification
+from memprof.report.terminal.cells import Unit
+from memprof.report.terminal.console import WIDTH, dim, heading, show, table, text_of
 from memprof.units import MIB
 
+_MIB = Unit("MiB", MIB)
 
-def render_verification(found: Verification, *, width: int = 110) -> str:
+
+def render_text(found: Verification, *, width: int = WIDTH) -> str:
     """The tables without colour, `width` columns wide."""
-    console = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, legacy_windows=False)
-    console.print(_renderable(found))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return text_of(_view(found), width)
 
 
 def print_verification(found: Verification) -> None:
     """Print the tables to standard output, in colour if it is a terminal."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        console.print(_renderable(found))
-    else:
-        console.file.write(render_verification(found))
+    show(_view(found))
 
 
-def _renderable(found: Verification) -> RenderableType:
-    parts: list[RenderableType] = [Text(f"memprof verify: {found.seeds} seeds, on the CPU", style="bold")]
+def _view(found: Verification) -> RenderableType:
+    parts: list[RenderableType] = [heading(f"memprof verify: {found.seeds} seeds, on the CPU")]
     if found.deviations:
         parts += [_deviations(found), *(_failure(row) for row in found.deviations if not row.passed)]
     if found.precisions:
@@ -45,15 +39,17 @@ def _renderable(found: Verification) -> RenderableType:
         for model, operators in found.narrow.items()
         if operators
     ]
-    parts += [
-        Text(f"not tried: {remedy} on {model}: {why}", style="dim") for (remedy, model), why in found.skipped.items()
-    ]
+    parts += [dim(f"not tried: {remedy} on {model}: {why}") for (remedy, model), why in found.skipped.items()]
     parts.append(Text("passed" if found.passed else "FAILED", style="bold green" if found.passed else "bold red"))
     return Group(*parts)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def _table(title: str, *headers: str) -> Table:
+    made = table(*headers, ruled=True)
+    made.title, made.title_justify, made.title_style = title, "left", "bold"
+    for column in made.columns:  # there are many of them: long headers may break
+        column.no_wrap = False
+    return made
 
 
 def _verdict(passed: bool) -> Text:
@@ -61,19 +57,15 @@ def _verdict(passed: bool) -> Text:
 
 
 def _deviations(found: Verification) -> Table:
-    table = _table("Largest deviation from float64, at the worst of all seeds and cases")
-    for name in ("remedy", "model", "of the"):
-        table.add_column(name)
-    for name in ("original", "fixed", "bound"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    title = "Largest deviation from float64, at the worst of all seeds and cases"
+    made = _table(title, "remedy", "model", "of the", ">original", ">fixed", ">bound", "")
     last = ("", "")
     for row in found.deviations:
         names = (row.remedy if row.remedy != last[0] else "", row.model if (row.remedy, row.model) != last else "")
         last = (row.remedy, row.model)
         numbers = (f"{value:.1e}" for value in (row.original, row.fixed, row.bound))
-        table.add_row(*names, row.quantity, *numbers, _verdict(row.passed))
-    return table
+        made.add_row(*names, row.quantity, *numbers, _verdict(row.passed))
+    return made
 
 
 def _failure(row: Deviation) -> Text:
@@ -82,16 +74,12 @@ def _failure(row: Deviation) -> Text:
 
 
 def _precisions(found: Verification) -> Table:
-    table = _table("Precision against accuracy: deviation from float64, relative")
-    for name in ("precision", "model"):
-        table.add_column(name)
-    for name in ("logits, largest", "logits, rms", "bound", "same argmax"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    title = "Precision against accuracy: deviation from float64, relative"
+    made = _table(title, "precision", "model", ">logits, largest", ">logits, rms", ">bound", ">same argmax", "")
     for row in found.precisions:
         numbers = (f"{row.logits_max:.1e}", f"{row.logits_rms:.1e}", f"{row.bound:.1e}")
-        table.add_row(row.precision, row.model, *numbers, f"{row.argmax_agreement:.1%}", _verdict(row.passed))
-    return table
+        made.add_row(row.precision, row.model, *numbers, f"{row.argmax_agreement:.1%}", _verdict(row.passed))
+    return made
 
 
 _SHOWN_LAYERS = 8
@@ -99,50 +87,43 @@ _SHOWN_LAYERS = 8
 
 def _layers(found: Verification) -> Table:
     """Every layer of a shallow model; of a deep one some, evenly, with the first and the last."""
-    table = _table("Deviation of each layer's output, rms, relative")
-    for name in ("precision", "model"):
-        table.add_column(name)
-    for _ in range(min(_SHOWN_LAYERS, max(len(row.layers_rms) for row in found.precisions))):
-        table.add_column("layer", justify="right")
+    columns = min(_SHOWN_LAYERS, max(len(row.layers_rms) for row in found.precisions))
+    made = _table("Deviation of each layer's output, rms, relative", "precision", "model", *[">layer"] * columns)
     for row in found.precisions:
         count = len(row.layers_rms)
         shown = min(count, _SHOWN_LAYERS)
         places = [index * (count - 1) // max(shown - 1, 1) for index in range(shown)]
-        table.add_row(row.precision, row.model, *(f"{place}: {row.layers_rms[place]:.1e}" for place in places))
-    return table
+        made.add_row(row.precision, row.model, *(f"{place}: {row.layers_rms[place]:.1e}" for place in places))
+    return made
 
 
 def _optimizers(found: Verification) -> Table:
     first = found.optimizers[0]
-    table = _table(f"Optimizers: {first.steps} steps of {first.model}, deviation from float64 AdamW")
-    table.add_column("optimizer")
-    for name in ("of the way, rms", "largest, learning rates", "loss", "bound", "states, MiB"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    title = f"Optimizers: {first.steps} steps of {first.model}, deviation from float64 AdamW"
+    figures = (">of the way, rms", ">largest, learning rates", ">loss", ">bound", ">states, MiB")
+    made = _table(title, "optimizer", *figures, "")
     for row in found.optimizers:
         bound = "-" if row.bound is None else f"{row.bound:.1e}"
         numbers = (f"{row.update_rms:.1e}", f"{row.largest:.1e}", f"{row.loss:.1e}", bound)
-        table.add_row(row.optimizer, *numbers, f"{row.state_bytes / MIB:,.2f}", _verdict(row.passed))
-    return table
+        made.add_row(row.optimizer, *numbers, _MIB.amount(row.state_bytes), _verdict(row.passed))
+    return made
 
 
 def _peaks(found: Verification) -> Table:
     first = found.peaks[0]
-    table = _table(f"Peak of a training step, MiB: {first.workload}")
-    table.add_column("remedy")
     where = "the CPU" if first.measured_on == "cpu" else "CUDA"
-    for name in ("simulated: original", "fixed", "saved", f"measured on {where}: original", "fixed", "saved"):
-        table.add_column(name, justify="right")
+    figures = (">simulated: original", ">fixed", ">saved", f">measured on {where}: original", ">fixed", ">saved")
+    made = _table(f"Peak of a training step, MiB: {first.workload}", "remedy", *figures)
     for row in found.peaks:
         other = "" if row.workload == first.workload else f" ({row.workload})"
         simulated = _saving(row.original_bytes, row.fixed_bytes)
-        table.add_row(row.remedy + other, *simulated, *_saving(row.measured_original_bytes, row.measured_fixed_bytes))
-    return table
+        made.add_row(row.remedy + other, *simulated, *_saving(row.measured_original_bytes, row.measured_fixed_bytes))
+    return made
 
 
 def _saving(original: int | None, fixed: int | None) -> list[str]:
     saved = None if original is None or fixed is None else original - fixed
-    return ["-" if value is None else f"{value / MIB:,.2f}" for value in (original, fixed, saved)]
+    return ["-" if value is None else _MIB.amount(value) for value in (original, fixed, saved)]
 
 
 def _peak_notes(found: Verification) -> list[Text]:
@@ -153,4 +134,4 @@ def _peak_notes(found: Verification) -> list[Text]:
             "On the CPU, card and host are one memory: what a remedy moves to the host is counted still. Kernels of "
             "the two differ in what they take for a moment: softmax's backward has a product more on CUDA.",
         )
-    return [Text(note, style="dim") for note in notes]
+    return [dim(note) for note in notes]

@@ -14,7 +14,7 @@ from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.state import model_state
 from memprof.report.terminal.bridge import render_bridge
-from memprof.report.terminal.units import unit_for
+from memprof.report.terminal.cells import unit_for
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
 from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts, OtherProcess
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from memprof.flows.account import analyze
 from memprof.ledger.steps import Step
+from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.steps import MAX_ROWS, render_steps
-from memprof.report.terminal.units import Unit
 from memprof.trace.events import PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.findings.builder import Builder

@@ -1,0 +1,43 @@
+"""What stands in a cell, as plain words: sizes in one unit, a stage with its step, a shape. Needs no rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memprof.units import GIB, KIB, MIB
+
+_UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
+
+
+class Unit:
+    """The unit of a table's sizes; its header names it."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name = name
+        self._num_bytes = num_bytes
+
+    def amount(self, num_bytes: int, *, sign: bool = False) -> str:
+        """`num_bytes` with two decimals, never as minus zero."""
+        value = round(num_bytes / self._num_bytes, 2) + 0.0
+        return f"{value:+,.2f}" if sign else f"{value:,.2f}"
+
+
+def unit_for(num_bytes: int, *, smallest: int = MIB) -> Unit:
+    """The unit of a table whose largest amount is `num_bytes`: GiB, or less for what would be all zeros in GiB."""
+    return next(Unit(name, size) for name, size in _UNITS if num_bytes >= size or size <= smallest)
+
+
+def at_stage(name: str, step: int) -> str:
+    """`name`, with its step if it is in one."""
+    return f"{name} of step {step}" if step else name
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """Such as 4096x64000."""
+    return "x".join(map(str, shape))
+
+
+def some(names: list[str], most: int, *, between: str = ", ") -> str:
+    """The first `most` of `names`, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
