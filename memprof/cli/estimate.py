@@ -48,7 +48,8 @@ def estimate(request: Request) -> None:
     from memprof.catalog import custom_gpu, find_gpu, list_gpus
     from memprof.estimate.geometry import from_model, from_params, from_size
     from memprof.estimate.table import build_estimate
-    from memprof.report.documents.estimate import estimate_document, text
+    from memprof.report.documents.estimate import estimate_document
+    from memprof.report.terminal.estimate import render_text
 
     if sum(given is not None for given in (request.params, request.model, request.model_size)) != 1:
         raise UsageError(
@@ -74,8 +75,7 @@ def estimate(request: Request) -> None:
     if request.as_json:
         print_json(estimate_document(answer, cards, simulated, explain=request.explain).to_json())
         return
-    for line in text(answer, cards, simulated, explain=request.explain):
-        typer.echo(line)
+    typer.echo(render_text(answer, cards, simulated, explain=request.explain), nl=False)
 
 
 def _simulate(answer: Estimate) -> dict[str, Simulated]:

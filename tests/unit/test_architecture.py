@@ -53,6 +53,7 @@ def _imported(code: str) -> set[str]:
         pytest.param("import memprof.flows.compare", id="memprof.flows.compare"),
         pytest.param("import memprof.pytest_plugin", id="memprof.pytest_plugin"),
         pytest.param("import memprof.report.documents.estimate", id="memprof.report.documents.estimate"),
+        pytest.param("import memprof.report.terminal.estimate", id="memprof.report.terminal.estimate"),
         pytest.param(HELP, id="memprof --help"),
         pytest.param(
             HELP.replace('"--help"', '"estimate", "--params", "1.2B", "--dtype", "float16", "--explain"'),
