@@ -58,7 +58,7 @@ def to_plain(value: Any) -> Any:
 
 def _by_name(instance: Any) -> dict[str, Any]:
     kind: Any = type(instance)
-    return {name: to_plain(getattr(instance, field.name)) for field, name, _ in _fields(kind)}
+    return {name: to_plain(getattr(instance, field.name)) for field, name, _ in json_fields(kind)}
 
 
 def from_plain(kind: Any, value: Any) -> Any:
@@ -107,7 +107,7 @@ def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
         raise ValueError(f"{values!r} is no {kind.__name__}")
     return {
         field.name: from_plain(hint, values[name])
-        for field, name, hint in _fields(kind)
+        for field, name, hint in json_fields(kind)
         if field.init and name in values
     }
 
@@ -127,8 +127,8 @@ def _row_types(kind: Any) -> list[Any]:
 
 
 @functools.cache
-def _fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
-    """Field, name in JSON and type."""
+def json_fields(kind: Any) -> list[tuple[dataclasses.Field[Any], str, Any]]:
+    """The fields of a dataclass that are in JSON, in its order: field, name in JSON and type."""
     hints = typing.get_type_hints(kind)
     fields = sorted(dataclasses.fields(kind), key=lambda field: field.metadata.get("last", False))
     named = [(field, field.metadata.get("json", field.name)) for field in fields]

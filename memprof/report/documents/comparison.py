@@ -6,9 +6,12 @@ All sizes are integer bytes. A difference is B less A. What is not known is None
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memprof.trace.plain import Plain, json_name
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SCHEMA = 1
 
@@ -214,6 +217,12 @@ class Comparison(Plain):
             or any(row.difference_bytes for row in self.reserved)
             or self.findings
         )
+
+    def frames(self) -> dict[str, DataFrame]:
+        """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
+        from memprof.report.frames import frames_of
+
+        return frames_of(self)
 
     def __str__(self) -> str:
         from memprof.report.terminal.comparison import render_text

@@ -1,0 +1,65 @@
+"""The tables of a document as CSV, one file a table: comma, UTF-8, a header line; lists are written as in JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from memprof.errors import MemprofError, UsageError
+from memprof.trace.files import write_whole
+
+if TYPE_CHECKING:
+    from memprof.report.documents.analysis import Analysis
+    from memprof.report.documents.comparison import Comparison
+    from memprof.report.documents.report import Document
+
+OPTION = "--csv"
+
+
+def check_folder(folder: Path) -> None:
+    """Whether tables can be written into `folder`, before the work that they are to hold.
+
+    Raises:
+        UsageError: it is a file or below one, or may not be written to.
+    """
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise UsageError("this is a file, not a folder for tables", value=there, hint=f"change {OPTION}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError("this folder may not be written to", value=there, hint=f"change {OPTION}")
+
+
+def write_csv(document: Document | Analysis | Comparison, folder: Path) -> None:
+    """Write every table of `document` to `folder`/TABLE.csv, each whole or not at all; the folder is made.
+
+    A file of that name is replaced, one without rows too, so that nothing of an earlier run stays; nothing else in the
+    folder is touched.
+
+    Raises:
+        UsageError: `folder` is no folder.
+        MemprofError: something cannot be written.
+    """
+    check_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MemprofError(
+            "the folder for tables could not be made", value=folder, hint=f"{error.strerror}: change {OPTION}"
+        ) from error
+    for name, frame in document.frames().items():
+        lists = {column: frame[column].map(_cell) for column in frame.select_dtypes("object")}
+        text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
+        _write(text, folder / f"{name}.csv")
+
+
+def _write(text: str, path: Path) -> None:
+    def write(file: IO[bytes]) -> None:
+        file.write(text.encode())
+
+    write_whole(path, write, "table", option=OPTION)
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | tuple | dict) else value
