@@ -1,5 +1,5 @@
 # make demo     the first result: what a 4B model needs at 131,072 tokens (a few minutes once, for the installation)
-# make check    while you work: ruff, mypy, import-linter, and the tests that take a minute (tests/conftest.py has which)
+# make check    while you work: the linters, and the tests that take a minute (tests/conftest.py has which)
 # make test     everything that CI checks: the same with all tests
 # make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md and the outputs shown in README.md and docs/accuracy.md
@@ -38,6 +38,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/deptry .
 
 format: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .
