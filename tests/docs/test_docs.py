@@ -116,7 +116,7 @@ def test_the_readme_shows_an_output():
     "page", [page for page in _generate().pages_with_outputs() if page.parent.name != "case-studies"], ids=_name
 )
 def test_outputs_are_current(page):
-    _needs_pinned("torch", "transformers", "rich")
+    _needs_pinned("torch", "transformers", "rich", "pandas")
     text = page.read_text(encoding="utf-8")
     assert text == _generate().with_outputs(text), f"{_name(page)} is out of date: run `make docs`"
 
