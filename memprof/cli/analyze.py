@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.output import Output, print_json
+from memprof.cli.output import Tabled, print_json
 from memprof.cli.progress import long_work
 
 
@@ -22,7 +22,7 @@ class By(enum.StrEnum):
 
 
 def analyze(
-    output: Output,
+    output: Tabled,
     file: Annotated[
         Path, typer.Argument(help="A snapshot of torch.cuda.memory._dump_snapshot, or a capture of memprof.")
     ],
@@ -60,4 +60,5 @@ def analyze(
         from memprof.report.terminal.analysis import print_report
 
         print_report(document, replay=replay)
+    output.write_tables(document)
     raise typer.Exit(3 if document.ran_out else 0)

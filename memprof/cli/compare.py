@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.output import Explained, print_json
+from memprof.cli.output import Told, print_json
 from memprof.cli.progress import long_work
 
 _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch."
 
 
 def compare(
-    output: Explained,
+    output: Told,
     a: Annotated[Path, typer.Argument(help=_FILE)],
     b: Annotated[Path, typer.Argument(help="The other one, of any of these kinds.")],
     tolerance: Annotated[
@@ -40,4 +40,5 @@ def compare(
         from memprof.report.terminal.comparison import print_comparison
 
         print_comparison(comparison, top=top, explain=output.explain)
+    output.write_tables(comparison)
     raise typer.Exit(0 if comparison.within else 1)

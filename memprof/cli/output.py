@@ -16,6 +16,8 @@ from memprof.spec import option
 from memprof.trace.files import check_place
 
 if TYPE_CHECKING:
+    from memprof.report.documents.analysis import Analysis
+    from memprof.report.documents.comparison import Comparison
     from memprof.report.documents.report import Document
     from memprof.trace.events import Trace
 
@@ -39,7 +41,45 @@ class Explained(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Explained):
+class Tabled(Output):
+    """The same for what has tables.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+
+    csv: Path | None = option(
+        None,
+        OUTPUT,
+        "Write every table into this folder too, each a CSV file; those of an earlier run there are replaced.",
+        metavar="FOLDER",
+    )
+    folder: Path | None = dataclasses.field(default=None, init=False)
+    """The same, also once the script has gone to another folder."""
+
+    def __post_init__(self) -> None:
+        if self.csv is not None:
+            from memprof.report.export.csv import check_folder
+
+            check_folder(self.csv)
+            object.__setattr__(self, "folder", self.csv.absolute())
+
+    def write_tables(self, document: Document | Analysis | Comparison) -> None:
+        """Write them, if that was asked for: after the report, which must not be lost if they cannot be."""
+        if self.folder is not None:
+            from memprof.report.export.csv import write_csv
+
+            write_csv(document, self.folder)
+            typer.echo(f"Tables: {self.csv}", err=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Explained, Tabled):
+    """Both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Told):
     """The same for what can be kept.
 
     Raises:
@@ -51,6 +91,7 @@ class Saved(Explained):
     """The same, also once the script has gone to another folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.save is not None:
             check_place(self.save, option="--save")
             object.__setattr__(self, "place", self.save.absolute())
@@ -70,14 +111,15 @@ def print_json(result: _HasJson | dict[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def print_document(document: Document, output: Explained) -> None:
-    """The report of a run on stdout, as JSON or for people."""
+def print_document(document: Document, output: Told) -> None:
+    """The report of a run on stdout, as JSON or for people, and its tables."""
     if output.as_json:
         print_json(document)
-        return
-    from memprof.report.terminal.report import print_report
+    else:
+        from memprof.report.terminal.report import print_report
 
-    print_report(document, explain=output.explain)
+        print_report(document, explain=output.explain)
+    output.write_tables(document)
 
 
 def exit_code(document: Document) -> int:

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import again
-from memprof.cli.output import Explained, exit_code, print_document
+from memprof.cli.output import Told, exit_code, print_document
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown(Explained):
+class Shown(Told):
     """How the report is made anew."""
 
     alloc_conf: str | None = again("alloc_conf", unset="those of the run")
