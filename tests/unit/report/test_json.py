@@ -15,7 +15,7 @@ from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.estimate import EstimateDocument
 from memprof.report.documents.recommendation import Bound, Choice, Lengths, Recommendation
 from memprof.report.documents.report import Document
-from memprof.report.documents.verification import Deviation, OptimizerRow, Peak, Precision, Verification
+from memprof.report.documents.verification import Deviation, OptimizerRow, Precision, RemedyPeak, Verification
 from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, Target
@@ -86,7 +86,7 @@ def test_verifications_come_back() -> None:
         precisions=[Precision("float16", "net", 0.1, 0.1, 0.9, (0.1, 0.2), 0.05)],
         optimizers=[OptimizerRow("bfloat16 AdamW", "net", 3, 0.1, 0.2, 0.3, 64, None)],
         narrow={"net": ("aten.mm",)},
-        peaks=[Peak("chunked-loss", "net", 10, 5)],
+        peaks=[RemedyPeak("chunked-loss", "net", 10, 5)],
         skipped={("lora", "net"): "it has none"},
     )
     assert through_json(found) == found

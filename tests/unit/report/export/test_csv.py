@@ -33,7 +33,7 @@ def test_lists_are_json_and_what_is_not_known_is_empty(tmp_path):
     for row, tensor in zip(rows, DOCUMENT.peak.tensors, strict=True):
         assert json.loads(row["shape"]) == list(tensor.shape)
         assert row["name"] == (tensor.name or "")
-        assert int(row["bytes"]) == tensor.bytes
+        assert int(row["bytes"]) == tensor.num_bytes
 
 
 def test_whole_numbers_have_no_point_beside_those_not_known(tmp_path):

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from memprof.flows.account import analyze
-from memprof.ledger.steps import Step
+from memprof.ledger.steps import TrainingStep
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.steps import MAX_ROWS, render_steps
 from memprof.trace.events import PhaseKind
@@ -17,7 +17,7 @@ from tests.unit.findings.builder import Builder
 MIB = 1 << 20
 
 
-def lines(*rows: Step) -> list[list[str]]:
+def lines(*rows: TrainingStep) -> list[list[str]]:
     console = Console(file=io.StringIO(), width=100, no_color=True)
     console.print(render_steps(rows, Unit("MiB", MIB)))
     text = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -25,8 +25,8 @@ def lines(*rows: Step) -> list[list[str]]:
     return [line.split() for line in text[begin:] if line.strip() and "optimizer's step" not in line][:-1]
 
 
-def row(step: int, peak: int, end: int, growth: int) -> Step:
-    return Step(step, peak * MIB, end * MIB, growth * MIB)
+def row(step: int, peak: int, end: int, growth: int) -> TrainingStep:
+    return TrainingStep(step, peak * MIB, end * MIB, growth * MIB)
 
 
 def report(command: str, steps: int) -> dict:
