@@ -9,7 +9,7 @@ from specs import AFTER, AS_WRITTEN, BEFORE, CONFIGURATIONS, ONE_TOKEN, PER_TOKE
 
 from memprof import virtual_gpu
 from memprof.findings.lives import Lives
-from memprof.flows import profile as pipeline
+from memprof.flows.profile import profile
 from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 def run(spec: TargetSpec) -> Run:
     """Profile `spec` and look at what its components hold."""
-    trace, document = pipeline.profile(spec)
+    trace, document = profile(spec)
     largest, most = component_bytes(trace)
     return Run(document, largest, most)
 

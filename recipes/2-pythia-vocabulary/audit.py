@@ -12,8 +12,8 @@ from memprof.catalog import find_model
 from memprof.corpus import Frequencies
 from memprof.findings import Finding
 from memprof.findings.lives import Lives
-from memprof.flows import profile as pipeline
 from memprof.flows.cards import virtual_card
+from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Document
@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
 def run(spec: TargetSpec) -> Run:
     """Profile `spec` and take its memory apart."""
-    trace, document = pipeline.profile(spec)
+    trace, document = profile(spec)
     ledger = build_ledger(trace)
     lives = Lives(ledger)
     storages: dict[Category, list[int]] = {category: [] for category in CATEGORIES}
@@ -89,7 +89,7 @@ def largest_batch(spec: TargetSpec) -> int:
     """The largest batch that fits the card of `spec`: simulated, and the next one does not."""
 
     def required(batch_size: int) -> tuple[int, bool]:
-        verdict = pipeline.profile(spec.edit(batch_size=batch_size))[1].verdict
+        verdict = profile(spec.edit(batch_size=batch_size))[1].verdict
         return verdict.required_bytes, bool(verdict.fits)
 
     # Memory grows evenly with the batch, but for rounding: two runs say about where to look.
@@ -177,7 +177,7 @@ def memory_claims(before: Run, after: Run) -> list[Claim]:
     largest = largest_batch(BEFORE)
     fixed = sum(before.most[name] for name in ("parameters", "gradients", "optimizer state"))
     as_told = 200_000_000
-    scores = sum(t.total_bytes for t in eager.document.peak.tensors if t.op == "aten._softmax")
+    scores = sum(t.allocated_bytes for t in eager.document.peak.tensors if t.op == "aten._softmax")
     at_peak = after.document.peak.categories
     activations, logits = at_peak["activations"], at_peak["logits and loss"]
     needs = after.document.verdict.required_bytes

@@ -11,8 +11,8 @@ from specs import AFTER, BEFORE, CARDS, DEVIATIONS, KEPT_LAYERS, RECOMMENDED, SI
 
 import memprof
 from memprof.catalog import find_gpu
-from memprof.flows import profile as pipeline
 from memprof.flows.account import analyze
+from memprof.flows.profile import profile
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.units import GIB, format_bytes
@@ -80,8 +80,8 @@ def cards() -> list[Card]:
     rows = []
     for name, dtype in RECOMMENDED.items():
         spec = BEFORE.edit(gpu=name, dtype=dtype, steps=1)
-        verdict = pipeline.profile(spec)[1].verdict
-        trains = pipeline.profile(TRAINING.edit(gpu=name, dtype=dtype))[1].verdict.fits
+        verdict = profile(spec)[1].verdict
+        trains = profile(TRAINING.edit(gpu=name, dtype=dtype))[1].verdict.fits
         rows.append(
             Card(
                 find_gpu(name).name.removeprefix("NVIDIA ").removeprefix("GeForce "),
@@ -131,7 +131,7 @@ def _size_claims(rows: list[Size]) -> list[Claim]:
         dtype: ("yes" if row.one <= CARDS[dtype] * GIB else "no", "yes" if row.sixteen <= CARDS[dtype] * GIB else "no")
         for dtype, row in by_dtype.items()
     }
-    training = pipeline.profile(TRAINING)[1]
+    training = profile(TRAINING)[1]
     share = 1 - half.sixteen / by_dtype["float32"].sixteen
     return [
         Claim(

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 import memprof
 from memprof.api import ProfiledGpu
-from memprof.flows import profile as pipeline
+from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
 
@@ -102,4 +102,4 @@ def largest_batch(spec: TargetSpec, most: int = 128) -> int:
 
 def fits(spec: TargetSpec) -> bool:
     """Whether `spec` fits its card."""
-    return pipeline.profile(spec)[1].verdict.fits is True
+    return profile(spec)[1].verdict.fits is True

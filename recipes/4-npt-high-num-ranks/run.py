@@ -13,7 +13,7 @@ import textwrap
 import audit
 from specs import AFTER, BEFORE, MERGED
 
-from memprof.flows import profile as pipeline
+from memprof.flows.profile import profile
 from memprof.units import format_bytes
 from memprof.workload.npt import RankOneDeltas
 
@@ -25,7 +25,7 @@ def main() -> None:
     clock = not parser.parse_args().no_clock
     print("128 rank-1 updates of rank 64 in one layer of Llama-3.1-8B, 2 x 128 tokens, float32, training\n")
     for name, spec in (("sequential", BEFORE), ("batched", AFTER), ("merged", MERGED)):
-        peak = pipeline.profile(spec)[1].peak
+        peak = profile(spec)[1].peak
         print(f"{name:<12}{format_bytes(peak.allocated_bytes):>12} at the peak, in {peak.stage}")
     print("\nWhat holds of the report\n")
     for claim in audit.claims():

@@ -9,7 +9,7 @@ import rotary
 from specs import BEFORE, CHUNK, HIDDEN, LENGTHS, TOKENS, VOCABULARY
 
 from memprof.catalog import find_model
-from memprof.flows import profile as pipeline
+from memprof.flows.profile import profile
 from memprof.report.documents.report import Document
 from memprof.units import GIB, MIB, format_bytes
 
@@ -53,7 +53,7 @@ def runs() -> Runs:
     """All of them."""
     return Runs(
         losses.on_card(losses.full, TOKENS).report(),
-        pipeline.profile(BEFORE)[1],
+        profile(BEFORE)[1],
         losses.on_card(losses.loop, TOKENS).report(),
         losses.on_card(losses.own, TOKENS, chunk_size=CHUNK).report(),
         losses.on_card(losses.own, TOKENS, chunk_size=CHUNK, steps=2).report(),
