@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memprof.trace.events import GPU, HOST
+from memprof.virtual.device_rules import mixes, takes_numbers_of_host
 from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import expansion
 
@@ -21,15 +22,6 @@ HOST_COUNTED_BYTES = 1 << 12
 MOVES_STORAGE = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 OVERWRITES = frozenset({_aten.fill_, _aten.zero_, _aten.copy_})
 _ALIASES = frozenset({_aten._unsafe_view, _aten.lift_fresh, _aten.detach, _aten.alias})
-_MIXES_DEVICES = frozenset(
-    {
-        _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy,
-        _aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_,
-        _aten.set_, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided,
-        _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
-    }
-)  # fmt: skip
-"""Operators whose tensors may live on different devices (kernels/indexing.py checks those of index)."""
 _LIKE = frozenset(
     {
         _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
@@ -53,6 +45,7 @@ class Operator:
     __slots__ = (
         "anywhere",
         "expansion",
+        "func",
         "handler",
         "input_copies",
         "kind",
@@ -65,6 +58,7 @@ class Operator:
     )
 
     def __init__(self, func: Any) -> None:
+        self.func = func
         self.packet = packet = func.overloadpacket
         self.name = func._schema.name.replace("::", ".")
         if packet in _ALIASES or func.is_view:
@@ -80,7 +74,11 @@ class Operator:
         self.scratch = registry.scratch.get(packet)
         self.uses_cublas = packet in registry.uses_cublas
         self.uses_cublaslt = packet in registry.uses_cublaslt
-        self.mixes_devices = packet in _MIXES_DEVICES
+        self.mixes_devices = mixes(func)
+
+    def takes_of_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the kernel on the card takes this tensor of the host."""
+        return tensor.dim() == 0 and takes_numbers_of_host(self.func)
 
 
 class Call:

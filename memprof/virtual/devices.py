@@ -116,16 +116,9 @@ class DeviceMode(TorchFunctionMode):
         for position, arg in enumerate(args):
             if type(arg) is torch.device and arg.type == "cuda":
                 return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
-        mismatches = self._recording.recorder.trace.mismatches
-        before = len(mismatches)
         if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and _in_place(func):
             args = self._writable(func, args, kwargs or {})
-        result = self._inside(func, args, kwargs or {})
-        if len(mismatches) != before and not _in_place(func) and any(t.requires_grad for t in tensors_of(result)):
-            # The breach is noted. On the way back the host tensor would be given a gradient on the card.
-            del result
-            return func(*self._moved(args), **self._moved(kwargs or {}))
-        return result
+        return self._on_one_device(func, args, kwargs or {})
 
     def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
         """For tensors on the card, run what is registered for CUDA of these operators, which is Python code."""
@@ -172,18 +165,33 @@ class DeviceMode(TorchFunctionMode):
         return func(*args)
 
     def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
-        """A composite's choice, made again with all tensors on the card if it mixed devices: see below."""
+        """A composite's choice, made again with all tensors on the card if it mixed devices."""
+        return lambda *args, **kwargs: self._on_one_device(choose, args, kwargs)
+
+    def _on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`func`, run again with all tensors on the card if it mixed devices and cannot go on so."""
         mismatches = self._recording.recorder.trace.mismatches
+        before = len(mismatches)
+        try:
+            result = self._inside(func, args, kwargs)
+        except RuntimeError as error:
+            # C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
+            if "device" not in str(error) or not self._is_mixed([*args, *kwargs.values()]):
+                raise
+            if len(mismatches) == before:
+                with _NoTorchFunction():
+                    tensors = tensors_of([*args, *kwargs.values()])
+                    self._recording.note_mixed(f"aten.{func.__name__}", tensors)
+        else:
+            # On the way back the host tensor would be given a gradient on the card.
+            if len(mismatches) == before or _in_place(func) or not any(t.requires_grad for t in tensors_of(result)):
+                return result
+            del result
+            return func(*self._moved(args), **self._moved(kwargs))
+        return func(*self._moved(args, numbers=True), **self._moved(kwargs, numbers=True))
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = len(mismatches)
-            result = self._inside(choose, args, kwargs)
-            if len(mismatches) != before and any(tensor.requires_grad for tensor in tensors_of(result)):
-                del result
-                return choose(*self._moved(args), **self._moved(kwargs))
-            return result
-
-        return call
+    def _is_mixed(self, values: list[Any]) -> bool:
+        return {self._believed(tensor) for tensor in tensors_of(values)} >= {GPU, HOST}
 
     def _inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`func`, of which the recording mode knows what it was given: C++ makes tensors after those."""
@@ -194,11 +202,12 @@ class DeviceMode(TorchFunctionMode):
         finally:
             recording.calling = outer
 
-    def _moved(self, value: Any) -> Any:
-        """Arguments of a call that mixed devices, its host tensors moved where autograd sees it."""
+    def _moved(self, value: Any, numbers: bool = False) -> Any:
+        """Arguments of a call that mixed devices, its host tensors moved where autograd sees it; those without
+        dimensions too if `numbers`."""
 
         def move(part: Any) -> Any:
-            if isinstance(part, _Tensor) and part.dim() and self._believed(part) == HOST:
+            if isinstance(part, _Tensor) and (numbers or part.dim()) and self._believed(part) == HOST:
                 return self._to(part, _CUDA)
             return part
 

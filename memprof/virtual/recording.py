@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from memprof.trace.events import GPU, HOST
 from memprof.virtual import layout_cache as layout
@@ -130,6 +130,8 @@ class RecordingMode(Machine):
                         call.on_host = True
                     else:
                         call.on_gpu = True
+                elif self.device_of(arg) == GPU:
+                    call.on_gpu = True  # an empty one
                 else:
                     call.on_meta = True
             else:
@@ -202,7 +204,7 @@ class RecordingMode(Machine):
         except TypeError:  # an unhashable argument, such as a generator or a symbolic value
             key = known = None
         if known is None:
-            result = call.func(*call.args, **call.kwargs)
+            result = _launch(call)
             described = layout.describe(result)
             if described is not layout.UNCACHED and key is not None:
                 inputs = {t.untyped_storage()._cdata for t in call.tensors if t.is_meta}
@@ -239,7 +241,7 @@ class RecordingMode(Machine):
         storage = target.untyped_storage()
         before = storage.nbytes()
         layout_before = (target.size(), target.stride())
-        result = call.func(*call.args, **call.kwargs)
+        result = _launch(call)
         # One that only took over another storage (set_) has made none.
         if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
             self._grown(target, operator, place)
@@ -316,30 +318,22 @@ class RecordingMode(Machine):
     # -- device mismatch --------------------------------------------------------------------------------------------
 
     def _check_devices(self, operator: Operator, call: Call, place: Place) -> None:
-        """CUDA's rule: all tensors on one device, but that host scalars (0-dim) may mix. A breach is noted, and the
-        run goes on as if the host tensors had been moved."""
-        strangers = [t for t in call.real if t.dim() > 0]
-        if call.on_gpu:
-            strangers += [t for t in call.tensors if t.is_meta and t.dim() > 0 and self.device_of(t) == HOST]
-        if not strangers:
-            return
-        if not call.on_gpu and call.on_host:
+        """A breach of CUDA's rule (device_rules.py) is noted, and the run goes on as if the host tensors had been
+        moved."""
+        if not call.on_gpu:
             # Host tensors among themselves: the small ones are real, the large ones virtual; no mismatch.
-            self._virtualise(call)
+            if any(t.dim() for t in call.real):
+                self._virtualise(call)
+            return
+        strangers = [*call.real, *(t for t in call.tensors if t.is_meta and self.device_of(t) == HOST)]
+        if all(operator.takes_of_host(tensor) for tensor in strangers):
             return
         self.note_mixed(operator.name, call.tensors, place)
         self._virtualise(call)
 
     def _virtualise(self, call: Call) -> None:
         """Replace the real host tensors of `call` by meta ones, so that it can run on meta."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0:
-                return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=_META)
-            return value
-
-        call.args = tree_map(move, call.args)
-        call.kwargs = tree_map(move, call.kwargs)
+        call.args, call.kwargs = _all_meta(call.args), _all_meta(call.kwargs)
         call.key = [call.func]
         call.tensors = []
         call.real = []
@@ -363,3 +357,24 @@ class RecordingMode(Machine):
         if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
             return None
         return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
+
+
+def _launch(call: Call) -> Any:
+    """The operator run on meta tensors. Some meta kernels do not take what CUDA's do, a number on the host."""
+    try:
+        return call.func(*call.args, **call.kwargs)
+    except RuntimeError:
+        if not call.real or call.device is None:
+            raise
+        return call.func(*_all_meta(call.args), **_all_meta(call.kwargs))
+
+
+def _all_meta(value: Any) -> Any:
+    """Real tensors in arguments as meta ones."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+
+    return tree_map_only(torch.Tensor, move, value)

@@ -84,7 +84,6 @@ OPERATORS: dict[str, str] = {
     "cumprod": VALUES,
     "prod": VALUES,
     "unique_consecutive": "unknown values are taken to differ",
-    "nn.functional.ctc_loss": "the CPU reads the target lengths as int32",
     "isin": "CUDA compares all pairs (native/cuda/TensorCompare.cpp)",
     "isclose": "with equal_nan one boolean mask more: the meta path of native/TensorCompare.cpp",
     "ormqr": "the gradients of reflectors are collected, not written in place (householder_product_backward)",

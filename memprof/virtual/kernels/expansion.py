@@ -32,6 +32,8 @@ _OPERATORS = (
     "rrelu_with_noise_backward",
     # native/TensorAdvancedIndexing.cpp
     "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "masked_scatter_backward",
+    # native/TensorShape.cpp: a clone and a copy into it, from any device
+    "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
     # native/TensorFactories.cpp, native/RangeFactories.cpp
     "bartlett_window", "blackman_window", "hann_window", "hamming_window", "kaiser_window", "polar",
     # native/Linear.cpp, native/BatchLinearAlgebra.cpp, native/LinearAlgebra.cpp, native/SpectralOps.cpp

@@ -30,17 +30,17 @@ def nonzero(launch: Launch) -> Any:
     return result
 
 
-@kernel(_aten.index, _aten.index_put_, _aten._index_put_impl_, on_host=True)
+@kernel(_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, on_host=True)
 def index(launch: Launch) -> Any:
     """Indexing by a mask is indexing by its nonzero indices, which CUDA allocates for the time of the call."""
     indices = launch.args[1]
-    if not launch.args[0].is_meta and any(i is not None and i.is_meta for i in indices):
+    value = launch.args[2] if len(launch.args) > 2 else None
+    if not launch.args[0].is_meta and any(t.is_meta for t in launch.call.tensors if t.dim() or t is not value):
         # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
         launch.note_mismatch()
         real = [None if i is None else launch.values.read(i) for i in indices]
         rest = [launch.values.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
         return launch.func(launch.args[0], real, *rest, **launch.kwargs)
-    value = launch.args[2] if len(launch.args) > 2 else None
     if isinstance(value, torch.Tensor) and not value.is_meta and value.numel() > 1 and launch.args[0].is_meta:
         # One number may be on the host, several may not (native/TensorAdvancedIndexing.cpp).
         launch.note_mismatch()

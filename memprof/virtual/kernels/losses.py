@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
-from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.kernels.registry import composite, kernel
 from memprof.virtual.launch import Launch
 
 _aten = torch.ops.aten
@@ -118,6 +118,27 @@ def gradient_of_input(launch: Launch) -> Any:
     if not data.is_meta:
         return NotImplemented
     return launch.new(data.shape, data.dtype)
+
+
+@composite(torch.ctc_loss)
+def ctc_loss_of_lengths(
+    machine: Any,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    *options: Any,
+    **named: Any,
+) -> Any:
+    """Lengths given as tensors are read by the host, wherever they are (native/LossCTC.cpp, ctc_loss); where they are
+    not known they stay tensors, and on the card."""
+    lengths = (input_lengths, target_lengths)
+    if not machine.is_on_card(log_probs) or not all(isinstance(each, torch.Tensor) for each in lengths):
+        return NotImplemented
+    known = [machine.values.get(each) for each in lengths]
+    if all(each is not None for each in known):
+        lengths = tuple(each.tolist() for each in known)
+    return torch.ctc_loss(log_probs, targets, *lengths, *options, **named)
 
 
 @kernel(_aten._ctc_loss, on_host=True)

@@ -1,0 +1,61 @@
+"""What CUDA allows of tensors on two devices in one operator.
+
+The kernels of CUDA have one of two checks. torch generates the one from native_functions.yaml: all tensors given by
+position are on one device, numbers (tensors without dimensions) as well. Operators marked `device_check: NoCheck` are
+checked by TensorIterator, which takes a number from the host (native/TensorIterator.cpp, compute_types), or by
+themselves: those below take more.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+_MIXES = frozenset(
+    {
+        _aten._pack_padded_sequence, _aten.copy_, _aten._to_copy, _aten._foreach_copy_, _aten._foreach_copy,
+        _aten.resize_as_,
+        _aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_,
+        _aten.set_, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided,
+        _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like,
+    }
+)  # fmt: skip
+"""Operators whose tensors may live on different devices (kernels/indexing.py checks those of index)."""
+
+
+def mixes(func: Any) -> bool:
+    """Whether the tensors of this operator may live anywhere."""
+    return func.overloadpacket in _MIXES
+
+
+def takes_numbers_of_host(func: Any) -> bool:
+    """Whether the CUDA kernel of `func` takes a tensor without dimensions from the host."""
+    return func._schema.name + "." + func._schema.overload_name not in _checked()
+
+
+@functools.cache
+def _checked() -> frozenset[str]:
+    """The overloads, `aten::name.overload`, that are given the generated check (torchgen/dest/register_dispatch_key.py,
+    gen_device_check): those with a kernel for CUDA, or a structured one, and no word against it.
+
+    torch brings its table along, as text; it is read when the first call of a run mixes devices. Where it is missing
+    nothing is checked.
+    """
+    spec = importlib.util.find_spec("torchgen")
+    folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    table = folder / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    if not table.is_file():
+        return frozenset()
+    found = set()
+    for entry in re.split(r"(?m)^- func: ", table.read_text())[1:]:
+        if "device_check: NoCheck" not in entry and re.search(r"(?m)^    .*\bCUDA\b|^  structured_delegate:", entry):
+            name, _, overload = entry.partition("(")[0].partition(".")
+            found.add(f"aten::{name}.{overload}")
+    return frozenset(found)
