@@ -31,6 +31,15 @@ _LIKE = frozenset(
 _NEW = frozenset({_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided})
 
 
+_MAKES_SPARSE = frozenset(
+    {
+        _aten._to_sparse, _aten._to_sparse_csr, _aten._sparse_coo_tensor_with_dims_and_tensors,
+        _aten._sparse_compressed_tensor_unsafe, _aten._sparse_coo_tensor_unsafe,
+    }
+)  # fmt: skip
+"""Operators that make a sparse tensor of others."""
+
+
 class Kind(enum.Enum):
     """What an operator does with storages."""
 
@@ -49,6 +58,7 @@ class Operator:
         "handler",
         "input_copies",
         "kind",
+        "makes_sparse",
         "mixes_devices",
         "name",
         "packet",
@@ -75,6 +85,7 @@ class Operator:
         self.uses_cublas = packet in registry.uses_cublas
         self.uses_cublaslt = packet in registry.uses_cublaslt
         self.mixes_devices = mixes(func)
+        self.makes_sparse = packet in _MAKES_SPARSE
 
     def takes_of_host(self, tensor: torch.Tensor) -> bool:
         """Whether the kernel on the card takes this tensor of the host."""
@@ -84,7 +95,7 @@ class Operator:
 class Call:
     """One operator call: its arguments, its key for remembered layouts, and where its tensors live."""
 
-    __slots__ = ("args", "func", "key", "kwargs", "on_gpu", "on_host", "on_meta", "real", "tensors")
+    __slots__ = ("args", "func", "key", "kwargs", "on_gpu", "on_host", "on_meta", "real", "sparse", "tensors")
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
@@ -97,6 +108,8 @@ class Call:
         self.on_gpu = False
         self.on_host = False
         self.on_meta = False
+        self.sparse = False
+        """Whether a sparse tensor is among them."""
 
     @property
     def device(self) -> str | None:

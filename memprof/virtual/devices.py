@@ -27,7 +27,7 @@ from memprof.virtual.autocast import Autocast
 from memprof.virtual.calls import tensors_of
 from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.machine import Machine
-from memprof.virtual.torch_cuda.driver import LEGACY_TYPES
+from memprof.virtual.torch_cuda.driver import LEGACY_TYPES, legacy_type
 from memprof.watch.wrappers import is_wrapped, unwrapped
 
 _Tensor = torch.Tensor
@@ -77,6 +77,7 @@ class DeviceMode(TorchFunctionMode):
             torch.as_tensor: self._as_tensor,
             torch.asarray: self._as_tensor,
             _Tensor.new_tensor: self._new_tensor,
+            _Tensor.new: self._new,
             **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
         }
 
@@ -286,6 +287,15 @@ class DeviceMode(TorchFunctionMode):
         target = self._device(tensor) if device is None else device
         return self._tensor(data, dtype=dtype or tensor.dtype, device=target, requires_grad=requires_grad)
 
+    def _new(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of numbers, if it is given any; of indices and values, if `tensor` is sparse; else of a shape."""
+        if tensor.layout is torch.sparse_coo and args:
+            return torch.sparse_coo_tensor(*args, dtype=tensor.dtype, check_invariants=False)
+        if args and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
+            return self._new_tensor(tensor, args[0], **kwargs)
+        made: torch.Tensor = self._inside(_Tensor.new, (tensor, *args), kwargs)
+        return made
+
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
         """A tensor just made on the host, on the device that was asked for."""
         if device is None:
@@ -369,9 +379,8 @@ class DeviceMode(TorchFunctionMode):
             names = {kind: name for name, kind in LEGACY_TYPES.items()}
             legacy = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
             return f"torch.cuda.{legacy}" if self._believed(tensor) == GPU else f"torch.{legacy}"
-        if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
-            return self._to(tensor, _CUDA, LEGACY_TYPES[dtype.removeprefix("torch.cuda.")])
-        return _Tensor.type(tensor, dtype, non_blocking)
+        named = legacy_type(dtype)
+        return _Tensor.type(tensor, dtype, non_blocking) if named is None else self._to(tensor, *named)
 
     # -- moves ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 from memprof.trace.events import GPU, HOST, Work
 from memprof.virtual.calls import OVERWRITES, Call, Kind, Operator, tensors_of
 from memprof.watch.recorder import Recorder
+from memprof.watch.wrappers import parts_of_sparse
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.copy_})
@@ -110,6 +111,8 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     """What there is to read: an expanded tensor is smaller in memory than its shape says."""
+    if tensor.layout is not torch.strided:
+        return sum(map(_num_bytes, parts_of_sparse(tensor)))
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 

@@ -21,7 +21,7 @@ from memprof.virtual.card import Card
 from memprof.virtual.engine import Accumulation
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Place, Recorder
-from memprof.watch.wrappers import unwrapped
+from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
 # An extension that asks C++ for the data gets an error; a null pointer would end the process.
 _forbid_data = torch._C._set_throw_on_mutable_data_ptr
@@ -58,7 +58,10 @@ class Machine(TorchDispatchMode):
         """The device that the program believes `tensor` to be on."""
         if not tensor.is_meta:
             return str(tensor.device)
-        return self.device_of_storage(unwrapped(tensor).untyped_storage())
+        tensor = unwrapped(tensor)
+        if tensor.layout is not torch.strided:
+            tensor = parts_of_sparse(tensor)[-1]
+        return self.device_of_storage(tensor.untyped_storage())
 
     def device_of_storage(self, storage: torch.UntypedStorage) -> str:
         """The same of a storage on torch's meta device."""
@@ -150,6 +153,7 @@ class Machine(TorchDispatchMode):
         )
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
+        tensor = next(iter(parts_of_sparse(tensor)), tensor)
         storage = tensor.untyped_storage()
         source = -1
         if tensor.is_meta:

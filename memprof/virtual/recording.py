@@ -30,9 +30,9 @@ from memprof.virtual.card import Card
 from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
 from memprof.virtual.flops import Meter
 from memprof.virtual.kernels import in_place_backward as formulas
-from memprof.virtual.kernels import matrix_products, registry
+from memprof.virtual.kernels import matrix_products, registry, sparse
 from memprof.virtual.launch import Launch
-from memprof.virtual.limits import refuse_sharded
+from memprof.virtual.limits import not_yet, refuse_sharded
 from memprof.virtual.machine import Machine
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Place, Recorder
@@ -92,6 +92,8 @@ class RecordingMode(Machine):
                     call.key.append(name)
                     self._look(arg, call)
             place = self.recorder.place(sys._getframe(1))
+            if call.sparse or operator.makes_sparse:
+                return self._sparse(operator, call, place)
             mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
             if mixed and not operator.mixes_devices:
                 self._check_devices(operator, call, place)
@@ -113,6 +115,17 @@ class RecordingMode(Machine):
             self.meter.count(operator, call, result)
             return result
 
+    def _sparse(self, operator: Operator, call: Call, place: Place) -> Any:
+        """An operator of sparse tensors: torch's own on the host, else as kernels/sparse.py has it."""
+        moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
+        if call.device is None and not moves:
+            return call.func(*call.args, **call.kwargs)
+        kernel = sparse.of_sparse.get(operator.packet)
+        result = NotImplemented if kernel is None else kernel(Launch(self, operator, call, place))
+        if result is NotImplemented:
+            raise not_yet(f"gives a sparse tensor on the card to {operator.name}", "make it dense: `.to_dense()`")
+        return result
+
     def _operator(self, func: Any) -> Operator:
         operator = self._operators.get(func)
         if operator is None:
@@ -122,7 +135,16 @@ class RecordingMode(Machine):
     def _look(self, arg: Any, call: Call) -> None:
         if isinstance(arg, torch.Tensor):
             call.tensors.append(arg)
-            if arg.is_meta:
+            if arg.layout is not torch.strided:
+                call.sparse = True
+                device = self.device_of(arg)
+                call.on_gpu |= device == GPU
+                call.on_host |= device == HOST and arg.is_meta
+                call.on_meta |= device == "meta"
+                call.key.append(object())  # not to be remembered
+                if not arg.is_meta:
+                    call.real.append(arg)
+            elif arg.is_meta:
                 call.key.append((arg.size(), arg.stride(), arg.dtype))
                 address = arg.untyped_storage()._cdata
                 if address in self.recorder.live:
@@ -294,7 +316,7 @@ class RecordingMode(Machine):
             return result
         result = call.func(*call.args, **kwargs)
         for tensor in tensors_of(result):
-            if tensor.dim() and not tensor.is_meta:
+            if tensor.dim() and not tensor.is_meta and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 self._host_sources[storage._cdata] = (weakref.ref(storage), place.source)
                 self.record_real(tensor, operator.name, place)

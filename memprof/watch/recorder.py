@@ -28,7 +28,7 @@ from memprof.trace.events import (
     Trace,
 )
 from memprof.watch.modules import ModuleTracker
-from memprof.watch.wrappers import unwrapped
+from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
 _TORCH_DIR = str(torch.__path__[0])
 _MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
@@ -240,13 +240,14 @@ class Recorder:
 
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor`'s storage has a role. The first role stays, so that a tied weight keeps its first name."""
-        index = self.index_of(tensor)
-        if index != NONE:
-            self.trace.owners.setdefault(index, owner)
+        for part in parts_of_sparse(tensor) or [tensor]:
+            index = self.index_of(part)
+            if index != NONE:
+                self.trace.owners.setdefault(index, owner)
 
     def made_outside_modules(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in memory of this run that no module's code allocated."""
-        index = self.index_of(tensor)
+        index = self.index_of(next(iter(parts_of_sparse(tensor)), tensor))
         return index != NONE and self.trace.storages[index].module == NONE
 
     def mismatch(self, finding: DeviceMismatch) -> None:

@@ -1,4 +1,5 @@
-"""The wrappers of torch.func: inside `vmap` or `grad` a module is given tensors around others, without storages."""
+"""Tensors without storages of their own: inside `vmap` or `grad` of torch.func a module is given tensors around others, and
+a sparse one is made of indices and values."""
 
 from __future__ import annotations
 
@@ -17,3 +18,14 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Indices and then values of a sparse tensor of any layout; nothing of another."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []

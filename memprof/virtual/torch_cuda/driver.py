@@ -101,6 +101,24 @@ LEGACY_TYPES = {
 """Names of tensor types from before there were dtypes."""
 
 
+def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
+    """(device, dtype) of such a type, given as a class or by its name; None if `kind` is none."""
+    name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
+    where, _, last = name.rpartition(".")
+    device = {"torch": "cpu", "torch.cuda": "cuda"}.get(where)
+    dtype = LEGACY_TYPES.get(last)
+    return None if device is None or dtype is None else (device, dtype)
+
+
+def _set_default_tensor_type(kind: Any) -> None:
+    """As torch's, which asks for a CUDA build: new tensors are of this dtype, and on this device."""
+    named = legacy_type(kind)
+    if named is None:
+        raise TypeError("invalid type object")
+    torch.set_default_dtype(named[1])
+    torch.set_default_device(None if named[0] == "cpu" else "cuda")
+
+
 def driver_patches() -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
 
@@ -143,6 +161,7 @@ def driver_patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "default_generators", (CudaGenerator(),)
     for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _legacy_type(name, dtype)
+    yield torch, "set_default_tensor_type", _set_default_tensor_type
 
 
 # -- NVML --------------------------------------------------------------------------------------------------------------

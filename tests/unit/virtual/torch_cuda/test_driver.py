@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -124,3 +125,32 @@ def test_parameters_move_to_the_host_with_their_gradients(gpu):
     model.zero_grad()
     model(torch.ones(2, 4, device="cuda")).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "dtype"),
+    [
+        (lambda: torch.cuda.FloatTensor, "cuda", torch.float32),
+        (lambda: torch.cuda.LongTensor, "cuda", torch.int64),
+        (lambda: "torch.cuda.HalfTensor", "cuda", torch.float16),
+        (lambda: torch.FloatTensor, "cpu", torch.float32),
+        (lambda: "torch.LongTensor", "cpu", torch.int64),
+    ],
+)
+@pytest.mark.parametrize("start", ["cpu", "cuda"])
+def test_a_type_given_as_a_class(gpu: VirtualGpu, kind: Any, place: str, dtype: torch.dtype, start: str) -> None:
+    made = torch.ones(2, 3, device=start).type(kind())
+    assert made.device.type == place and made.dtype == dtype
+
+
+def test_default_tensor_type(gpu: VirtualGpu) -> None:
+    torch.set_default_tensor_type("torch.cuda.FloatTensor")
+    assert torch.nn.Linear(2, 2).weight.is_cuda
+    torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.randn(2).is_cpu
+
+
+def test_new_of_numbers_and_of_a_shape(gpu: VirtualGpu) -> None:
+    tensor = torch.ones(2, device="cuda")
+    assert tensor.new([1.0, 2.0, 3.0]).tolist() == [1.0, 2.0, 3.0]
+    assert tensor.new(4, 5).is_cuda and tensor.new(torch.Size([4, 5])).shape == (4, 5)
