@@ -16,7 +16,6 @@ from memprof.virtual.card import Card
 from memprof.virtual.devices import DeviceMode, python_functions_run_inside
 from memprof.virtual.edges import compiled, distributed, generation, loaders, native, processes
 from memprof.virtual.kernels import quantized, registry
-from memprof.virtual.kernels.matrix_products import CublasWorkspace
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -84,10 +83,9 @@ class VirtualGpu(Watch):
         if refuses:
             self.recorder.refusal = lambda: self._memory.now.refusal()
         card = Card.of(gpu)
-        workspace = CublasWorkspace.of(card.compute_capability, card.release)
         self._values = Values(self.assume)
         self._values.on_unknown = self._note_unknown
-        self.recording = RecordingMode(self.recorder, self._values, workspace if workspaces else None, card)
+        self.recording = RecordingMode(self.recorder, self._values, card, workspaces)
         self.recorder.on_death = self.recording.forget
         self.modules.on_outermost_return = self._outermost_return
 

@@ -47,11 +47,11 @@ registry.load()
 class RecordingMode(Machine):
     """Runs the program's operators on the virtual GPU."""
 
-    def __init__(
-        self, recorder: Recorder, values: Values, workspace: matrix_products.CublasWorkspace | None, card: Card
-    ) -> None:
+    def __init__(self, recorder: Recorder, values: Values, card: Card, workspaces: bool) -> None:
         super().__init__(recorder, values, card)
-        self._workspace = workspace
+        self._workspaces = workspaces
+        self._workspace: matrix_products.CublasWorkspace | None = None
+        """Its size is settled by the first product: the program may set the environment before."""
         self._taken_workspaces: set[str] = set()
         self._operators: dict[Any, Operator] = {}
         self._layouts: dict[Any, Any] = {}
@@ -323,8 +323,10 @@ class RecordingMode(Machine):
         return result
 
     def _take_workspace(self, operator: Operator, place: Place) -> None:
-        if self._workspace is None:
+        if not self._workspaces:
             return
+        if self._workspace is None:
+            self._workspace = matrix_products.CublasWorkspace.of(self.card.compute_capability, self.card.release)
         if not self._workspace.permanent:
             self.transients([self._workspace.num_bytes], operator.name, place)
             return

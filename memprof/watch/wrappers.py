@@ -1,5 +1,5 @@
-"""Tensors without storages of their own: inside `vmap` or `grad` of torch.func a module is given tensors around others, and
-a sparse one is made of indices and values."""
+"""Tensors without storages of their own: inside `vmap` or `grad` of torch.func a module is given tensors around others,
+and a sparse one is made of indices and values."""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ def test_a_program_sees_the_values_of_the_replay() -> None:
 def test_a_program_takes_snapshots_of_its_memory(tmp_path: Path) -> None:
     with memprof.virtual_gpu("a100-40gb", alloc_conf=""):
         assert torch.cuda.memory_snapshot() == []
+        torch.cuda.memory._record_memory_history()
         train()
         kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         segments = torch.cuda.memory_snapshot()
@@ -76,11 +77,37 @@ def test_a_program_takes_snapshots_of_its_memory(tmp_path: Path) -> None:
     assert len(written.traces[0]) > len(blocks)
 
 
+def test_the_history_that_was_asked_for() -> None:
+    def history() -> list[int]:
+        (events,) = torch.cuda.memory._snapshot()["device_traces"]
+        return [event["size"] for event in events if event["action"] == "alloc"]
+
+    with memprof.virtual_gpu("a100-40gb", alloc_conf=""):
+        kept = [torch.empty(MIB, dtype=torch.uint8, device="cuda")]
+        assert history() == []
+        torch.cuda.memory._record_memory_history(max_entries=2)
+        kept += [torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (2, 3, 4, 5)]
+        assert history()[-1] == 5 * MIB and len(history()) <= 2
+        torch.cuda.memory._record_memory_history(enabled=None)
+        assert history() == []
+        torch.cuda.memory._record_memory_history()
+        kept.append(torch.empty(6 * MIB, dtype=torch.uint8, device="cuda"))
+        assert history() == [6 * MIB]
+
+
+def test_the_programs_own_workspace_of_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    with memprof.virtual_gpu("a100-40gb") as gpu:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+        torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")
+    assert [s.num_bytes for s in gpu.trace.storages if gpu.trace.op(s) == "cublas workspace"] == [16 * 8 * 1024]
+
+
 def test_a_snapshot_after_a_request_that_was_refused() -> None:
     """The program has gone on without it, and so has its cache."""
     gpu = custom_gpu(GIB)
     settings = allocator_settings("")
     with VirtualGpu(gpu, memory=lambda trace: RunAllocator(trace, gpu, settings), refuses=True):
+        torch.cuda.memory._record_memory_history()
         kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         assert kept.is_cuda
         with pytest.raises(torch.OutOfMemoryError):

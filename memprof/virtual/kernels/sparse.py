@@ -57,7 +57,7 @@ def copied(launch: Launch) -> Any:
     if values.is_meta and not parts[-1].is_meta:  # read by the host
         if len(parts) == 3:
             return _aten._sparse_compressed_tensor_unsafe.default(*parts, sparse.size(), layout=sparse.layout)
-        return torch.sparse_coo_tensor(*parts, sparse.size(), check_invariants=False)
+        return torch.sparse_coo_tensor(parts[0], parts[1], sparse.size(), check_invariants=False)
     return _with_parts(sparse, parts)
 
 
@@ -71,8 +71,10 @@ def around(launch: Launch) -> Any:
 
 @of_sparse(_aten._coalesce)
 def coalesce(launch: Launch) -> Any:
-    """Sorted and added up: as many rows as there are different indices, which is taken to be all (_coalesce_sparse_cuda:
-    flat indices, where each was, which are the first of their kind; new values, then new indices)."""
+    """Sorted and added up: as many rows as there are different indices, which is taken to be all.
+
+    _coalesce_sparse_cuda takes flat indices, where each was, which are the first of their kind; new values, indices.
+    """
     sparse = launch.args[0]
     indices, values = parts_of_sparse(sparse)
     count = indices.shape[1]

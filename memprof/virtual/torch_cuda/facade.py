@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -152,6 +153,42 @@ class Memory:
     def settings_changed(self) -> None:
         """The next answer follows other settings."""
         self._made = None
+
+
+class History:
+    """What `torch.cuda.memory._record_memory_history` asks for: nothing before it is called, a ring of the last
+    entries, and nothing once it is disabled (torch/csrc/cuda/memory_snapshot.cpp; c10/cuda/CUDACachingAllocator.cpp,
+    recordHistory)."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._begin: int | None = None
+        self._most = 0
+
+    def record(
+        self,
+        enabled: str | bool | None = "all",
+        context: Any = "all",
+        stacks: Any = "all",
+        max_entries: int = sys.maxsize,
+        device: Any = None,
+        clear_history: bool = False,
+        trace_alloc_max_entries: int = 1,
+        **unused: object,
+    ) -> None:
+        """As torch's; a boolean chooses the signature that it had before, with one entry unless told."""
+        if not enabled:
+            self._begin = None
+            return
+        if self._begin is None or clear_history:
+            self._begin = len(self._trace.events)
+        self._most = max_entries if enabled == "all" else trace_alloc_max_entries if enabled is True else 1
+
+    def cut(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """The snapshot with as much of the history as was asked for; `time_us` counts the trace's events."""
+        begin = len(self._trace.events) if self._begin is None else self._begin
+        traces = [[e for e in trace if e["time_us"] >= begin][-self._most :] for trace in snapshot["device_traces"]]
+        return {**snapshot, "device_traces": traces}
 
 
 def cuda_facade(
@@ -307,9 +344,10 @@ def cuda_facade(
         rangePushA=returning(0), rangePop=returning(0), rangeStartA=returning(0), rangeEnd=nothing, markA=nothing
     )
     yield torch.cuda.nvtx, "_nvtx", nvtx
-    yield torch.cuda.memory, "_record_memory_history", _distinct(nothing)
+    history = History(recorder.trace)
+    yield torch.cuda.memory, "_record_memory_history", history.record
     # What memory_snapshot, _snapshot and _dump_snapshot read.
-    yield torch._C, "_cuda_memorySnapshot", lambda *args: memory.now.snapshot()
+    yield torch._C, "_cuda_memorySnapshot", lambda *args: history.cut(memory.now.snapshot())
     yield torch.cuda.memory, "_set_allocator_settings", _distinct(settings.set)
     for name, value in (
         ("_accelerator_setAllocatorSettings", settings.set),

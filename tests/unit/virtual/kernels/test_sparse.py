@@ -87,5 +87,5 @@ def test_sparse_gradients(
 
 
 def test_what_cannot_be_followed(gpu: VirtualGpu) -> None:
-    with pytest.raises(MemprofError, match="gives a sparse tensor on the card to aten.relu"):
+    with pytest.raises(MemprofError, match=r"gives a sparse tensor on the card to aten\.relu"):
         torch.eye(6).to_sparse().cuda().relu()
