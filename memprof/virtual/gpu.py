@@ -14,7 +14,7 @@ from memprof.errors import MemprofError
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.card import Card
 from memprof.virtual.devices import DeviceMode, python_functions_run_inside
-from memprof.virtual.edges import compiled, distributed, generation, loaders, native, processes
+from memprof.virtual.edges import compiled, control_flow, distributed, generation, loaders, native, processes
 from memprof.virtual.kernels import quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.recording import RecordingMode
@@ -164,6 +164,7 @@ class VirtualGpu(Watch):
         )
         patches.set_all(function_mode.interchange.patches())
         patches.set_all(compiled.patches(self.assume))
+        patches.set_all(control_flow.patches())
         patches.set_all(native.patches(self.recording.is_on_card))
         patches.set_all(loaders.patches(self.assume, self.recording.is_on_card))
         patches.set_all(processes.patches(self.assume, self.recording.is_virtual))

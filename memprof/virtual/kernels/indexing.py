@@ -84,8 +84,9 @@ def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
 def index_put_accumulate(args: Any, card: Card) -> list[int]:
     """Adding at indices sorts them (native/cuda/Indexing.cu, index_put_with_sort_kernel).
 
-    Taken: the linear index (wrapped, times its stride, summed over dimensions), sorted and original positions, a range,
-    and cub's scratch. The sequence is that of real recordings with one index tensor.
+    Taken: the linear index (wrapped, times its stride, summed over dimensions; an index of the host is moved when that
+    is done), values that are not contiguous or too few, sorted and original positions, a range, and cub's scratch. The
+    sequence is that of real recordings with one index tensor.
     """
     data = args[0]
     indices = [index for index in args[1] if index is not None]
@@ -97,7 +98,18 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
     )
     bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
     sort = sorting.radix_sort_scratch(count, 8, 8, bits)
-    return [8 * count] * (3 * len(indices) - 1) + [8 * count] * 3 + [sort]
+    on_card = sum(index.is_meta for index in indices)
+    linear = [8 * count] * (max(0, 3 * on_card - 1) + len(indices) - on_card)
+    values = args[2]
+    written = count * slice_size
+    copied = [written * values.element_size()] if values.numel() < written or not values.is_contiguous() else []
+    return [*linear, *copied, *[8 * count] * 3, sort]
+
+
+@scratch(_aten.pow)
+def pow_of_number(args: Any, card: Card) -> list[int]:
+    """A number to the power of a tensor becomes a tensor on the card, a double (native/Pow.cpp, pow.Scalar)."""
+    return [] if isinstance(args[0], torch.Tensor) or args[0] == 1 else [8]
 
 
 @kernel(_aten.masked_fill, _aten.masked_fill_, on_host=True)

@@ -1,4 +1,4 @@
-"""Nearest upsampling of images: its copies to and from channels-last (native/cuda/UpSampleNearest2d.cu)."""
+"""Nearest upsampling: its copies to and from channels-last."""
 
 from __future__ import annotations
 
@@ -40,3 +40,23 @@ def upsample_nearest2d(args: Any, card: Card) -> list[int]:
 def upsample_nearest2d_backward(args: Any, card: Card) -> list[int]:
     """So does its backward, whose result is as large as the input was."""
     return _upsample(args[0], args[2][-2:])
+
+
+def _volume(source: torch.Tensor, spatial: Any) -> list[int]:
+    """The copy of `source`, and before it a contiguous result where the result (laid out as `source`) is none."""
+    copies = contiguous(source)
+    if suggested_format(source) is not torch.contiguous_format:
+        copies.insert(0, math.prod((*source.shape[:2], *spatial)) * source.element_size())
+    return copies
+
+
+@scratch(_aten.upsample_nearest3d, _aten._upsample_nearest_exact3d)
+def upsample_nearest3d(args: Any, card: Card) -> list[int]:
+    """Volumes are upsampled contiguous (native/cuda/UpSampleNearest3d.cu, upsample_nearest3d_out_cuda_template)."""
+    return _volume(args[0], args[1])
+
+
+@scratch(_aten.upsample_nearest3d_backward, _aten._upsample_nearest_exact3d_backward)
+def upsample_nearest3d_backward(args: Any, card: Card) -> list[int]:
+    """So are their gradients; the result is contiguous or copied into."""
+    return _volume(args[0], args[2][-3:])
