@@ -19,7 +19,10 @@ def find(context: Context) -> list[Finding]:
         evidence.append(_evidence(failure, f"raised at {failure.source}{inside}"))
     if failure.read is not None:
         evidence.append(_evidence(failure, f"read at {failure.read}"))
-    evidence.append(_evidence(failure, f"fix: {_FIXES[failure.kind]}"))
+    fix = _FIXES[failure.kind]
+    if context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR:
+        fix = "mend the line above: this was a real device"
+    evidence.append(_evidence(failure, f"fix: {fix}"))
     evidence.append(Evidence("everything above the findings is the run up to here: what came later is not counted"))
     return [Finding("run-failed", Severity.ERROR, _title(failure), None, tuple(evidence), ())]
 

@@ -74,6 +74,8 @@ def capture_measured(
     try:
         with no_collection(), device:
             workload.run(device, progress)
+        if device.error is not None:
+            raise device.error
     except MemprofError:
         raise
     except Exception as error:

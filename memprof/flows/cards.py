@@ -64,4 +64,4 @@ def measured_device_facts(name: str) -> DeviceFacts:
     from memprof.measured.cuda import cuda_card
 
     card = cuda_card()
-    return DeviceFacts(card.name, card.total_bytes, card.total_bytes - card.context_bytes, card.context_bytes)
+    return DeviceFacts(*card)

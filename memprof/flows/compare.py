@@ -97,4 +97,4 @@ def _snapshot(path: Path) -> Run:
     notes = list(opened.origin.assumptions)
     if len(opened.recordings) > 1:
         notes.append(f"Of {len(opened.recordings)} devices, the one that allocates most is taken: {one.device}.")
-    return run_of_recording(one, path.name, opened.origin.settings, tuple(notes))
+    return run_of_recording(one, path.name, opened.origin.settings, tuple(notes), opened.origin.source)

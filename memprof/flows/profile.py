@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memprof.allocator import SettingsInForce
+from memprof.catalog import find_gpu
 from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
 from memprof.flows.account import analyze
@@ -96,15 +97,32 @@ def profile(
 
 
 def resolve_device(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> TargetSpec:
-    """`spec` on the CUDA card that is present if the run fits it by simulation; else as it is, simulated."""
+    """`spec` on the CUDA card that is present if the run fits what is free there, by simulation; else simulated, on a
+    card like the one that is present."""
     from memprof.measured.cuda import cuda_card, why_no_cuda
 
     if why_no_cuda() is not None:
         return spec
     progress("simulating, to see whether it fits the card that is here")
     card = cuda_card()
-    _, document = profile(spec.edit(device="virtual", gpu_vram_bytes=card.total_bytes), progress)
-    return spec.edit(device="cuda") if document.verdict.fits else spec.edit(gpu_vram_bytes=card.total_bytes)
+    here = spec.edit(device="virtual", **_like(card.name, card.total_bytes))
+    try:
+        _, document = profile(here, progress, explained=False)
+    except RunFailedError:
+        return spec.edit(device="cuda")  # it will say so itself, if it is more than a gap of the virtual card
+    needed = document.verdict.required_bytes - document.device.context_bytes
+    return spec.edit(device="cuda") if needed <= card.usable_bytes else here
+
+
+def _like(name: str, total_bytes: int) -> dict[str, Any]:
+    """The options for a virtual card with this name, if the catalog has it, else with this capacity."""
+    try:
+        known = find_gpu(name)
+    except UsageError:
+        return {"gpu_vram_bytes": total_bytes}
+    # A slice of a card (MIG) may have its name.
+    same = abs(known.total_bytes - total_bytes) * 50 < total_bytes
+    return {"gpu": known.key} if same else {"gpu_vram_bytes": total_bytes}
 
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:

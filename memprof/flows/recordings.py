@@ -103,7 +103,9 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     notes = ["Modules and categories are guessed from the stacks."] if any(one.lives for one in found) else []
     if not snapshot.settings:
         notes.append("The file does not say the allocator's settings; the defaults are taken.")
-    origin = Origin(path.name, "torch snapshot", "measured", str(settings), tuple(notes))
+    if snapshot.source == "simulated":
+        notes.append("memprof wrote this file (memprof export): the run was simulated.")
+    origin = Origin(path.name, "torch snapshot", snapshot.source, str(settings), tuple(notes))
     return Opened(snapshot, found, origin, None)
 
 

@@ -4,7 +4,8 @@
 
 torch's own figures stop at reserved, NVML's begin at device used; each step between is named here. A measured run says
 in its trace's facts what NVML saw (`NvmlFacts`). Where it does not, its samples tell what is on the card beside torch's
-segments and the context: libraries and other processes together. A simulated run has neither.
+segments and the context: libraries and other processes together. A simulated run has neither. The context is this
+process's alone, so that what others use is in one step only.
 """
 
 from __future__ import annotations

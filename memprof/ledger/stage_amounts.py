@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +71,10 @@ class Stage:
     resident_bytes: int | None = None
     """Measured runs: resident memory of the process, as last read in the stage."""
     measured_allocated_bytes: int | None = None
-    """Measured on CUDA: torch's own counters, as last read in the stage; the peak is since the reading before."""
+    """Measured on CUDA: torch's own counters, as last read in the stage."""
     measured_peak_bytes: int | None = None
+    """Measured on CUDA: a peak is read once for all that ran since the reading before, and stands in the one of these
+    stages in which the replay has it."""
     measured_reserved_bytes: int | None = None
     kind: PhaseKind = field(default=PhaseKind.OTHER, metadata=json_name(None))
 
@@ -86,6 +90,7 @@ def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom
         oom: where the card is full.
     """
     timeline, context = run.timeline, trace.facts.device.context_bytes
+    peaks = _measured_peaks(trace, timeline.allocated, spans)
     allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved
     stages = []
     for span in spans:
@@ -107,17 +112,34 @@ def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom
             "host_allocated_bytes": host[last],
             "peak_host_bytes": max(host[within]),
             **_measured(trace, span),
+            "measured_peak_bytes": peaks.get(span.begin),
         }
         place = {name: getattr(span, name) for name in ("name", "step", "micro_batch", "stack", "index", "kind")}
         stages.append(Stage(**place, **amounts, oom=oom is not None and oom.stage == span))
     return stages
 
 
+def _measured_peaks(trace: Trace, allocated: Sequence[int], spans: list[Span]) -> dict[int, int]:
+    """The peaks that were read off the card, by the beginning of the span that each is of."""
+    begins = [span.begin for span in spans]
+    found: dict[int, int] = {}
+    since = 0
+    for sample in trace.samples:
+        within = allocated[since : sample.event + 1]
+        since = sample.event + 1
+        if sample.peak_allocated_bytes is None or not within:
+            continue
+        highest = since - len(within) + within.index(max(within))
+        begin = begins[max(bisect.bisect_right(begins, highest) - 1, 0)]
+        found[begin] = max(found.get(begin, 0), sample.peak_allocated_bytes)
+    return found
+
+
 def _measured(trace: Trace, span: Span) -> dict[str, Any]:
     """What was read off the device and the clock; nothing for a simulated run."""
     if not trace.times:
         return {}
-    samples = [sample for sample in trace.samples if span.begin <= sample.event <= span.end]
+    samples = [sample for sample in trace.samples if span.begin <= sample.event < span.end]
     seconds: float | None = None
     if trace.device == CPU:
         seconds = (trace.times[min(span.end, len(trace.times) - 1)] - trace.times[span.begin]) / 1e9
@@ -134,6 +156,5 @@ def _measured(trace: Trace, span: Span) -> dict[str, Any]:
         "device_used_bytes": sample.device_used_bytes,
         "resident_bytes": sample.resident_bytes,
         "measured_allocated_bytes": sample.allocated_bytes,
-        "measured_peak_bytes": max((s.peak_allocated_bytes for s in samples if s.peak_allocated_bytes), default=None),
         "measured_reserved_bytes": sample.reserved_bytes,
     }

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memprof.device.context import CONTEXT_BYTES
+from memprof.device.nvml import card_use
 from memprof.errors import MemprofError
 from memprof.measured.events import Recorded
 
@@ -18,8 +20,10 @@ class CudaCard(NamedTuple):
 
     name: str
     total_bytes: int
+    usable_bytes: int
+    """For torch's allocator: what is free, and what it holds already. Other processes have the rest."""
     context_bytes: int
-    """Used by this process and others, and not held by torch's allocator."""
+    """Of this process outside the allocator. NVML says it; where it may not name processes, the usual size is taken."""
 
 
 def cuda_card() -> CudaCard:
@@ -32,15 +36,26 @@ def cuda_card() -> CudaCard:
     if why is not None:
         raise MemprofError("there is no CUDA card to measure on", value=why, hint="leave out --device cuda, or say cpu")
     try:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
         free, total = torch.cuda.mem_get_info()
-        return CudaCard(properties.name, total, max(total - free - torch.cuda.memory_reserved(), 0))
+        reserved = torch.cuda.memory_reserved()
+        own = card_use(nvml_card()).own_bytes
+        context = CONTEXT_BYTES if own is None else own - reserved
+        usable = min(free + reserved, total)
+        return CudaCard(name, total, usable, max(min(context, total - usable), 0))
     except RuntimeError as error:
         raise MemprofError(
             "the CUDA card cannot be used",
             value=str(error).strip().splitlines()[0],
             hint="see with nvidia-smi whether it is in use or needs a reset",
         ) from None
+
+
+def nvml_card() -> int | str:
+    """The current card as NVML knows it: CUDA's ordinal is NVML's index only where no card is hidden."""
+    current = torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(current), "uuid", None)
+    return current if uuid is None else str(uuid)
 
 
 def why_no_cuda() -> str | None:
@@ -57,12 +72,9 @@ def start_history() -> None:
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MAX_ENTRIES)
 
 
-def stop_history() -> dict[str, Any]:
-    """The allocator's snapshot with its history, which it keeps no longer."""
-    torch.cuda.synchronize()
-    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+def forget_history() -> None:
+    """Have the allocator keep it no longer."""
     torch.cuda.memory._record_memory_history(enabled=None)
-    return snapshot
 
 
 def take_requested_sizes(recorded: Recorded, snapshot: dict[str, Any], device: int = 0) -> str | None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.autograd.profiler as autograd_profiler
 from torch import nn
 from torch.profiler import ProfilerActivity
 
+from memprof.errors import MemprofError
 from memprof.measured import cuda
 from memprof.measured.events import Recorded, read_events
 from memprof.measured.marks import Marks
 from memprof.measured.merge import merge
 from memprof.measured.outside import Outside
+from memprof.measured.peaks import SharedPeaks
 from memprof.measured.quiet import quiet_profiler
 from memprof.trace.events import CPU, GPU, NONE, EventKind, ModuleRole, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import Facts
+from memprof.watch.patches import Patch
 from memprof.watch.watch import Watch
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -47,9 +52,15 @@ class MeasuredDevice(Watch):
         self._module_sources: list[int] = []
         self._profiler: Any = None
         self._phase = Phase(PhaseKind.OTHER, 0, 0)
+        self._peaks = SharedPeaks()
+        self._card = 0
+        """The card that was current when the run began."""
         self.records_history = name == "cuda"
         self.snapshot: dict[str, Any] | None = None
         """Of torch's allocator, with its history; after a run on CUDA."""
+        self.error: Exception | None = None
+        """Why there is no measurement, or only the run's beginning: what CUDA said when its counters were read, which
+        is often what a kernel of the program did before; or tensors on another card."""
         self.trace = Trace(source="measured", modules=self.modules.table, device=CPU if name == "cpu" else GPU)
 
     # -- in and out -------------------------------------------------------------------------------------------------
@@ -63,55 +74,87 @@ class MeasuredDevice(Watch):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._marks.reading()
-        if self._outside is not None:  # while the process still holds what the run took
-            self.trace.facts = Facts(nvml=self._outside.facts())
-        end_ns = time.time_ns()
-        recorded = self._stop()
-        self._unwatch()
+        """Put everything back, whatever the card says, and raise nothing of its own: `error` has it."""
+        recorded = Recorded()
+        with contextlib.ExitStack() as always:
+            always.callback(self._unwatch)
+            self._marks.reading()
+            if self._outside is not None:  # while the process still holds what the run took
+                with self._noting_errors():
+                    self.trace.facts = Facts(nvml=self._outside.facts())
+            end_ns = time.time_ns()
+            with self._noting_errors():
+                results = self._stop()
+                if results is not None:
+                    recorded = read_events(results.experimental_event_tree(), end_ns)
+            with self._noting_errors():
+                if self.records_history:
+                    self.snapshot = torch.cuda.memory._snapshot()
+        if self.snapshot is not None:
+            self._of_this_card(recorded, self.snapshot)
         never_entered = len(self.modules.table) - len(self._module_sources)
         self._module_sources += [NONE] * never_entered
         trace = self.trace
         trace.sources = list(self._sources)
-        merge(trace, self._marks, recorded(end_ns), self._module_sources)
+        merge(trace, self._marks, recorded, self._module_sources)
         self._tell(trace)
 
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """An error of CUDA's inside is kept in `error` and not raised: it must not stand in for the program's own."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.error = self.error or error.with_traceback(None)
+
     def _install(self) -> None:
-        activities = [ProfilerActivity.CPU]
+        if torch._C._autograd._profiler_enabled():
+            raise _one_profiler("memprof was started inside another profiler")
         self._watch_program()
         self.modules.listener = self._module_event
         if self.records_history:
             torch.cuda.init()
+            self._card = torch.cuda.current_device()
             if self._outside is not None:
                 self._stack.enter_context(self._outside)
-            torch.cuda.reset_peak_memory_stats()
+            self._patches.set_all(self._peaks.patches())
+            self._stack.callback(cuda.forget_history)
             cuda.start_history()
-        self._profiler = torch.profiler.profile(
-            activities=activities, profile_memory=True, record_shapes=True, with_stack=self._detail
+            self._peaks.take(self._card)
+        profiler = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=self._detail
         )
         with quiet_profiler():
-            self._profiler.__enter__()
+            profiler.__enter__()
+        self._profiler = profiler
+        self._stack.callback(self._stop)
+        self._patches.set_all(_other_profilers())
         self._marks.begin_phase(self._phase)
 
-    def _stop(self) -> Callable[[int], Recorded]:
-        if self._profiler is None:
-            return lambda end_ns: Recorded()
+    def _stop(self) -> Any:
+        """Stop the profiler; its results, or None if it was stopped before or never began."""
         profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return None
         with quiet_profiler():
             profiler.__exit__(None, None, None)
-        results = profiler.profiler.kineto_results
-        if self.records_history:
-            self.snapshot = cuda.stop_history()
+        return profiler.profiler.kineto_results
 
-        def read(end_ns: int) -> Recorded:
-            recorded = read_events(results.experimental_event_tree(), end_ns)
-            if self.snapshot is not None:
-                why = cuda.take_requested_sizes(recorded, self.snapshot, torch.cuda.current_device())
-                if why is not None:
-                    self.assume(f"Requested sizes are not known: {why}.")
-            return recorded
-
-        return read
+    def _of_this_card(self, recorded: Recorded, snapshot: dict[str, Any]) -> None:
+        """Leave out what is on other cards, and take sizes from the allocator's history."""
+        here = f"cuda:{self._card}"
+        others = sorted({one.device for one in recorded.allocations if one.device.startswith("cuda")} - {here})
+        if others:
+            number = others[0].rpartition(":")[2]
+            self.error = self.error or MemprofError(
+                f"the program has tensors on {' and '.join(others)}, and one card is measured, {here}",
+                value=others[0],
+                hint=f"CUDA_VISIBLE_DEVICES={number} shows a program that card alone, as cuda:0",
+            )
+            recorded.allocations = [one for one in recorded.allocations if one.device not in others]
+        why = cuda.take_requested_sizes(recorded, snapshot, self._card)
+        if why is not None:
+            self.assume(f"Requested sizes are not known: {why}.")
 
     # -- what a workload tells --------------------------------------------------------------------------------------
 
@@ -128,7 +171,7 @@ class MeasuredDevice(Watch):
     @property
     def held_bytes(self) -> int:
         """Bytes on the card now; 0 on the CPU, where torch does not say."""
-        return torch.cuda.memory_allocated() if self.name == "cuda" else 0
+        return torch.cuda.memory_allocated(self._card) if self.name == "cuda" else 0
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role."""
@@ -139,6 +182,11 @@ class MeasuredDevice(Watch):
         dtype = str(tensor.dtype).removeprefix("torch.")
         address = tensor.untyped_storage().data_ptr()
         self._marks.claim(address, owner, tuple(tensor.shape), dtype, on_host=on_host)
+
+    def claim_input(self, tensor: torch.Tensor) -> None:
+        """`tensor` was given to a model; merge.py sees whether a module made it."""
+        if tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            self.claim(tensor, Owner(Role.INPUT, ""))
 
     def _module_event(self, kind: EventKind, module: int) -> None:
         if self.name == "cpu" and self.modules.table[module].role in _READ_AT:
@@ -178,12 +226,32 @@ class MeasuredDevice(Watch):
         return None, None, None, None, resident_bytes()
 
     def _read_cuda(self) -> tuple[int | None, int | None, int | None, int | None, int | None]:
-        torch.cuda.synchronize()
-        allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.memory_reserved()
-        torch.cuda.reset_peak_memory_stats()
-        used = None if self._outside is None else self._outside.used_bytes()
-        return allocated, peak, reserved, used, resident_bytes()
+        card, used = self._card, None
+        if self.error is None:  # CUDA repeats an error at every call
+            with self._noting_errors():
+                torch.cuda.synchronize(card)
+                used = None if self._outside is None else self._outside.used_bytes()
+                allocated, reserved = torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)
+                return allocated, self._peaks.take(card), reserved, used, resident_bytes()
+        return None, None, None, None, resident_bytes()
+
+
+def _other_profilers() -> Iterator[Patch]:
+    """What begins a profiler of the program's own: it would end memprof's, and all that was seen with it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _one_profiler("the program starts torch's profiler itself")
+
+    for name in ("_prepare_profiler", "_enable_profiler"):
+        yield autograd_profiler, name, refuse
+
+
+def _one_profiler(what: str) -> MemprofError:
+    return MemprofError(
+        what,
+        value="one profiler at a time can record, and a measured run is recorded by it",
+        hint="take one of the two out, or simulate: leave out --device",
+    )
 
 
 def resident_bytes() -> int | None:

@@ -56,7 +56,7 @@ class Recorded:
 
     allocations: list[Allocation] = field(default_factory=list)
     forward: list[tuple[int, int]] = field(default_factory=list)
-    """Sequence number and time of operators that autograd differentiates, ascending in both."""
+    """Sequence number and time of operators that autograd differentiates, ascending by number."""
 
 
 def read_events(tree: list[Any], end_ns: int) -> Recorded:
@@ -150,9 +150,6 @@ def _describe(allocation: Allocation, uses: Any, end_ns: int) -> None:
 
 
 def _ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The first time of each sequence number, in their order."""
-    firsts: dict[int, int] = {}
-    for number, time_ns in pairs:
-        if number not in firsts or time_ns < firsts[number]:
-            firsts[number] = time_ns
-    return sorted(firsts.items())
+    """The last time of each sequence number, in their order: an operator has the number that the next autograd node
+    will take, so that those before the one that makes it (and make none) have the same."""
+    return sorted(dict(sorted(pairs)).items())

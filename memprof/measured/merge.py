@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from memprof.measured.events import Allocation, Recorded
 from memprof.measured.marks import Claim, Marks
-from memprof.trace.events import CPU, HOST, NONE, Event, EventKind, Owner, Sample, Storage, Trace
+from memprof.trace.events import CPU, HOST, NONE, Event, EventKind, Owner, Role, Sample, Storage, Trace
 
 _FREE_ORDER, _MARK_ORDER, _ALLOC_ORDER = range(3)
 """Of what happened in the same nanosecond."""
@@ -114,6 +114,8 @@ class _Merge:
         # Measured on the CPU, all that the program does is on the device in question.
         device = trace.device if trace.device == CPU or item.device.startswith("cuda") else HOST
         shape, dtype = item.shape, item.dtype
+        if self._modules:  # what a module makes and another model is given is no input
+            claims = [claim for claim in claims if claim.owner.role is not Role.INPUT]
         if claims:
             claim = claims[0]
             trace.owners[index] = Owner(*claim.owner)

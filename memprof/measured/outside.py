@@ -7,6 +7,7 @@ import os
 import torch
 
 from memprof.device.nvml import Nvml
+from memprof.measured.cuda import nvml_card
 from memprof.trace.facts import NvmlFacts, OtherProcess
 
 
@@ -22,10 +23,7 @@ class Outside:
         self._card: int | str = 0
 
     def __enter__(self) -> Outside:
-        current = torch.cuda.current_device()
-        uuid = getattr(torch.cuda.get_device_properties(current), "uuid", None)
-        # CUDA's ordinal is NVML's index only where no card is hidden.
-        self._card = current if uuid is None else str(uuid)
+        self._card = nvml_card()
         self._nvml.__enter__()
         return self
 

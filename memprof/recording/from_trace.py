@@ -186,6 +186,7 @@ def _convert(
         traces=[events],
         settings=_settings(config),
         annotations=_annotations(found.slices),
+        source=trace.source,
     )
     return found
 

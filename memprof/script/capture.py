@@ -103,6 +103,9 @@ def capture_script(
             device.__exit__(type(error), error, None if error is None else error.__traceback__)
     finally:
         gc.unfreeze()
+    if error is None and isinstance(device, MeasuredDevice) and device.error is not None:
+        outcome = ScriptOutcome(Ended.ERROR, 1, device.error, kept=outcome.kept)
+        error = device.error
     trace = device.trace
     full = ended_by_refusal(error)
     if isinstance(device, MeasuredDevice) and isinstance(error, Exception):

@@ -77,7 +77,7 @@ class DeviceFacts:
     name: str = "a card"
     total_bytes: int | None = None
     usable_bytes: int | None = None
-    """What is left for the allocator beside the CUDA context."""
+    """What is left for the allocator beside the CUDA context, and beside other processes where that was measured."""
     context_bytes: int = 0
     """Of the CUDA context; 0 on a CPU."""
 

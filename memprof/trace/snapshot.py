@@ -9,6 +9,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+EXPORT_KEY = "memprof"
+"""In a file that memprof wrote, beside torch's own keys: whose run it is (`source`), and memprof's `version`."""
+
 
 class Frame(NamedTuple):
     """One line of a Python or C++ stack, innermost first in a stack."""
@@ -94,6 +97,8 @@ class Snapshot:
     """`allocator_settings`; empty in files of torch 2.3 and before."""
     annotations: list[dict[str, object]] = field(default_factory=list)
     """`external_annotations`."""
+    source: str = "measured"
+    """simulated or measured: whose run it is. torch's own files are of measured ones; memprof's exports say it."""
 
     @property
     def devices(self) -> list[int]:

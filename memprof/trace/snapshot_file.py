@@ -13,6 +13,7 @@ from pathlib import Path
 from memprof.errors import UsageError
 from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, load_plain
 from memprof.trace.snapshot import (
+    EXPORT_KEY,
     Action,
     BlockState,
     Frame,
@@ -106,6 +107,7 @@ class _Reader:
             raise _WrongStructure("it has no 'segments'")
         traces = _list(top.get("device_traces", []), "device_traces")
         settings = top.get("allocator_settings", {})
+        exported = _mapping(top.get(EXPORT_KEY, {}), EXPORT_KEY)
         found = Snapshot(
             segments=[self.segment(item) for item in _list(top["segments"], "segments")],
             traces=[[self.event(item) for item in _list(trace, "device_traces")] for trace in traces],
@@ -114,6 +116,7 @@ class _Reader:
                 dict(_mapping(item, "external_annotations"))
                 for item in _list(top.get("external_annotations", []), "external_annotations")
             ],
+            source="simulated" if exported.get("source") == "simulated" else "measured",
         )
         found.segments.sort(key=lambda segment: (segment.device, segment.address))
         for before, after in zip(found.segments, found.segments[1:], strict=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -234,18 +234,11 @@ class VirtualGpu(Watch):
         super()._outermost_call(module, index, args, kwargs)
         if self.phases.recognises and torch._C._current_graph_task_id() == -1:
             self._growth.call_begins(module, index)
-            if next(module.parameters(), None) is not None:  # a loss has none
-                self._claim_inputs((*args, *kwargs.values()))
 
-    def _claim_inputs(self, values: Iterable[Any]) -> None:
-        """What a program made outside its models and gives to one is input; results of models are not."""
-        for value in values:
-            if isinstance(value, (list, tuple)):
-                self._claim_inputs(value)
-            elif isinstance(value, dict):
-                self._claim_inputs(value.values())
-            elif type(value) is torch.Tensor and value.grad_fn is None and self.recorder.made_outside_modules(value):
-                self.recorder.own(value, Owner(Role.INPUT, ""))
+    def claim_input(self, tensor: torch.Tensor) -> None:
+        """`tensor` was given to a model."""
+        if self.recorder.made_outside_modules(tensor):
+            self.recorder.own(tensor, Owner(Role.INPUT, ""))
 
     def _outermost_return(self, result: Any) -> None:
         """That call returns."""

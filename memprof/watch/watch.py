@@ -56,6 +56,10 @@ class Watch(ABC):
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role."""
 
+    @abstractmethod
+    def claim_input(self, tensor: torch.Tensor) -> None:
+        """`tensor` was given to a model: it is input, unless a model's own code made it."""
+
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""
         return []
@@ -124,6 +128,19 @@ class Watch(ABC):
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         """A module is called from outside all others."""
         self.phases.forward(module)
+        told = self.phases.recognises and torch._C._current_graph_task_id() == -1
+        if told and next(module.parameters(), None) is not None:  # a loss has none
+            self._claim_inputs((*args, *kwargs.values()))
+
+    def _claim_inputs(self, values: Iterable[Any]) -> None:
+        """What a program makes outside its models and gives to one is input; results of models are not."""
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                self._claim_inputs(value)
+            elif isinstance(value, dict):
+                self._claim_inputs(value.values())
+            elif type(value) is torch.Tensor and value.grad_fn is None:
+                self.claim_input(value)
 
     def _note_failed(self, error: BaseException) -> None:
         if self._failed is None or self._failed[0] != id(error):  # the innermost phase knows best

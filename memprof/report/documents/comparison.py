@@ -36,6 +36,8 @@ class Side:
     """Why the run ended before its time."""
     notes: tuple[str, ...] = ()
     """What this file does not say, or says otherwise."""
+    peak_at: str | None = None
+    """Stage, step and micro-batch in which most is allocated; None: the file does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,11 @@ class Comparison(Plain):
     """None: one of the files has no findings."""
     assumptions_only_in_a: tuple[str, ...]
     assumptions_only_in_b: tuple[str, ...]
+
+    @property
+    def other_moments(self) -> bool:
+        """Whether the two peaks are known to be in different stages, steps or micro-batches."""
+        return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
 
     @property
     def no_difference(self) -> bool:

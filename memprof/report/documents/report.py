@@ -136,6 +136,13 @@ class Document(Plain):
     steps: tuple[TrainingStep, ...] = ()
     """Of a program that names no phases of its own, if two or more of its steps ended."""
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it was measured on a CPU, where there is neither CUDA context nor allocator's cache."""
+        of_old = self.model_state is None  # which have no bridge either
+        asked = None if self.target is None else self.target.asked.device
+        return self.source == "measured" and (asked == "cpu" if of_old else self.bridge is None)
+
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
         return super(Document, self).to_json() | {"target": target_to_json(self.target)}
@@ -160,7 +167,7 @@ def build_document(
     facts = trace.facts
     context = facts.device.context_bytes
     on_cpu = trace.device == CPU
-    first = Stage("context", 0, 0, device_used_bytes=context)
+    first = Stage("context", 0, 0, device_used_bytes=context if trace.source == "simulated" else None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
     steps = training_steps(trace, ledger.allocated)
     return Document(
@@ -222,9 +229,12 @@ def _fits(trace: Trace, oom: OutOfMemory | None) -> bool | None:
 
 
 def _card_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[str, ...]:
+    seen = ledger.trace.facts.nvml
+    known = seen is not None and seen.process_bytes is not None
+    whence = "as NVML says of this process" if known else "measured on one card; it varies by card and driver"
     beyond = "; after the request that the card refuses, as on a card without limit." if ledger.out_of_memory else "."
     return (
-        f"The CUDA context takes {context >> 20} MiB (measured on one card; it varies by card and driver).",
+        f"The CUDA context takes {context >> 20} MiB ({whence}).",
         f"Reserved memory is that of the caching allocator of {settings}, replayed request by request{beyond}",
     )
 

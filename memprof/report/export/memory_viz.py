@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from memprof.trace.files import write_whole
-from memprof.trace.snapshot import Action, BlockState, Frame, Snapshot, SnapshotEvent, SnapshotSegment, Stack
+from memprof.trace.snapshot import (
+    EXPORT_KEY,
+    Action,
+    BlockState,
+    Frame,
+    Snapshot,
+    SnapshotEvent,
+    SnapshotSegment,
+    Stack,
+)
+from memprof.version import __version__
 
 PROTOCOL = 4
 
@@ -22,7 +32,7 @@ def write_snapshot(snapshot: Snapshot, path: Path) -> None:
     Raises:
         MemprofError: it cannot be written.
     """
-    data = as_plain(snapshot)
+    data = as_plain(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
     write_whole(path, lambda file: pickle.dump(data, file, protocol=PROTOCOL), "snapshot")
 
 

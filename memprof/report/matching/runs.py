@@ -15,7 +15,7 @@ from memprof.recording.occupancy import fragmentation, group
 from memprof.recording.recording import Recording
 from memprof.report.documents.comparison import Side, TensorSide
 from memprof.report.documents.report import Document
-from memprof.trace.facts import target_to_json
+from memprof.trace.facts import Target, target_to_json
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
 
@@ -51,6 +51,9 @@ BRIDGE = {
 MOST_MAPPED = 8
 """Events of the driver for one request, at most, as a rule one: a segment, or stretches mapped into one."""
 
+_CHOOSES_FOREACH = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
+"""Adafactor steps parameter by parameter wherever they are; other libraries have one way each."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NOT_SETTINGS = ("alloc_conf",)  # the allocator's own says more
 
@@ -84,12 +87,9 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
     device, target, allocator, peak = document.device, document.target, document.allocator, document.peak
     state, bridge, failure = document.model_state, document.bridge, document.failure
     notes = []
-    if state is not None:
-        on_cpu = bridge is None
-    else:
-        on_cpu = target is not None and target.asked.device == "cpu"
+    if state is None:
         notes.append("written by an earlier memprof: the totals of parameters, gradients and state are not in it")
-    on_card = not (document.source == "measured" and on_cpu)
+    on_card = not document.on_cpu
     totals = {name: None if state is None else getattr(state, attribute) for name, attribute in STATE.items()}
     totals |= {
         ALLOCATED: peak.allocated_bytes,
@@ -106,6 +106,7 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
         "torch": allocator.torch,
         "alloc_conf": allocator.alloc_conf,
         **asked,
+        **_effective(target, on_card=on_card),
     }
     return Run(
         side=Side(
@@ -117,6 +118,7 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
             fits=document.verdict.fits,
             failure=None if failure is None else f"{failure.error} in {failure.phase}",
             notes=tuple(notes),
+            peak_at=_moment(peak.stage, peak.step, peak.micro_batch),
         ),
         settings=settings,
         all_settings=True,
@@ -135,6 +137,19 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
         findings=_findings(document.findings),
         assumptions=document.assumptions,
     )
+
+
+def _moment(stage: str, step: int, micro_batch: int = 0) -> str:
+    micro = f", micro-batch {micro_batch}" if micro_batch > 1 else ""
+    return (f"{stage} of step {step}" if step else stage) + micro
+
+
+def _effective(target: Target | None, *, on_card: bool) -> dict[str, Any]:
+    """What torch chooses where nothing was asked: `_default_to_fused_or_foreach` (torch/optim/optimizer.py) takes
+    foreach for parameters on a card, and nothing else."""
+    if target is None or target.asked.optimizer_impl is not None or target.asked.optimizer not in _CHOOSES_FOREACH:
+        return {}
+    return {"optimizer_impl": "foreach" if on_card else "single"}
 
 
 def _stages(rows: tuple[Stage, ...]) -> dict[StageKey, Stage]:
@@ -161,9 +176,12 @@ def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
     return found
 
 
-def run_of_recording(recording: Recording, file: str, settings: str, notes: tuple[str, ...]) -> Run:
+def run_of_recording(
+    recording: Recording, file: str, settings: str, notes: tuple[str, ...], source: str = "measured"
+) -> Run:
     """From one device of a snapshot of torch; categories and modules are guesses."""
     allocated, event = recording.peak()
+    peak_at = next((title for title, begin, end in recording.stages if begin <= event < end), None)
     reserved, reserved_event = recording.peak("reserved")
     if reserved in recording.reserved:  # as in a report: when the block is handed out that it was first reserved for
         reserved_event = recording.reserved.index(reserved)
@@ -185,6 +203,8 @@ def run_of_recording(recording: Recording, file: str, settings: str, notes: tupl
             continue
         named = _STEP.fullmatch(title)
         key = (named[1], int(named[2])) if named else (title, 0)
+        if title == peak_at:
+            peak_at = _moment(*key)
         requested_end, allocated_end, reserved_end = recording.at(begin + len(within) - 1)
         before = recording.at(begin - 1)[1]
         stages[*key, seen[key]] = Stage(
@@ -210,8 +230,10 @@ def run_of_recording(recording: Recording, file: str, settings: str, notes: tupl
     totals: dict[str, int | None] = dict.fromkeys(TOTALS)
     totals |= {ALLOCATED: allocated, RESERVED: reserved}
     return Run(
-        side=Side(file, "torch snapshot", "measured", None, on_card=True, fits=None, failure=None, notes=notes),
-        settings={"source": "measured", "alloc_conf": settings or None},
+        side=Side(
+            file, "torch snapshot", source, None, on_card=True, fits=None, failure=None, notes=notes, peak_at=peak_at
+        ),
+        settings={"source": source, "alloc_conf": settings or None},
         all_settings=False,
         totals=totals,
         stages=stages,

@@ -38,13 +38,14 @@ def brief(document: Document) -> str:
 
 def _verdict(document: Document) -> str:
     need = format_bytes(document.verdict.required_bytes)
+    need += " of host memory" if document.on_cpu else " with the CUDA context"
     name, size = document.device.name, format_bytes(document.device.total_bytes or 0)
     have = name if size in name else f"{name}, {size}"
     if document.verdict.fits is False:
-        return f"does not fit: it takes {need} with the CUDA context ({have})"
+        return f"does not fit: it takes {need} ({have})"
     if document.verdict.fits is None:
-        return f"stopped early: it took {need} with the CUDA context until then ({have})"
-    return f"fits: it takes {need} with the CUDA context ({have})"
+        return f"stopped early: it took {need} until then ({have})"
+    return f"fits: it takes {need} ({have})"
 
 
 def _tensor(tensor: LiveTensor) -> str:

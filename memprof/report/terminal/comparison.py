@@ -64,12 +64,16 @@ def _heading(document: Comparison) -> RenderableType:
     for letter, side in (("A", document.a), ("B", document.b)):
         lines.append(Text(f"{letter}: {side.file}, {_described(side)}"))
         lines += [dim(f"   {note}") for note in side.notes]
+    if document.other_moments:
+        moments = f"A's is in {document.a.peak_at}, B's in {document.b.peak_at}"
+        lines.append(Text(f"The peaks are different moments: {moments}.", style="yellow"))
     return Group(*lines)
 
 
 def _described(side: Side) -> str:
     kind = "simulated on a virtual" if side.source == "simulated" else "measured on"
-    text = f"{kind} {side.device}" if side.device else "a recording of torch"
+    recording = "an export of a simulated run" if side.source == "simulated" else "a recording of torch"
+    text = f"{kind} {side.device}" if side.device else recording
     if side.failure is not None:
         return f"{text}; it failed: {side.failure}"
     return text if side.fits is None else f"{text}, {'fits' if side.fits else 'does not fit'}"

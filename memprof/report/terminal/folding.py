@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from memprof.ledger.stage_amounts import Stage
 from memprof.report.documents.report import Document
@@ -49,6 +49,11 @@ class ShownStage:
     """Measured runs: highest resident memory that was read."""
     seconds: float | None = None
     """Measured runs: of all that is in the row."""
+    measured_peak_bytes: int | None = None
+    """Measured on CUDA: highest allocated that torch.cuda said, `measured_reserved_bytes` reserved likewise, and
+    `device_used_bytes` in use by everybody, as NVML says."""
+    measured_reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
 
 
 def shown_step(document: Document) -> int:
@@ -105,8 +110,7 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
                 reserved_bytes=max(row.reserved_bytes for row in alike),
                 host_bytes=max(row.host_bytes for row in alike),
                 oom=any(row.oom for row in alike),
-                resident_bytes=max((row.resident_bytes for row in alike if row.resident_bytes), default=None),
-                seconds=_sum(row.seconds for row in alike),
+                **_read_off(alike),
             )
 
 
@@ -171,8 +175,7 @@ def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
             count=sum(row.count for row in rows) if alone else last.count,
             turns=1 if alone else len(rows),
             oom=any(row.oom for row in rows),
-            resident_bytes=max((row.resident_bytes for row in rows if row.resident_bytes), default=None),
-            seconds=_sum(row.seconds for row in rows),
+            **_read_off(rows),
         )
 
 
@@ -217,11 +220,14 @@ def _joined(name: str, rows: list[Stage]) -> ShownStage:
         max(row.peak_reserved_bytes for row in rows),
         max(row.peak_host_bytes for row in rows),
         oom=any(row.oom for row in rows),
-        resident_bytes=max((row.resident_bytes for row in rows if row.resident_bytes), default=None),
-        seconds=_sum(row.seconds for row in rows),
+        **_read_off(rows),
     )
 
 
-def _sum(seconds: Iterable[float | None]) -> float | None:
-    known = [value for value in seconds if value is not None]
-    return sum(known) if known else None
+def _read_off(rows: Sequence[Stage] | Sequence[ShownStage]) -> dict[str, Any]:
+    """What was measured, for several rows as one: their time, and the highest of the rest."""
+    seconds = [row.seconds for row in rows if row.seconds is not None]
+    found: dict[str, Any] = {"seconds": sum(seconds) if seconds else None}
+    for name in ("resident_bytes", "measured_peak_bytes", "measured_reserved_bytes", "device_used_bytes"):
+        found[name] = max((getattr(row, name) for row in rows if getattr(row, name) is not None), default=None)
+    return found

@@ -16,6 +16,7 @@ from memprof.report.terminal.cells import Unit, at_stage, shape_text, unit_for
 from memprof.report.terminal.console import WIDTH, bar, dim, heading, indented, section, show, table, text_of
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
+from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.steps import render_steps
 from memprof.spec import Mode
 from memprof.trace.events import short_source
@@ -141,19 +142,15 @@ def _what_is_trained(target: Target) -> str:
     return ""
 
 
-def _is_on_cpu(document: Document) -> bool:
-    return document.source == "measured" and document.target is not None and document.target.asked.device == "cpu"
-
-
 def _stages(document: Document) -> RenderableType:
     usable = document.device.usable_bytes
     amount = _unit(document).amount
     step = shown_step(document)
-    on_cpu = _is_on_cpu(document)
-    measured = document.source == "measured"
+    on_cpu, measured = document.on_cpu, document.source == "measured"
+    beside = card_columns(document)
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
-    headers = ["allocated", "delta", "peak", *(["resident"] if on_cpu else ["reserved", "on this card"])]
-    headers += ["seconds"] * measured + ["host peak"] * shows_host
+    headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *beside]
+    headers += ["seconds" if measured else "on this card", *(["host peak"] * shows_host)]
     made = table("stage" + (f" (step {step})" if step else ""), *(f">{header}" for header in headers), ruled=True)
     rows = shown_stages(document)
     peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
@@ -174,10 +171,10 @@ def _stages(document: Document) -> RenderableType:
         fourth = row.resident_bytes if on_cpu else row.reserved_bytes
         figures = (amount(row.allocated_bytes), delta, amount(row.peak_bytes))
         cells: list[RenderableType] = [name, *figures, "" if fourth is None else amount(fourth)]
-        if not on_cpu:
-            cells.append(verdict)
-        if measured:
-            cells.append("" if row.seconds is None else f"{row.seconds:,.3f}")
+        read = [getattr(row, attribute) for attribute in beside.values()]
+        cells += ["" if value is None else amount(value) for value in read]
+        seconds = "" if row.seconds is None else f"{row.seconds:,.3f}"
+        cells.append(seconds if measured else verdict)
         if shows_host:
             cells.append(amount(row.host_bytes))
         made.add_row(*cells)
@@ -189,9 +186,9 @@ def _stages(document: Document) -> RenderableType:
         return Group(made, dim(f"{_unit(document).name}. {what}.{turns}"))
     note = (
         f"{_unit(document).name}; peak: most allocated, reserved: most held from the driver in the stage; "
-        f"{format_bytes(usable or 0)} usable beside the CUDA context.{turns}"
+        f"{format_bytes(usable or 0)} usable beside the CUDA context{' and other processes' * measured}.{turns}"
     )
-    return Group(made, dim(note))
+    return Group(made, dim(note), *against_card(document))
 
 
 def _verdict(document: Document) -> RenderableType:
@@ -204,11 +201,15 @@ def _verdict(document: Document) -> RenderableType:
 
 def _memory_verdict(document: Document) -> RenderableType:
     verdict, device = document.verdict, document.device
-    if _is_on_cpu(document) and document.failure is None:
+    if document.on_cpu:
         resident = max((row.resident_bytes for row in document.stages if row.resident_bytes), default=None)
         process = "" if resident is None else f"; the process had up to {format_bytes(resident)} resident"
         most = format_bytes(document.peak.allocated_bytes)
-        return Text(f"\nMeasured: tensors took up to {most} of host memory{process}.")
+        took = f"tensors took up to {most} of host memory{process}."
+        if document.failure is None:
+            return Text(f"\nMeasured: {took}")
+        stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
+        return Text("\nFailed: ", style="bold red").append(stopped, style="default")
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
     if document.failure is not None:
         failure = document.failure
@@ -216,7 +217,9 @@ def _memory_verdict(document: Document) -> RenderableType:
         text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
         over = "." if verdict.fits is None else ", which does not fit."
         return text.append(over + " What is above and below is the run up to there.", style="default")
-    spare = (device.total_bytes or 0) - verdict.required_bytes
+    beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
+    usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
+    spare = usable - (verdict.required_bytes - beside)
     if verdict.fits and verdict.first_caught is not None:
         return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:

@@ -114,6 +114,15 @@ def test_logits_and_activations_are_told_apart(both):
     assert sum(at_peak.values()) == measured.peak.allocated_bytes
 
 
+def test_a_gradient_is_of_the_module_whose_forward_it_differentiates(both):
+    """Operators that make no autograd node have the number of the next one: the last with a number made it."""
+    (trace, _), _ = both
+    gradients = [
+        index for index, owner in trace.owners.items() if owner == (Role.GRADIENT, "model.embed_tokens.weight")
+    ]
+    assert {trace.module_path(trace.storages[index]) for index in gradients} == {"model.embed_tokens"}
+
+
 def test_every_stage_has_its_time_and_some_their_resident_memory(both):
     (trace, measured), _ = both
     assert all(row.seconds is not None and row.seconds >= 0 for row in measured.stages)
@@ -147,7 +156,9 @@ def test_nothing_of_the_measuring_stays(model_file):
         model(torch.zeros(1, 4)).sum().backward()
     assert (nn.Module.__call__, torch.autograd._engine_run_backward) == before
     assert not torch.autograd._profiler_enabled()
-    assert {owner.name for owner in device.trace.owners.values()} == {"weight", "bias"}
+    owners = list(device.trace.owners.values())
+    assert {owner.name for owner in owners if owner.role is not Role.INPUT} == {"weight", "bias"}
+    assert [owner.role for owner in owners].count(Role.INPUT) == 1
 
 
 @pytest.mark.parametrize(
@@ -226,12 +237,13 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file,
     calls = []
     stand_in = {
         "init": lambda: calls.append("init"),
-        "synchronize": lambda: calls.append("synchronize"),
-        "memory_allocated": lambda: 11 << 20,
-        "max_memory_allocated": lambda: 22 << 20,
-        "memory_reserved": lambda: 33 << 20,
-        "reset_peak_memory_stats": lambda: calls.append("reset"),
+        "synchronize": lambda card: calls.append("synchronize"),
+        "memory_allocated": lambda card: 11 << 20,
+        "memory_reserved": lambda card=0: 33 << 20,
     }
+    stats = {"allocated_bytes": {"all": {"peak": 22 << 20}}}
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda card: stats, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda card: calls.append("reset"), raising=False)
     for name, value in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -254,7 +266,7 @@ def test_counters_of_a_card_are_read_where_phases_begin(monkeypatch, model_file,
         Workload(spec, find_source(spec)).run(device)
     assert calls[0] == "init"
     assert (calls.count("all"), calls.count(None)) == (1, 1)
-    assert calls.count("synchronize") == calls.count("reset")  # one at the beginning, one before the snapshot
+    assert calls.count("synchronize") + 1 == calls.count("reset")  # one at the beginning, before anything is read
     assert device.snapshot is history
     sample = device.trace.samples[-1]
     assert sample[2:6] == (11 << 20, 22 << 20, 33 << 20, 2 << 30)

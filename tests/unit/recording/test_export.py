@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memprof.allocator import parse_config, replay_snapshot
 from memprof.errors import MemprofError
+from memprof.flows.compare import open_run
 from memprof.flows.recordings import export_file, open_file
 from memprof.recording.from_trace import snapshot_of
 from memprof.recording.recording import recordings
@@ -189,3 +190,23 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
         write_snapshot(training().snapshot(), to)
     assert to.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["run.pickle"]
+
+
+def test_an_export_says_whose_run_it_is(tmp_path):
+    trace, file, to = training_run(), tmp_path / "run.memprof", tmp_path / "run.pickle"
+    trace.facts = Facts(device=DeviceFacts("Card", 8192 * MIB, 7766 * MIB))
+    for source in ("simulated", "measured"):
+        trace.source = source
+        save_trace(trace, file)
+        export_file(file, to)
+        assert pickle.loads(to.read_bytes())["memprof"]["source"] == source
+        opened = open_file(to)
+        assert (opened.snapshot.source, opened.origin.source) == (source, source)
+        run = open_run(to)
+        assert (run.side.source, run.settings["source"]) == (source, source)
+
+
+def test_torchs_own_files_are_of_measured_runs():
+    assert parse_snapshot(pickle.dumps({"segments": []})).source == "measured"
+    with pytest.raises(MemprofError, match="not a memory snapshot"):
+        parse_snapshot(pickle.dumps({"segments": [], "memprof": 3}))

@@ -245,3 +245,23 @@ def test_within_a_tolerance_differences_are_still_shown():
     assert "+100 bytes  within" in render_text(found)
     assert "All 9 totals that are compared are within 1KiB." in render_text(found)
     assert not build_comparison(a, b, EXACT).within
+
+
+def test_peaks_of_different_moments_are_said():
+    low, high = training(), training()
+    run_a, run_b = run_of(low), run_of(high)
+    assert not build_comparison(run_a, run_b, EXACT).other_moments
+    run_b.side = replace(run_b.side, peak_at="optimizer step of step 1")
+    found = build_comparison(run_a, run_b, EXACT)
+    assert found.other_moments
+    assert f"A's is in {run_a.side.peak_at}, B's in optimizer step of step 1" in render_text(found)
+
+
+def test_what_torch_chooses_is_compared_as_if_it_was_asked_for():
+    asked, left, on_host = training(), training(), on_cpu(training())
+    asked.facts = facts(optimizer_impl="foreach")
+    left.facts = facts()
+    assert run_of(asked).settings["optimizer_impl"] == run_of(left).settings["optimizer_impl"] == "foreach"
+    assert run_of(on_host).settings["optimizer_impl"] == "single"
+    left.facts = facts(optimizer="adafactor")
+    assert run_of(left).settings["optimizer_impl"] is None
