@@ -22,8 +22,7 @@ def write_snapshot(snapshot: Snapshot, path: Path) -> None:
     Raises:
         MemprofError: it cannot be written.
     """
-    data = as_plain(snapshot)
-    write_whole(path, lambda file: pickle.dump(data, file, protocol=PROTOCOL), "snapshot")
+    write_whole(path, pickle.dumps(as_plain(snapshot), protocol=PROTOCOL), "snapshot")
 
 
 def as_plain(snapshot: Snapshot) -> dict[str, Any]:
