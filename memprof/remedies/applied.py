@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError, UsageError
-from memprof.remedy_catalog import check_conflicts, find_remedies, load, options_by_remedy
+from memprof.remedy_catalog import check_conflicts, find_remedies, options_by_remedy
 
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
 """What is switched on in each model, oldest first."""
@@ -203,7 +204,7 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
     applied = Applied(model, [remedy.name for remedy in chosen], undoable)
     try:
         for remedy in chosen:
-            load(remedy.install)(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
+            pkgutil.resolve_name(remedy.install)(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
     except BaseException:
         applied._roll_back()
         raise

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
 
 from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, at_least
 from memprof.workload.adapters import adapting, target_modules
+from memprof.workload.quantization import import_quietly
 
 DEFAULT_RANK = 8
 
@@ -46,9 +46,7 @@ def install_lora(
         UsageError: PEFT is not installed, or does not know what to adapt; the rank is out of range.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import peft
+        peft = import_quietly("peft")
     except ImportError as error:
         raise UsageError("lora needs PEFT", value=str(error).splitlines()[0], hint="pip install peft") from None
     at_least(1, "lora_rank", lora_rank)

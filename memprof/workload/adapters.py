@@ -11,6 +11,7 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.spec import TargetSpec
 from memprof.workload.models import ModelSource
+from memprof.workload.quantization import import_quietly
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear layer but the head."""
@@ -25,9 +26,7 @@ def require_peft() -> None:
         UsageError: it is not installed, or not with this release of transformers.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import peft  # noqa: F401
+        import_quietly("peft")
     except ImportError as error:
         raise UsageError(
             "--adapter needs PEFT",
