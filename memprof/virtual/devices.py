@@ -344,8 +344,8 @@ class DeviceMode(TorchFunctionMode):
         result: torch.Tensor = func(tensor)
         values = self._recording.values
         with _NoTorchFunction(), _disable_current_modes():
-            if result.is_meta and result.numel() and values.get(tensor.detach()) is None and values.wants(result):
-                values.set(result, torch.full(result.shape, _NONFINITE[func], dtype=torch.bool))
+            if result.is_meta and values.get(tensor.detach()) is None:
+                values.set_uniform(result, _NONFINITE[func])
         return result
 
     # -- what a tensor says of itself -------------------------------------------------------------------------------

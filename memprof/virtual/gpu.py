@@ -15,7 +15,7 @@ from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.card import Card
 from memprof.virtual.devices import DeviceMode, python_functions_run_inside
 from memprof.virtual.edges import compiled, control_flow, distributed, generation, loaders, native, processes
-from memprof.virtual.kernels import quantized, registry
+from memprof.virtual.kernels import detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -179,6 +179,7 @@ class VirtualGpu(Watch):
         later = {
             "bitsandbytes": self._watch_kernels,
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
+            "torchvision": detection.register_loaded,
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._used_bytes)),
         }
         self._stack.enter_context(watch_imports(later))

@@ -34,6 +34,7 @@ from memprof.virtual.kernels import matrix_products, registry, sparse
 from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet, refuse_sharded
 from memprof.virtual.machine import Machine
+from memprof.virtual.stand_ins import EMPTY
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Place, Recorder
 
@@ -56,6 +57,8 @@ class RecordingMode(Machine):
         self._operators: dict[Any, Operator] = {}
         self._layouts: dict[Any, Any] = {}
         self._done_in_place: dict[Any, bool] = {}
+        self._lent: list[torch.Tensor] = []
+        """Stand for small host tensors in the last call that mixed them with virtual ones, and hold their values."""
         self.meter = Meter(recorder, self.device_of)
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
@@ -279,6 +282,7 @@ class RecordingMode(Machine):
     def _foreach_or_out(self, operator: Operator, call: Call, place: Place) -> Any:
         """In-place operators on lists (the optimizers') and those with `out=`."""
         if operator.name.startswith(("aten._foreach_", "aten._fused_")) and not call.real:
+            self._forget_written(call)
             return None
         outs = [t for t in tensors_of(list(call.kwargs.values())) if t.is_meta]
         before = [t.untyped_storage().nbytes() for t in outs]
@@ -296,6 +300,13 @@ class RecordingMode(Machine):
             self.values.set(outs[0], known)
         return result
 
+    def _forget_written(self, call: Call) -> None:
+        """What `call` writes into is no longer known."""
+        for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
+            if argument.is_write:
+                for tensor in tensors_of(value):
+                    self.values.drop(tensor.untyped_storage()._cdata)
+
     def _grown(self, tensor: torch.Tensor, operator: Operator, place: Place) -> None:
         """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
         storage = tensor.untyped_storage()
@@ -312,7 +323,12 @@ class RecordingMode(Machine):
         kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
         if call.factory_bytes() >= HOST_VIRTUAL_BYTES:
             result = call.func(*call.args, **{**kwargs, "device": _META})
-            self.record(tensors_of(result), operator.name, place, HOST)
+            made = tensors_of(result)
+            self.record(made, operator.name, place, HOST)
+            self.values.learn(call.func, call.args, kwargs, made)
+            if operator.packet in EMPTY:
+                for tensor in made:
+                    self.values.set_uniform(tensor, 0)  # the program may fill it where no mode sees it, as an array
             return result
         result = call.func(*call.args, **kwargs)
         for tensor in tensors_of(result):
@@ -357,7 +373,16 @@ class RecordingMode(Machine):
 
     def _virtualise(self, call: Call) -> None:
         """Replace the real host tensors of `call` by meta ones, so that it can run on meta."""
-        call.args, call.kwargs = _all_meta(call.args), _all_meta(call.kwargs)
+        for tensor in self._lent:
+            self.values.drop(tensor.untyped_storage()._cdata)
+        self._lent = []
+
+        def lend(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+            if self.values.wants(moved):
+                self.values.set(moved, tensor)
+                self._lent.append(moved)
+
+        call.args, call.kwargs = _all_meta(call.args, lend), _all_meta(call.kwargs, lend)
         call.key = [call.func]
         call.tensors = []
         call.real = []
@@ -393,12 +418,15 @@ def _launch(call: Call) -> Any:
         return call.func(*_all_meta(call.args), **_all_meta(call.kwargs))
 
 
-def _all_meta(value: Any) -> Any:
-    """Real tensors in arguments as meta ones."""
+def _all_meta(value: Any, then: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:
+    """Real tensors in arguments as meta ones; `then` is given each pair."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return tensor
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+        moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+        if then is not None:
+            then(tensor, moved)
+        return moved
 
     return tree_map_only(torch.Tensor, move, value)

@@ -1,47 +1,65 @@
 """Values on the virtual GPU: which numbers are really computed, and what is assumed of those that are not.
 
 Device tensors are meta tensors: they have shapes and no data. Eager code reads data all the same: "is this batch
-packed?", "which tokens go to expert 3?", `loss.item()`. So small tensors of integers and booleans are really computed,
-on the CPU beside their meta tensor (a *shadow*), as long as everything that they derive from is known; then the program
-takes the branch that a real run takes. What derives from floating-point data is unknown, and reads of it follow a fixed
-policy, stated in the run's assumptions:
+packed?", "which tokens go to expert 3?", `loss.item()`. So what derives from known numbers alone (masks, indices,
+schedules) is really computed, on the CPU beside its meta tensor (a *shadow*); then the program takes the branch that a
+real run takes. A tensor whose elements are all alike takes one number, whatever its size. What derives from
+floating-point data is unknown, and reads of it follow a fixed policy, stated in the run's assumptions:
 
-* a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a boolean False;
+* a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a condition False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;
-* indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: each is chosen equally often;
-* a selection by an unknown mask keeps every element, which bounds the memory from above.
+* indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: each is chosen equally often, and a
+  chosen token is none that ends a text (stand_ins.py);
+* an unknown mask keeps every element wherever it selects or is counted, and as an array it is true everywhere, which
+  bounds the memory from above.
 """
 
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from memprof.virtual.calls import OVERWRITES
+from memprof.virtual import stand_ins
+from memprof.virtual.calls import OVERWRITES, tensors_of
 
 _aten = torch.ops.aten
 
-MAX_INTEGER_ELEMENTS = 1 << 24
-"""Integer and boolean tensors up to this size are really computed (16 Mi elements: a 4,096 x 4,096 mask)."""
+MAX_TENSOR_BYTES = 1 << 30
+"""Shadows take up to this much each (a routing mask of 131,072 tokens, 8 choices and 128 experts in int64)..."""
+MAX_SHADOW_BYTES = 1 << 31
+"""... and this much together."""
+MAX_WORK = 1 << 33
+"""Elements visited in computing large tensors over a run (some ten seconds of one core)."""
 MAX_BYTE_ELEMENTS = 1 << 20
 """Integers of 8 bits up to this size: what is larger is images or quantized weights, whose values decide nothing."""
-MAX_FLOAT_ELEMENTS = 1 << 12
-"""Floating-point tensors up to this size keep their value while it is known (schedules, counters, scales)."""
 
+SMALL_INTEGER_ELEMENTS = 1 << 20
+SMALL_FLOAT_ELEMENTS = 1 << 12
+"""Tensors up to these sizes are computed by any operator and at no charge."""
+MODERATE_ELEMENTS = 1 << 24
+"""Integers up to this size are computed by any operator; what is larger, and floats, by those of linear work."""
+
+PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
+"""Pages that cost nothing until they are written to (MAP_NORESERVE, in Python's mmap from 3.13 on)."""
 _MAPPED_BYTES = 1 << 16
 """Shadows of zeros from this size on are pages that the system makes when they are written."""
 
-_RANDOM = frozenset({"rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform"})
-
 
 class Values:
-    """The shadows of the tensors on the virtual GPU."""
+    """The shadows of the tensors on the virtual GPU, by the address of their storage."""
 
     def __init__(self, assume: Callable[[str], None]) -> None:
         self._flat: dict[int, torch.Tensor] = {}
+        self._uniform: dict[int, torch.Tensor] = {}
+        """The value of every element."""
+        self._shares: dict[int, float] = {}
+        """Of masks too large to compute: the part that is true, spread evenly."""
+        self._held_bytes = 0
+        self._work = 0
         self.assume = assume
         self._draws = 0
         self.on_unknown: Callable[[torch.Tensor, str], None] = lambda tensor, told: None
@@ -49,15 +67,24 @@ class Values:
 
     def drop(self, address: int) -> None:
         """The storage at `address` died, or its contents are no longer known."""
-        self._flat.pop(address, None)
+        flat = self._flat.pop(address, None)
+        if flat is not None:
+            self._held_bytes -= flat.nbytes
+        self._uniform.pop(address, None)
+        self._shares.pop(address, None)
 
     def knows(self, address: int) -> bool:
-        """Whether the storage at `address` has a shadow."""
-        return address in self._flat
+        """Whether something is known of the storage at `address`."""
+        return address in self._flat or address in self._uniform or address in self._shares
 
-    def flat(self, address: int) -> torch.Tensor | None:
-        """What the whole storage at `address` holds, None if that is not known."""
-        return self._flat.get(address)
+    def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """What the whole of `storage` holds, in memory of its own; None if that is not known."""
+        value = self._uniform.get(storage._cdata)
+        if value is not None:
+            if value != 0 and storage.nbytes() > MAX_TENSOR_BYTES:
+                return None
+            self._spell_out(storage)
+        return self._flat.get(storage._cdata)
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
@@ -65,53 +92,106 @@ class Values:
             return tensor
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        flat = self._flat.get(tensor.untyped_storage()._cdata)
+        uniform = self._uniform.get(tensor.untyped_storage()._cdata)
+        if uniform is not None and uniform.dtype == tensor.dtype:
+            return uniform.expand(tensor.shape)
+        flat = self.flat(tensor.untyped_storage())
         if flat is None:
             return None
         view = torch.empty(0, dtype=tensor.dtype)
         return view.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    def writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same in memory that the program may write to; what it writes is what the tensor holds."""
+        return None if self.flat(tensor.untyped_storage()) is None else self.get(tensor)
+
     def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`tensor`, which owns its whole storage, is known to hold `value` (same shape and dtype)."""
         if not tensor.numel():
             return
+        if value.numel() == 1 or (value.dim() and not any(value.stride())):
+            self.set_uniform(tensor, value.as_strided((), ()) if value.dim() else value)
+            return
         flat = torch.empty(_num_elements(tensor), dtype=tensor.dtype)
         flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(value)
-        self._flat[tensor.untyped_storage()._cdata] = flat
+        self._keep(tensor.untyped_storage()._cdata, flat)
 
-    def set_zeros(self, tensor: torch.Tensor) -> None:
-        """`tensor`, which owns its whole storage, is known to hold zeros; those take no memory until they are written.
+    def is_uniform(self, tensor: torch.Tensor) -> bool:
+        """Whether all elements are known to be alike."""
+        return tensor.untyped_storage()._cdata in self._uniform
 
-        The state of an 8-bit optimizer, which no operator here ever fills, would be gigabytes otherwise.
-        """
+    def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
+        """All elements of `tensor`, which owns its whole storage, are known to be `value`."""
         if tensor.numel():
-            self._flat[tensor.untyped_storage()._cdata] = _untouched(_num_elements(tensor), tensor.dtype)
+            address = tensor.untyped_storage()._cdata
+            self.drop(address)
+            if isinstance(value, torch.Tensor):
+                self._uniform[address] = value.to(tensor.dtype, copy=True)
+            else:
+                self._uniform[address] = torch.full((), value, dtype=tensor.dtype)
+
+    def _keep(self, address: int, flat: torch.Tensor) -> None:
+        self.drop(address)
+        self._flat[address] = flat
+        self._held_bytes += flat.nbytes
+
+    def _spell_out(self, storage: torch.UntypedStorage) -> None:
+        """One value for all elements becomes a value for each; zeros take no memory until they are written."""
+        value = self._uniform[storage._cdata]
+        flat = _untouched(storage.nbytes() // value.element_size(), value.dtype)
+        if value != 0:
+            flat.fill_(value)
+        self._keep(storage._cdata, flat)
 
     def wants(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of this dtype and size is worth computing."""
-        if tensor.is_floating_point() or tensor.is_complex():
-            return tensor.numel() <= MAX_FLOAT_ELEMENTS
-        if tensor.dtype in (torch.int8, torch.uint8):
-            return tensor.numel() <= MAX_BYTE_ELEMENTS
-        return tensor.numel() <= MAX_INTEGER_ELEMENTS
+        """Whether a tensor of this dtype and size is worth keeping, and there is room for it."""
+        if is_small(tensor):
+            return True
+        if tensor.dtype in (torch.int8, torch.uint8) and tensor.numel() > MAX_BYTE_ELEMENTS:
+            return False
+        num_bytes = tensor.untyped_storage().nbytes()
+        return num_bytes <= MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= MAX_SHADOW_BYTES
 
     # -- operators --------------------------------------------------------------------------------------------------
 
-    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func` really computed on the CPU, or None if an input is not known."""
-        known_args = self._known(_shapes_only(args) if func.overloadpacket in _LIKE else args)
+    def compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
+        """`func` really computed on the CPU, or None if an input is not known or it is too much work.
+
+        Args:
+            func: an operator's overload.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            made: meta tensors like its results, where they are there.
+        """
+        known_args = self._known(args)
         known_kwargs = self._known({k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")})
         if known_args is None or known_kwargs is None:
+            return None
+        if not self._affords(func, [*tensors_of([*args, *kwargs.values()]), *made]):
             return None
         if "device" in kwargs:
             known_kwargs["device"] = torch.device("cpu")
         try:
-            if func.overloadpacket._qualified_op_name.removeprefix("aten::").rstrip("_") in _RANDOM:
+            if torch.Tag.nondeterministic_seeded in func.tags:
                 return self._draw(func, known_args, known_kwargs)
             return func(*known_args, **known_kwargs)
         except (RuntimeError, IndexError, NotImplementedError):
             # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.
             return None
+
+    def _affords(self, func: Any, tensors: list[torch.Tensor]) -> bool:
+        """Whether the work is little, or linear and within what is left for the run."""
+        if all(is_small(tensor) for tensor in tensors):
+            return True
+        work = max(tensor.numel() for tensor in tensors)
+        linear = torch.Tag.pointwise in func.tags or func.overloadpacket in stand_ins.LINEAR
+        if not linear and not (work <= MODERATE_ELEMENTS and all(is_small(t) or _is_integer(t) for t in tensors)):
+            return False
+        if self._work + work > MAX_WORK:
+            self.assume("Masks and indices made late in the run are not computed: there were too many large ones.")
+            return False
+        self._work += work
+        return True
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Random integers, the same in every run and without touching the program's generator; floats are unknown."""
@@ -120,7 +200,7 @@ class Values:
             torch.default_generator.manual_seed(self._draws)
             self._draws += 1
             result = func(*args, **kwargs)
-        return None if result.is_floating_point() else result
+        return None if any(part.is_floating_point() for part in tensors_of(result)) else result
 
     def _known(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -139,36 +219,131 @@ class Values:
 
     def learn(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
-        if not any(self.wants(output) for output in outputs):
-            return
-        if func.overloadpacket in _BLANK:
+        packet = func.overloadpacket
+        if packet in stand_ins.UNIFORM:
+            value = self._known(stand_ins.UNIFORM[packet](args, kwargs))
             for output in outputs:
-                self.set_zeros(output)
+                if value is not None and (packet not in stand_ins.EMPTY or is_small(output) or _is_integer(output)):
+                    self.set_uniform(output, value)
             return
-        result = self.compute(func, args, kwargs)
+        if self._follow_uniform(func, args, kwargs, outputs):
+            return
+        wanted = [output for output in outputs if self.wants(output)]
+        result = self.compute(func, args, kwargs, outputs) if wanted else None
         if result is None:
-            policy = _POLICIES.get(func.overloadpacket)
-            if policy is not None:
-                for output in outputs:
-                    if not output.is_floating_point() and self.wants(output):
-                        self.set(output, policy(output, args))
+            self._assume_for(func, args, kwargs, outputs)
             return
         results = result if isinstance(result, (list, tuple)) else [result]
         for output, known in zip(outputs, results, strict=False):
             if isinstance(known, torch.Tensor) and known.shape == output.shape and self.wants(output):
                 self.set(output, known)
 
+    def _follow_uniform(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
+        """Of tensors whose elements are all alike, an operator on single elements makes such a tensor."""
+        packet = func.overloadpacket
+        if len(outputs) != 1 or not args or not isinstance(args[0], torch.Tensor) or is_small(args[0]):
+            return False
+        if packet is _aten.sum or packet is _aten.count_nonzero:
+            value = self._one_value(args[0])
+            if value is None or value.is_floating_point() or not outputs[0].numel():
+                return False
+            times = args[0].numel() // outputs[0].numel()
+            self.set_uniform(outputs[0], (value != 0 if packet is _aten.count_nonzero else value) * times)
+            return True
+        if packet is _aten._to_copy or packet in stand_ins.ANY_ELEMENT:
+            args = args[:1]
+            one = self._one_value(args[0])
+            if one is None:
+                return False
+            self.set_uniform(outputs[0], one)
+            return True
+        if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        ones = [self._one_value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        if any(one is None and arg is not None for one, arg in zip(ones, args, strict=True)):
+            return False
+        if tensors_of(list(kwargs.values())) or any(isinstance(arg, (list, tuple)) for arg in args):
+            return False
+        try:
+            self.set_uniform(outputs[0], func(*ones, **{k: v for k, v in kwargs.items() if k != "memory_format"}))
+        except (RuntimeError, IndexError, NotImplementedError):
+            return False
+        return True
+
+    def _one_value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of all elements, without dimensions; None if they differ or are not known."""
+        if not tensor.is_meta:
+            return tensor.reshape(()) if tensor.numel() == 1 else None
+        known = self._uniform.get(tensor.untyped_storage()._cdata)
+        if known is None and tensor.numel() == 1:
+            known = self.get(tensor)
+        return None if known is None or known.dtype != tensor.dtype else known.reshape(())
+
+    def _assume_for(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+        """What stands for results that cannot be computed."""
+        packet = func.overloadpacket
+        if not outputs or not args or not isinstance(args[0], torch.Tensor):
+            return
+        if packet is _aten.all:
+            self.set_uniform(outputs[-1], 1)
+            return
+        if not _is_integer(outputs[-1]):
+            return
+        share = self._share(args[0])
+        stand_in = None if share is None else stand_ins.counted(func, args, outputs[-1], share)
+        if stand_in is not None:
+            self.set(outputs[-1], stand_in)
+            return
+        if share is not None and share < 1.0:
+            if packet in stand_ins.KEEP_SHARE:
+                self._shares[outputs[-1].untyped_storage()._cdata] = share
+            return
+        if self.get(args[0]) is None and self.wants(outputs[-1]):
+            chosen = stand_ins.choices(func, args, kwargs, outputs)
+            if chosen is not None:
+                self.assume(stand_ins.CHOICES)
+                self.set(outputs[-1], chosen)
+
+    def _share(self, tensor: torch.Tensor) -> float | None:
+        """The part of a mask's elements that is true, where not more is known; None if this is no such mask."""
+        if tensor.is_meta and tensor.untyped_storage()._cdata in self._shares:
+            return self._shares[tensor.untyped_storage()._cdata]
+        return 1.0 if tensor.dtype is torch.bool and self.get(tensor) is None else None
+
     def write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         """`func` changes `target` in place: follow it, or forget what `target` holds."""
-        address = target.untyped_storage()._cdata
+        address, packet = target.untyped_storage()._cdata, func.overloadpacket
+        whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        others = self._known([*args[1:], *kwargs.values()])
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and not _is_integer(target)
+        if others is None or drawn or (address in self._shares and not (whole and packet in OVERWRITES)):
+            self.drop(address)
+            return
+        if whole and packet in (_aten.zero_, _aten.fill_) and address not in self._flat:
+            self.set_uniform(target, 0 if packet is _aten.zero_ else others[0])
+            return
+        one = self._one_value(target) if whole else None
+        if one is not None and not is_small(target) and self._follow_uniform(func, args, kwargs, [target]):
+            return
         if address not in self._flat:
-            whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-            overwrites = func.overloadpacket in OVERWRITES
-            if not (whole and overwrites and self.wants(target)):
+            if address not in self._uniform and not (whole and packet in OVERWRITES):
                 return
-            self.set_zeros(target)
+            if not self.wants(target):
+                self._give_share(func, args, target)
+                return
+            if address not in self._uniform:
+                self.set_uniform(target, 0)
+            self._spell_out(target.untyped_storage())
         if self.compute(func, args, kwargs) is None:
-            del self._flat[address]
+            self._give_share(func, args, target)
+
+    def _give_share(self, func: Any, args: Any, target: torch.Tensor) -> None:
+        """Of a target too large to follow, keep how much of it is ones (a routing mask, as one_hot makes it)."""
+        one = self._one_value(target)
+        address = target.untyped_storage()._cdata
+        self.drop(address)
+        if func is _aten.scatter_.value and one is not None and one == 0 and args[3] == 1 and target.dim():
+            self._shares[address] = args[2].numel() / target.numel()
 
     # -- reads ------------------------------------------------------------------------------------------------------
 
@@ -179,19 +354,35 @@ class Values:
             return known
         self.assume(
             "Values that derive from floating-point data are not computed: a float read by the program is 1.0, "
-            "an integer 1, a boolean False."
+            "an integer 1, a condition False, a mask true everywhere."
         )
-        told = False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+        # An element of a mask is part of a selection; what an operator made alone is a condition.
+        alone = not tensor.dim() and tensor.untyped_storage().nbytes() == tensor.element_size()
+        condition = tensor.dtype is torch.bool and alone
+        told = False if condition else True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
         self.on_unknown(tensor, f"{told} for an unknown {str(tensor.dtype).removeprefix('torch.')}")
-        return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.dtype is torch.bool else _ones(tensor)
+        return torch.full(tensor.shape, told, dtype=tensor.dtype)
 
     def selected(self, mask: torch.Tensor) -> torch.Tensor:
         """The indices of the elements that `mask` selects, as `nonzero` gives them; all of them if not known."""
         known = self.get(mask)
-        if known is None:
-            self.assume("A selection by a mask whose values are not known keeps every element.")
-            known = torch.ones(mask.shape, dtype=torch.bool)
-        return known.nonzero()
+        if known is not None:
+            return known.nonzero()
+        share = self._shares.get(mask.untyped_storage()._cdata)
+        if share is not None:
+            self.assume("Selections by masks too large to compute are spread evenly.")
+            return stand_ins.spread(mask.shape, share)
+        self.assume("A selection by a mask whose values are not known keeps every element.")
+        return torch.ones(mask.shape, dtype=torch.bool).nonzero()
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is computed without a second thought."""
+    return tensor.numel() <= (SMALL_INTEGER_ELEMENTS if _is_integer(tensor) else SMALL_FLOAT_ELEMENTS)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _num_elements(tensor: torch.Tensor) -> int:
@@ -204,44 +395,4 @@ def _untouched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     num_bytes = num_elements * dtype.itemsize
     if num_bytes < _MAPPED_BYTES:
         return torch.zeros(num_elements, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
-
-
-def _ones(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
-
-
-def _shapes_only(args: Any) -> Any:
-    return (torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype), *args[1:])
-
-
-def _balanced(output: torch.Tensor, args: Any) -> torch.Tensor:
-    """Indices into the last dimension of `args[0]`, so that each is chosen equally often over all rows."""
-    choices = max(1, args[0].shape[-1] if args[0].dim() else 1)
-    return (torch.arange(output.numel()) % choices).to(output.dtype).reshape(output.shape)
-
-
-def _true(output: torch.Tensor, args: Any) -> torch.Tensor:
-    return torch.ones(output.shape, dtype=output.dtype)
-
-
-_POLICIES: dict[Any, Callable[[torch.Tensor, Any], torch.Tensor]] = {
-    _aten.topk: _balanced,
-    _aten.argmax: _balanced,
-    _aten.argmin: _balanced,
-    _aten.max: _balanced,
-    _aten.min: _balanced,
-    _aten.sort: _balanced,
-    _aten.argsort: _balanced,
-    _aten.multinomial: _balanced,
-    _aten.all: _true,
-}
-_LIKE = frozenset({_aten.zeros_like, _aten.ones_like, _aten.full_like})
-"""These take the shape of a tensor and not what it holds: the gradient of a loss is 1, whatever the loss is."""
-_BLANK = frozenset(
-    {
-        *(_aten.zeros, _aten.zeros_like, _aten.new_zeros),
-        *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
-    }
-)
-"""These make zeros, or what may as well be zeros."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=PAGES), dtype=dtype)

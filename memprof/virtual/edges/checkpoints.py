@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.calls import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
 from memprof.virtual.machine import Machine
+from memprof.virtual.values import is_small
 
 _NoTorchFunction = torch._C.DisableTorchFunction
 _META = torch.device("meta")
@@ -143,8 +144,8 @@ class Checkpoints:
             return storage
         if not storage.nbytes():
             return torch.UntypedStorage(0)
-        known = self._recording.values.flat(storage._cdata)
-        if known is None or storage.nbytes() >= HOST_VIRTUAL_BYTES:
+        known = self._recording.values.flat(storage) if storage.nbytes() < HOST_VIRTUAL_BYTES else None
+        if known is None or not is_small(known):
             return None
         with _NoTorchFunction():
             data = known.untyped_storage()
@@ -262,12 +263,12 @@ class Checkpoints:
         values, dtype = self._recording.values, self._dtype
         made = self._new(storage.nbytes(), dtype, GPU)
         with _NoTorchFunction(), _disable_current_modes():
-            if storage.device.type == "meta":
-                known = values.flat(storage._cdata)
-            else:
-                known = torch.empty(0, dtype=dtype).set_(storage)  # type: ignore[call-overload]
             copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
-            if known is not None and known.dtype == dtype and known.numel() == copy.numel() and values.wants(copy):
+            if not (is_small(copy) or (values.wants(copy) and not dtype.is_floating_point)):
+                return made
+            real = storage.device.type != "meta"
+            known = torch.empty(0, dtype=dtype).set_(storage) if real else values.flat(storage)  # type: ignore[call-overload]
+            if known is not None and known.dtype == dtype and known.numel() == copy.numel():
                 values.set(copy, known)
         return made
 

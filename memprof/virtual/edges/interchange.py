@@ -25,12 +25,12 @@ from memprof.virtual.edges import profiler, storages
 from memprof.virtual.edges.checkpoints import Checkpoints, as_method
 from memprof.virtual.edges.safetensors_files import SafetensorsFiles
 from memprof.virtual.machine import Machine
+from memprof.virtual.values import PAGES, is_small
 from memprof.watch.failure import KernelError
 
 _Tensor = torch.Tensor
 _META = torch.device("meta")
 _NoTorchFunction = torch._C.DisableTorchFunction
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in Python's mmap from 3.13 on
 _storage_data_ptr = torch.UntypedStorage.data_ptr
 
 
@@ -126,7 +126,9 @@ class Interchange:
                     "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
                     "memory first."
                 )
-            return self.read(tensor).numpy()
+            with _disable_current_modes():
+                own = self._recording.values.writable(tensor.detach()) if not force else None
+                return (self.read(tensor) if own is None else own).numpy()
 
     def _array(self, tensor: _Tensor, *args: Any, **kwargs: Any) -> Any:
         with _NoTorchFunction():
@@ -218,7 +220,7 @@ class Interchange:
             device = self._recording.device_of(tensor) if type(tensor) is _Tensor and tensor.is_meta else "meta"
             if device == "meta":
                 return _reduce_ex(tensor, protocol)
-            known = self._recording.values.get(tensor.detach())
+            known = self._recording.values.get(tensor.detach()) if is_small(tensor) else None
             if known is not None:
                 known = known.clone()
                 return torch._utils._rebuild_device_tensor_from_cpu_tensor, (
@@ -261,8 +263,7 @@ _export = _Tensor.__dlpack__
 def _reserve(storage: torch.UntypedStorage) -> tuple[mmap.mmap | None, int]:
     """Address space for a storage: pages that cost nothing until they are written to."""
     try:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        pages = mmap.mmap(-1, max(1, storage.nbytes()), flags=flags)
+        pages = mmap.mmap(-1, max(1, storage.nbytes()), flags=PAGES)
     except (OSError, ValueError, OverflowError, AttributeError):
         return None, storage._cdata
     return pages, ctypes.addressof(ctypes.c_char.from_buffer(pages))

@@ -25,6 +25,7 @@ from memprof.virtual.calls import HOST_VIRTUAL_BYTES
 from memprof.virtual.edges.checkpoints import EMPTY, READ, SHELLS, UNREAD
 from memprof.virtual.machine import Machine
 from memprof.virtual.names import bound_everywhere
+from memprof.virtual.values import is_small
 
 _NoTorchFunction = torch._C.DisableTorchFunction
 _META = torch.device("meta")
@@ -90,7 +91,7 @@ class SafetensorsFiles:
 
     def _numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
         with _disable_current_modes():
-            large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES
+            large = tensor.numel() * tensor.element_size() >= HOST_VIRTUAL_BYTES or not is_small(tensor)
             return None if large and tensor.is_meta else self._recording.values.get(tensor.detach())
 
     def _serialize(self, flat: Any, metadata: Any = None) -> bytes:

@@ -38,8 +38,24 @@ def by_value(launch: Launch) -> Any:
         return NotImplemented
     result = launch.values.compute(launch.func, launch.args, launch.kwargs)
     if result is None:
-        first = next(arg for arg in launch.args if isinstance(arg, torch.Tensor))
-        stand_in = torch.arange(first.numel()).reshape(first.shape).to(first.dtype)
-        launch.values.assume(f"{launch.operator.name} of unknown values: as if all elements differed.")
-        result = launch.func(stand_in, *launch.args[1:], **launch.kwargs)
+        first = launch.args[0]
+        result = launch.func(_stand_in(launch, first), *launch.args[1:], **launch.kwargs)
     return launch.known(result)
+
+
+def _stand_in(launch: Launch, data: torch.Tensor) -> torch.Tensor:
+    """Values of which the result is as large as it can well be."""
+    packet, name = launch.operator.packet, launch.operator.name
+    if packet is _aten.repeat_interleave:
+        size = launch.argument(1, "output_size")
+        each, rest = divmod(data.numel() if size is None else size, max(1, data.numel()))
+        launch.values.assume(f"{name} of unknown repeats: as if all were alike, one each unless the size is given.")
+        return (each + (torch.arange(data.numel()) < rest)).to(data.dtype)
+    numbers = torch.arange(data.numel())
+    least = launch.argument(2, "minlength", 0) if packet is _aten.bincount else 0
+    if least:
+        launch.values.assume(f"{name} of unknown values: as if they were spread evenly below its minlength.")
+        numbers %= least
+    else:
+        launch.values.assume(f"{name} of unknown values: as if all elements differed.")
+    return numbers.reshape(data.shape).to(data.dtype)

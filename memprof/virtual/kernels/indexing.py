@@ -37,7 +37,8 @@ def index(launch: Launch) -> Any:
     value = launch.args[2] if len(launch.args) > 2 else None
     if not launch.args[0].is_meta and any(t.is_meta for t in launch.call.tensors if t.dim() or t is not value):
         # A host tensor may not be indexed by device tensors: the CPU kernel would read memory that is not there.
-        launch.note_mismatch()
+        if launch.call.on_gpu:
+            launch.note_mismatch()
         real = [None if i is None else launch.values.read(i) for i in indices]
         rest = [launch.values.read(a) if isinstance(a, torch.Tensor) else a for a in launch.args[2:]]
         return launch.func(launch.args[0], real, *rest, **launch.kwargs)
@@ -56,6 +57,8 @@ def index(launch: Launch) -> Any:
             expanded.append(index)
             continue
         columns = launch.values.selected(index)
+        if _writes_fewer(launch, index, columns):
+            columns = columns[: launch.args[2].shape[0]]
         if launch.device == GPU:
             launch.transients(*sorting.nonzero(index.numel()))
         # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
@@ -70,6 +73,14 @@ def index(launch: Launch) -> Any:
     launch.record(*tensors_of(result))
     launch.values.learn(launch.func, launch.args, launch.kwargs, tensors_of(result))
     return result
+
+
+def _writes_fewer(launch: Launch, mask: torch.Tensor, columns: torch.Tensor) -> bool:
+    """Whether `x[mask] = rows` has fewer rows than an unknown mask keeps: then there are as many true elements."""
+    value = launch.args[2] if len(launch.args) > 2 else None
+    if value is None or value.numel() < 2 or value.dim() != 1 + launch.args[0].dim() - mask.dim():
+        return False
+    return 1 < value.shape[0] < len(columns) and launch.values.get(mask) is None
 
 
 def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:

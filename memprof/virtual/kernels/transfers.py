@@ -49,9 +49,11 @@ def to_copy(launch: Launch) -> Any:
             if launch.values.wants(result):
                 launch.values.set(result, source.to(dtype))
         return result
-    if source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES and launch.values.get(source) is None:
+    large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
+    if large and (launch.values.get(source) is None or launch.values.is_uniform(source)):
         result = torch.empty_like(source, dtype=dtype)
         launch.record(result, device=HOST)
+        launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
         return result
     result = launch.values.read(source).to(dtype, copy=True)
     launch.record_real(result)
@@ -65,8 +67,7 @@ def copy_(launch: Launch) -> Any:
     if target.is_meta == source.is_meta and target.is_meta:
         return NotImplemented
     if target.is_meta:
-        if launch.values.wants(target):
-            launch.values.write(launch.func, (target, source), {}, target)
+        launch.values.write(launch.func, (target, source), {}, target)
         return target
     if source.is_meta:
         target.copy_(launch.values.read(source))

@@ -1,0 +1,141 @@
+"""What stands for values that are not known: choices spread evenly, and masks of which only the share is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+CHOICES = (
+    "Choices by values that are not known (topk, argmax, sort, multinomial) are spread evenly. "
+    "A chosen token is not one that ends a text: generation goes on to its longest length."
+)
+MOST_SPREAD = 4096
+"""Single choices among more than this many are tokens of a vocabulary, not experts: the same one each time.
+
+Published mixtures have up to 512 experts; the smallest vocabularies of language models in use have some 30,000 tokens.
+"""
+_GOLDEN = 0.6180339887
+"""Where choices begin that are fewer than what they are made among. Tokens that end or pad a text are the first or the
+last of a vocabulary, in published tokenizers, so that this part of it has none of them."""
+
+
+def choices(overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> torch.Tensor | None:
+    """Indices for the last of `outputs`, if `overload` chooses along a dimension; else None.
+
+    Each is chosen equally often over all rows, and within one row none twice.
+    """
+    at = _DIM_AT.get(overload.overloadpacket)
+    if at is None or (overload.overloadpacket in _TWO_FORMS and len(outputs) != 2):
+        return None
+    position, default = at
+    dim = args[position] if len(args) > position else kwargs.get("dim", default)
+    data, made = args[0], outputs[-1]
+    if dim is None or not data.dim():
+        available, rows = max(1, data.numel()), made.reshape(-1)
+        dim = 0
+    else:
+        dim %= data.dim()
+        available, rows = max(1, data.shape[dim]), made
+    single = made.dim() != data.dim() or made.shape[dim] == 1
+    if single and available > MOST_SPREAD:
+        return torch.full(made.shape, int(_GOLDEN * available), dtype=made.dtype)
+    numbers = torch.arange(made.numel())
+    if made.numel() < available:
+        numbers += int(_GOLDEN * available)
+    numbers = (numbers % available).to(made.dtype)
+    if single:
+        return numbers.reshape(made.shape)
+    return numbers.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(made.shape)
+
+
+_DIM_AT: dict[Any, tuple[int, int | None]] = {
+    **dict.fromkeys((_aten.argmax, _aten.argmin), (1, None)),
+    **dict.fromkeys((_aten.max, _aten.min, _aten.median, _aten.nanmedian, _aten.cummax, _aten.cummin), (1, -1)),
+    **dict.fromkeys((_aten.sort, _aten.argsort, _aten.mode), (1, -1)),
+    **dict.fromkeys((_aten.topk, _aten.kthvalue), (2, -1)),
+    _aten.multinomial: (-1, -1),
+}
+"""Operator that chooses -> where its dimension stands, and the dimension otherwise; None is the whole tensor."""
+_TWO_FORMS = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
+"""These choose only in the overloads that give values and indices."""
+
+
+def counted(overload: Any, args: Any, output: torch.Tensor, share: float) -> torch.Tensor | None:
+    """What an operator makes of a mask, `args[0]`, of which a `share` is true, evenly; None if it does not count."""
+    packet, data = overload.overloadpacket, args[0]
+    if packet in _COUNTS and not output.is_floating_point():
+        total = round(share * data.numel())
+        each, rest = divmod(total, max(1, output.numel()))
+        return (each + (torch.arange(output.numel()) < rest)).to(output.dtype).reshape(output.shape)
+    if packet is _aten._to_copy and share == 1.0 and not output.is_floating_point():
+        return torch.ones((), dtype=output.dtype).expand(output.shape)
+    if packet is _aten.cumsum and share == 1.0:
+        known: torch.Tensor = overload(torch.ones(data.shape, dtype=data.dtype), *args[1:])
+        return known.to(output.dtype)
+    return None
+
+
+_COUNTS = frozenset({_aten.sum, _aten.count_nonzero})
+KEEP_SHARE = frozenset({_aten._to_copy, _aten.clone, _aten.ne, _aten.eq, _aten.gt, _aten.ge})
+"""Of zeros and ones, these make zeros and ones of the same share (compared with 0 or 1, as masks are)."""
+
+
+def spread(shape: torch.Size, share: float) -> torch.Tensor:
+    """Indices, as `nonzero` gives them, of a `share` of a tensor's elements, spread evenly."""
+    total = shape.numel()
+    number = round(share * total)
+    flat = (torch.arange(number) * total).div(max(1, number), rounding_mode="floor")
+    return torch.stack(torch.unravel_index(flat, shape), dim=1) if shape else flat.new_zeros(number, 0)
+
+
+UNIFORM: dict[Any, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(
+        (_aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten.empty, _aten.empty_like, _aten.empty_strided,
+         _aten.new_empty, _aten.new_empty_strided, _aten.zero_),
+        lambda args, kwargs: 0,
+    ),
+    **dict.fromkeys((_aten.ones, _aten.ones_like, _aten.new_ones), lambda args, kwargs: 1),
+    **dict.fromkeys((_aten.full, _aten.full_like), lambda args, kwargs: args[1] if len(args) > 1 else None),
+    **dict.fromkeys((_aten.fill_, _aten.fill), lambda args, kwargs: args[1]),
+    _aten.new_full: lambda args, kwargs: args[2],
+}  # fmt: skip
+"""Operator that gives all elements one value -> that value."""
+EMPTY = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
+"""These make what may as well be zeros."""
+ANY_ELEMENT = frozenset(
+    {_aten.any, _aten.all, _aten.amax, _aten.amin, _aten.index_select, _aten._to_copy, _aten.repeat}
+)
+"""Beside the operators on single elements, these make one value of one value."""
+LINEAR = frozenset(
+    {
+        *(_aten._to_copy, _aten.copy_, _aten.tril, _aten.triu, _aten.tril_, _aten.triu_, _aten.cat, _aten.stack),
+        *(
+            _aten.index,
+            _aten.index_put,
+            _aten.index_put_,
+            _aten._index_put_impl_,
+            _aten.index_select,
+            _aten.index_fill_,
+        ),
+        *(_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.gather, _aten.index_add_),
+        *(_aten.index_copy_, _aten.masked_select, _aten.masked_scatter, _aten.masked_scatter_, _aten.nonzero),
+        *(_aten.sum, _aten.any, _aten.all, _aten.amax, _aten.amin, _aten.max, _aten.min, _aten.argmax, _aten.argmin),
+        *(_aten.count_nonzero, _aten.cumsum, _aten.sort, _aten.topk, _aten.isin, _aten.searchsorted, _aten.bucketize),
+        *(
+            _aten.flip,
+            _aten.roll,
+            _aten.repeat,
+            _aten.repeat_interleave,
+            _aten.constant_pad_nd,
+            _aten.equal,
+            _aten.allclose,
+        ),
+        *(_aten.arange, _aten.linspace, _aten.eye, _aten.randperm, _aten.randint, _aten.tril_indices),
+        *(_aten.triu_indices, _aten._unique2, _aten.unique_consecutive, _aten.bincount, _aten.diagonal_copy),
+    }
+)
+"""Beside the operators on single elements, those whose work is about one visit of each."""
