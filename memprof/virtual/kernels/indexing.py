@@ -52,9 +52,11 @@ def index(launch: Launch) -> Any:
         launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
         return launch.args[0]
     expanded: list[torch.Tensor | None] = []
+    selected: list[torch.Tensor | None] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             expanded.append(index)
+            selected.append(index)
             continue
         columns = launch.values.selected(index)
         if _writes_fewer(launch, index, columns):
@@ -65,13 +67,15 @@ def index(launch: Launch) -> Any:
         virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=_META)
         launch.record(virtual, op="aten.nonzero")
         expanded += virtual.unbind(0)
+        selected += columns.unbind(1)
     args = (launch.args[0], expanded, *launch.args[2:])
+    known = (launch.args[0], selected, *launch.args[2:])
     if launch.operator.kind is Kind.IN_PLACE:
-        launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
+        launch.values.write(launch.func, known, launch.kwargs, launch.args[0])
         return launch.func(*args, **launch.kwargs)
     result = launch.func(*args, **launch.kwargs)
     launch.record(*tensors_of(result))
-    launch.values.learn(launch.func, launch.args, launch.kwargs, tensors_of(result))
+    launch.values.learn(launch.func, known, launch.kwargs, tensors_of(result))
     return result
 
 

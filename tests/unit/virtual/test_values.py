@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memprof.catalog import find_gpu
-from memprof.virtual import VirtualGpu
+from memprof.virtual import VirtualGpu, values
+from memprof.virtual.kernels import detection
 
 CARD = find_gpu("a100-80gb")
 
@@ -289,3 +291,205 @@ def test_zeros_take_no_memory_until_they_are_written(gpu):
     assert states[0][4:9].tolist() == [0, 3, 0, 4, 0]
     assert states[1][-2:].tolist() == [9, 9]
     assert states[2].count_nonzero().item() == 0
+
+
+# -- masks that are not known: everything is kept, wherever they are used ---------------------------------------------
+
+MASKED: dict[str, Callable[[torch.Tensor], int]] = {
+    "card": lambda keep: len(torch.randn(8, device="cuda")[keep]),
+    "known numbers of the card": lambda keep: int((torch.arange(8, device="cuda")[keep] > -1).sum()),
+    "host": lambda keep: len(torch.arange(8)[keep.cpu()]),
+    "as_tensor": lambda keep: len(torch.arange(8)[torch.as_tensor(keep, device="cpu")]),
+    "numpy": lambda keep: len(numpy.arange(8)[keep.cpu().numpy()]),
+    "tolist": lambda keep: sum(keep.tolist()),
+    "elements": lambda keep: sum(bool(element) for element in keep),
+    "nonzero": lambda keep: len(keep.nonzero()),
+    "where": lambda keep: len(torch.where(keep)[0]),
+    "masked_select": lambda keep: len(torch.randn(8, device="cuda").masked_select(keep)),
+    "complement": lambda keep: len(torch.randn(8, device="cuda")[~keep]),
+    "sum": lambda keep: int(keep.sum()),
+    "sum of integers": lambda keep: int(keep.long().sum()),
+    "count_nonzero": lambda keep: int(keep.count_nonzero()),
+    "cumsum": lambda keep: int(keep.cumsum(0)[-1]),
+    "assignment": lambda keep: len(setitem(torch.randn(8, device="cuda"), keep, torch.ones(8, device="cuda"))),
+    "assignment of fewer": lambda keep: len(setitem(torch.randn(8, device="cuda"), keep, torch.ones(3).cuda())),
+    "masked_scatter": lambda keep: len(torch.randn(8, device="cuda").masked_scatter(keep, torch.ones(8).cuda())),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_an_unknown_mask_keeps_everything(gpu: VirtualGpu, name: str) -> None:
+    assert MASKED[name](torch.randn(8, device="cuda") > 0) == 8
+    assert not gpu.trace.mismatches
+
+
+def test_a_condition_is_false(gpu: VirtualGpu) -> None:
+    keep = torch.randn(8, device="cuda") > 0
+    assert not keep.any()
+    assert not (torch.randn(8, device="cuda").sum() > 0)
+
+
+def test_repeats_that_are_not_known(gpu: VirtualGpu) -> None:
+    repeats = torch.randn(4, device="cuda").long()
+    data = torch.arange(4, device="cuda")
+    assert len(data.repeat_interleave(repeats)) == 4
+    assert len(data.repeat_interleave(repeats, output_size=10)) == 10
+    assert repeats.bincount(minlength=6).tolist() == [1, 1, 1, 1, 0, 0]
+
+
+# -- chosen tokens end no text ---------------------------------------------------------------------------------------
+
+CHOSEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "argmax": lambda scores: scores.argmax(-1),
+    "argmax of the whole": lambda scores: scores[:1].argmax()[None],
+    "max": lambda scores: scores.max(-1)[1],
+    "max, named": lambda scores: scores.max(dim=1).indices,
+    "topk": lambda scores: scores.topk(1)[1][:, 0],
+    "topk of several": lambda scores: scores.topk(5)[1][:, 0],
+    "multinomial": lambda scores: scores.softmax(-1).multinomial(1)[:, 0],
+    "multinomial, named": lambda scores: torch.multinomial(scores.softmax(-1), num_samples=4)[:, 0],
+    "categorical": lambda scores: torch.distributions.Categorical(logits=scores).sample(),
+    "exponential race": lambda scores: (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1),
+    "every position": lambda scores: scores[:, None].expand(-1, 99, -1).argmax(-1)[:, -1],
+}
+VOCABULARY = 50_257
+
+
+@pytest.mark.parametrize("end", [0, 1, 2, VOCABULARY // 2, VOCABULARY - 1])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_chosen_token_ends_no_text(gpu: VirtualGpu, name: str, end: int) -> None:
+    chosen = CHOSEN[name](torch.randn(4, VOCABULARY, device="cuda"))
+    done = chosen == end
+    assert not done.any() and not done.all() and not torch.isin(chosen, torch.tensor([end, 3], device="cuda")).any()
+    assert (chosen != end).all() and (~done).any() and (1 - done.long()).max() == 1
+    assert chosen[0].item() != end and end not in chosen.tolist() and end not in chosen.cpu().numpy()
+    assert any("ends a text" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_choices_along_any_dimension(gpu: VirtualGpu) -> None:
+    scores = torch.randn(64, 8, 3, device="cuda").softmax(1)
+    chosen = scores.topk(2, dim=1)[1]
+    assert chosen.max() == 7
+    assert (chosen[:, 0] != chosen[:, 1]).all()
+    assert scores.argmax(1).flatten().bincount(minlength=8).tolist() == [24] * 8
+    assert sorted(torch.randn(5, device="cuda").argsort().tolist()) == [0, 1, 2, 3, 4]
+
+
+def test_the_greater_of_two_is_no_choice(gpu: VirtualGpu) -> None:
+    first = torch.randn(8, device="cuda").long()
+    assert torch.max(first, torch.zeros_like(first)).tolist() == [1] * 8  # an unknown integer is 1
+
+
+# -- what is determined, and the limits -------------------------------------------------------------------------------
+
+SIDE = 1100
+"""Its square is more than the host keeps real, and than is computed at no charge."""
+
+
+def planted(device: str) -> torch.Tensor:
+    mask = torch.zeros(SIDE, SIDE, device=device)
+    mask.view(-1)[torch.randperm(SIDE * SIDE, device=device)[:1000]] = 1
+    return mask
+
+
+DETERMINED: dict[str, tuple[Callable[[str], torch.Tensor], int]] = {
+    "where of a mask": (lambda d: torch.where(planted(d) == 1.0)[0], 1000),
+    "triangle": (lambda d: torch.tril(torch.ones(SIDE, SIDE, device=d)).nonzero(), SIDE * (SIDE + 1) // 2),
+    "window": (
+        lambda d: ((torch.arange(SIDE, device=d)[:, None] - torch.arange(SIDE, device=d)).abs() < 2).nonzero(),
+        3 * SIDE - 2,
+    ),
+    "column": (lambda d: setitem(torch.zeros(SIDE, SIDE, device=d), (slice(None), 3), 1.0).nonzero(), SIDE),
+    "full": (lambda d: (torch.full((SIDE, SIDE), -1.0, device=d) < 0).nonzero(), SIDE * SIDE),
+    "bytes": (lambda d: torch.zeros(SIDE, SIDE, dtype=torch.uint8, device=d).nonzero(), 0),
+    "no row": (lambda d: (torch.zeros(SIDE, SIDE, device=d).add_(1).mul_(2) != 2).nonzero(), 0),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", DETERMINED)
+def test_masks_are_computed_whatever_their_size(gpu: VirtualGpu, name: str, device: str) -> None:
+    make, number = DETERMINED[name]
+    assert len(make(device)) == number
+
+
+@pytest.mark.parametrize("num_elements", [1 << 13, 1 << 25])
+def test_unknown_numbers_are_finite_at_any_size(gpu: VirtualGpu, num_elements: int) -> None:
+    data = torch.randn(num_elements, device="cuda")
+    assert data.isnan().sum().item() == 0 and not data.isinf().any()
+    assert data.isfinite().all() and (~data.isfinite()).sum() == 0
+
+
+def tokens_of_each_expert(num_tokens: int) -> list[int]:
+    scores = torch.randn(num_tokens, 16, device="cuda").softmax(-1)
+    mask = torch.nn.functional.one_hot(scores.topk(2, dim=-1)[1], 16)
+    assert mask.sum((0, 1)).tolist() == [num_tokens // 8] * 16
+    return [len(torch.where(mask.permute(2, 1, 0)[expert])[0]) for expert in range(16)]
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 17, 0])
+def test_balance_on_both_sides_of_the_limits(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    """32 choices a token: the mask is beyond the limit for the second number of tokens, the choices are not."""
+    if limit is not None:
+        monkeypatch.setattr(values, "MAX_TENSOR_BYTES", limit)
+        monkeypatch.setattr(values, "SMALL_INTEGER_ELEMENTS", 1 << 14)
+    with VirtualGpu(CARD, workspaces=False):
+        for num_tokens in (256, 1024, 8192):
+            assert tokens_of_each_expert(num_tokens) == [num_tokens // 8] * 16
+
+
+def test_the_work_of_a_run_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_WORK", 5 * SIDE * SIDE)
+    with VirtualGpu(CARD, workspaces=False) as gpu:
+        counts = [int((planted("cuda") == 1.0).sum()) for _ in range(4)]
+        assert counts[0] == 1000 and counts[-1] == SIDE * SIDE
+        assert any("too many large ones" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_what_an_optimizer_writes_is_not_known_any_more(gpu: VirtualGpu) -> None:
+    moments = [torch.zeros(8, device="cuda") for _ in range(2)]
+    torch._foreach_add_(moments, [torch.randn(8, device="cuda") for _ in range(2)])
+    assert moments[0][0].item() == 1.0
+
+
+def test_random_numbers_like_known_ones_are_unknown(gpu: VirtualGpu) -> None:
+    before = torch.random.get_rng_state()
+    assert torch.rand_like(torch.zeros(8, device="cuda")).tolist() == [1.0] * 8
+    assert torch.nn.functional.dropout(torch.ones(8, device="cuda"))[0].item() == 1.0
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64, torch.float32])
+def test_a_program_fills_a_host_tensor_itself(gpu: VirtualGpu, tmp_path, pinned: bool, dtype: torch.dtype) -> None:
+    count = (1 << 21) // dtype.itemsize
+    numbers = numpy.arange(count) % 1000
+    (tmp_path / "shard").write_bytes(numbers.astype(str(dtype).removeprefix("torch.")).tobytes())
+    tokens = torch.empty(count, dtype=dtype, pin_memory=pinned)
+    with open(tmp_path / "shard", "rb", buffering=0) as file:
+        assert file.readinto(tokens.numpy()) == 1 << 21
+    assert tokens[990:1010].tolist() == [*range(990, 1000), *range(10)]
+    assert tokens[:2000].to(device="cuda", dtype=torch.int32)[1500].item() == 500
+
+
+def test_small_and_large_host_tensors_keep_their_values_together(gpu: VirtualGpu) -> None:
+    large, small = torch.arange(1 << 18).view(-1, 2) * 1, torch.tensor([0, 1])
+    row = torch.zeros(1 << 17, 2, dtype=torch.int64)
+    assert int((row + small).sum()) == 1 << 17
+    assert int((large + small)[0, 1]) == 2
+
+
+def test_suppression_keeps_every_box(gpu: VirtualGpu) -> None:
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _LIBRARIES.append(library)
+    detection.register_loaded()
+    boxes, scores = torch.randn(1000, 4, device="cuda"), torch.randn(1000, device="cuda")
+    kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
+    assert sorted(kept.tolist()) == list(range(1000))
+    assert any("keeps every box" in sentence for sentence in gpu.trace.assumptions)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Operators are gone with the library that defines them."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers
 
@@ -24,3 +25,30 @@ def test_beam_search_goes_on_to_the_longest_text():
         assert any(phase.kind is PhaseKind.DECODE for phase in gpu.trace.phases)
         assert any("longest text" in said for said in gpu.trace.assumptions)
     assert vars(transformers.GenerationMixin)["_beam_search_has_unfinished_sequences"] is original
+
+
+@pytest.mark.parametrize("end", [0, 1, 2, 25, 49, [0, 2]])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"do_sample": True, "top_k": 5, "top_p": 0.9},
+        {"num_beams": 3},
+        {"num_beams": 3, "do_sample": True},
+        {"prompt_lookup_num_tokens": 2},
+        {"assisted": True},
+    ],
+    ids=str,
+)
+def test_generation_ends_by_length(how, end):
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=end, bos_token_id=1,
+    )  # fmt: skip
+    with VirtualGpu(find_gpu("h100-80gb")):
+        model, helper = (transformers.LlamaForCausalLM(config).to("cuda").eval() for _ in range(2))
+        options = {"assistant_model": helper} if how.get("assisted") else how
+        for batch in (1,) if "assisted" in how or "prompt_lookup_num_tokens" in how else (1, 2, 4):
+            prompt = torch.randint(5, 24, (batch, 4), device="cuda")
+            made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=7, **options)
+            assert made.shape == (batch, 11)
