@@ -59,7 +59,7 @@ _DIM_AT: dict[Any, tuple[int, int | None]] = {
     **dict.fromkeys((_aten.topk, _aten.kthvalue), (2, -1)),
     _aten.multinomial: (9, -1),
 }
-"""Operator that chooses -> where its dimension stands (9: it has none), and the dimension otherwise; None is the whole."""
+"""Operator that chooses -> where its dimension stands (9: nowhere), and which it is otherwise; None is the whole."""
 _TWO_FORMS = frozenset({_aten.max, _aten.min, _aten.median, _aten.nanmedian})
 """These choose only in the overloads that give values and indices."""
 
