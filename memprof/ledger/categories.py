@@ -47,6 +47,12 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     births = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC}
     gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
 
+    # A script that is measured without --detail has no lines outside its modules: what is made there is its own.
+    without_lines = trace.source == "measured" and trace.facts.target is None
+
+    def by_program(storage: Storage) -> bool:
+        return storage.source != NONE or without_lines
+
     def span_at(time: int) -> Span | None:
         position = bisect.bisect_right(begins, time) - 1
         return spans[position] if position >= 0 and time < spans[position].end else None
@@ -82,10 +88,10 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.INPUTS
         if kind is PhaseKind.MODEL and index not in gone:
             # Beside the model, and still there when it is called: data, such as a replay buffer.
-            return Category.INPUTS if storage.module == NONE and storage.source != NONE else Category.TEMPORARIES
+            return Category.INPUTS if storage.module == NONE and by_program(storage) else Category.TEMPORARIES
         if kind in (PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD, PhaseKind.OPTIMIZER, PhaseKind.MODEL):
             return Category.TEMPORARIES
-        if birth < first_forward and storage.source != NONE:
+        if birth < first_forward and by_program(storage):
             return Category.INPUTS
         return Category.UNATTRIBUTED
 

@@ -10,6 +10,8 @@ from torch import nn
 from memprof.errors import MemprofError
 from memprof.flows import profile as pipeline
 from memprof.flows.cards import measured_device_facts
+from memprof.ledger.categories import Category, categorize
+from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice
 from memprof.measured.events import Allocation, Recorded, _ascending
 from memprof.report.terminal.report import render_text
@@ -190,6 +192,16 @@ def test_a_measured_script_has_its_inputs(tmp_path):
     assert outcome.ended is Ended.STEPS
     inputs = [trace.storages[index] for index, owner in trace.owners.items() if owner.role is Role.INPUT]
     assert [(trace.op(one), one.shape) for one in inputs] == [("aten.randn", (64, 100))] * 2  # the teacher's are none
+
+
+def test_data_beside_the_model_is_input_as_in_a_simulation(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(SCRIPT.replace("{start}", "")).replace("for step", "data = torch.ones(5000)\nfor step")
+    )
+    trace, _ = capture_script(Program(str(script), ()), MeasuredDevice("cpu"), StopRule(2))
+    (data,) = [index for index, storage in enumerate(trace.storages) if storage.shape == (5000,)]
+    assert categorize(trace, spans(trace))[data] is Category.INPUTS
 
 
 def test_a_script_that_starts_a_profiler_itself_is_told_so(tmp_path):
