@@ -19,6 +19,7 @@ from memprof.cli.streams import script_output
 from memprof.errors import MemprofError, UsageError
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.spec import option
+from memprof.trace.events import FailureKind
 
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the script's name is the script's, whatever it looks like."""
@@ -71,7 +72,8 @@ def run(
 
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
     optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. With
-    --json, what it prints goes to stderr. Exit code 0: it fits; 3: it does not; if the script fails by itself, its own.
+    --json, what it prints goes to stderr. Exit code 0: it fits; 3: it does not; 1: no verdict, for something cannot
+    be simulated; if the script fails by itself, its own.
     """
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
@@ -105,13 +107,18 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
 
         print_error(outcome.error)
     if document is None:
+        failure = found.trace.failure
+        if failure is not None and failure.kind is FailureKind.REFUSED:
+            if not isinstance(outcome.error, MemprofError):
+                typer.echo(f"memprof: {MemprofError(failure.message, hint=failure.hint)}", err=True)
+            return outcome.exit_code or 1
         _say_nothing_was_there(outcome)
         return outcome.exit_code
     print_document(document, request)
     request.keep(found.trace)
     if outcome.ended is Ended.REFUSED:
         code = 3
-    elif outcome.ended in (Ended.ERROR, Ended.INTERRUPTED) or outcome.exit_code:
+    elif outcome.exit_code:
         code = outcome.exit_code
     else:
         code = exit_code(document)

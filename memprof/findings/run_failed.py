@@ -13,21 +13,27 @@ def find(context: Context) -> list[Finding]:
     failure = context.ledger.trace.failure
     if failure is None:
         return []
-    evidence = [_evidence(failure, f"{failure.error}: {failure.message}")]
+    refused = failure.kind is FailureKind.REFUSED
+    evidence = [] if refused else [_evidence(failure, f"{failure.error}: {failure.message}")]
     if failure.source is not None:
         inside = "" if failure.module is None else f" in module {failure.module or 'the model itself'}"
         evidence.append(_evidence(failure, f"raised at {failure.source}{inside}"))
     if failure.read is not None:
         evidence.append(_evidence(failure, f"read at {failure.read}"))
-    fix = _FIXES[failure.kind]
+    fix = failure.hint or _FIXES[failure.kind]
     if context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR:
         fix = "mend the line above: this was a real device"
     evidence.append(_evidence(failure, f"fix: {fix}"))
-    evidence.append(Evidence("everything above the findings is the run up to here: what came later is not counted"))
+    if refused:
+        evidence.append(Evidence("what the program does on a real card from there on is not known, and not counted"))
+    else:
+        evidence.append(Evidence("everything above the findings is the run up to here: what came later is not counted"))
     return [Finding("run-failed", Severity.ERROR, _title(failure), None, tuple(evidence), ())]
 
 
 def _title(failure: Failure) -> str:
+    if failure.kind is FailureKind.REFUSED:
+        return f"Not simulated: {failure.message.removeprefix('not yet: ')}"
     where = f"in {failure.phase}, at {file_and_line(failure.source)}"
     if failure.module:
         where += f" in {failure.module}"
@@ -45,6 +51,8 @@ def _title(failure: Failure) -> str:
         return f"The run stops {where}: {failure.error} after a decision by a value that is not computed"
     if failure.kind is FailureKind.OUT_OF_MEMORY:
         return f"The run stops {where}: memory ran out"
+    if failure.kind is FailureKind.INTERRUPTED:
+        return f"The run stops {where}: it was interrupted"
     return f"The run stops {where}: {failure.error}"
 
 
@@ -69,6 +77,8 @@ _FIXES = {
     FailureKind.OUT_OF_MEMORY: (
         "what was alive then is above; --device virtual --fix auto finds what makes it fit, without running out"
     ),
+    FailureKind.REFUSED: "leave it out here, or measure the run on a GPU",
+    FailureKind.INTERRUPTED: "let it run; --timeout stops it by the clock, as a run that was asked to be so long",
     FailureKind.ERROR: (
         "mend the line above if the program is at fault; if the same code runs on a real GPU, this is a gap of the "
         "virtual one"

@@ -11,10 +11,10 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.monitor.probe.sitecustomize import INTERVAL, SOCKET
 from memprof.monitor.sample import Allocator
+from memprof.probe import python_path
+from memprof.probe.sitecustomize import INTERVAL, SOCKET
 
-PROBE_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "probe")
 _LARGEST = 1 << 16
 _LONGEST_FOLDER = 80
 _END = b"end"
@@ -160,7 +160,7 @@ class Reports:
         path = os.environ.get("PYTHONPATH")
         return {
             # An empty entry would mean the working directory.
-            "PYTHONPATH": os.pathsep.join([PROBE_FOLDER, path]) if path else PROBE_FOLDER,
+            "PYTHONPATH": python_path(path),
             SOCKET: self._address,
             INTERVAL: str(self._interval),
         }

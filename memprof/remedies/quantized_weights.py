@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,6 @@ from memprof.remedies.applied import Changes
 from memprof.remedies.chunked_loss import find_head
 from memprof.remedies.optimizers import refuse_gradients
 from memprof.remedies.trained import DEFAULT_RANK, install_lora
-from memprof.workload.quantization import import_quietly
 
 OUTLIER_THRESHOLD = 6.0
 """Activations from this size on stay in half precision: LLM.int8's own, and transformers' default."""
@@ -137,9 +138,14 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _bitsandbytes(remedy: str) -> Any:
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it speaks of faster kernels for the CPU
     try:
-        return import_quietly("bitsandbytes")
+        return importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise UsageError(
             f"{remedy} needs bitsandbytes", value=str(error).splitlines()[0], hint="pip install bitsandbytes"
         ) from None
+    finally:
+        logger.setLevel(level)

@@ -10,13 +10,15 @@ from torch.optim import Optimizer
 
 from memprof.measured import MeasuredDevice
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
+from memprof.script.exits import ExitHandlers
 from memprof.script.stop import StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
-from memprof.trace.events import GPU, EventKind, FailureKind, Trace
+from memprof.trace.events import GPU, EventKind, Failure, FailureKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.watch.failure import ended_by_refusal, measured_failure
 from memprof.watch.patches import Patches
+from memprof.watch.recorder import Recorder
 
 
 class _Seen:
@@ -29,6 +31,7 @@ class _Seen:
         """Bytes on the card after each step."""
         self._events: int | None = None
         self._storages = 0
+        self._refused: Failure | None = None
 
     @property
     def stopped(self) -> bool:
@@ -46,6 +49,7 @@ class _Seen:
             if self._events is None:
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
+                self._refused = self._device.refused if isinstance(self._device, VirtualGpu) else None
             raise
 
     def cut(self, trace: Trace) -> None:
@@ -53,6 +57,7 @@ class _Seen:
         events, storages = self._events, self._storages
         if events is None or trace.source != "simulated":
             return
+        trace.failure = self._refused
         del trace.events[events:], trace.storages[storages:]
         trace.owners = {index: owner for index, owner in trace.owners.items() if index < storages}
         trace.refused = [index for index in trace.refused if index < storages]
@@ -90,11 +95,13 @@ def capture_script(
     try:
         device.__enter__()
         patches = Patches()
+        handlers = ExitHandlers(Recorder.is_program)
         try:
+            patches.set_all(handlers.patches())
             if worst_batch:
                 patches.set_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.building()
-            outcome = _run(program, device, rule)
+            outcome = _run(program, device, rule, handlers)
             if seen.stopped:  # whatever a program does that goes on after that
                 outcome = ScriptOutcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
@@ -108,7 +115,7 @@ def capture_script(
         error = device.error
     trace = device.trace
     full = ended_by_refusal(error)
-    if isinstance(device, MeasuredDevice) and isinstance(error, Exception):
+    if isinstance(device, MeasuredDevice) and isinstance(error, (Exception, KeyboardInterrupt)):
         trace.failure = measured_failure(error, device.phase_of(error))
         full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
     seen.cut(trace)
@@ -121,16 +128,18 @@ def capture_script(
     return trace, outcome
 
 
-def _run(program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> ScriptOutcome:
+def _run(
+    program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule, handlers: ExitHandlers
+) -> ScriptOutcome:
     """Run `program` until it ends, or until a thread of its own dies because it sees no card."""
     if isinstance(device, MeasuredDevice):
-        return program.run(rule)
+        return program.run(rule, handlers)
     with stopping_from_threads() as stop:
         watch = ThreadWatch(stop)
         patches = Patches()
         patches.set_all(watch.patches())
         try:
-            outcome = program.run(rule)
+            outcome = program.run(rule, handlers)
         finally:
             patches.undo()
     if watch.error is None:

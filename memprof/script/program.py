@@ -14,7 +14,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from memprof.errors import UsageError
+from memprof.errors import MemprofError, UsageError
+from memprof.script.exits import ExitHandlers
+from memprof.script.launchers import find_launcher
 from memprof.script.stop import Ended, ScriptOutcome, StopRule, StopRun
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -45,6 +47,8 @@ class Program:
         Raises:
             UsageError: there is not.
         """
+        if find_launcher(self.name, self.arguments, is_module=self.is_module):
+            return
         if self.is_module:
             self._check_module()
             return
@@ -74,20 +78,48 @@ class Program:
                 "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
             )
 
-    def run(self, rule: StopRule) -> ScriptOutcome:
-        """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through."""
+    def run(self, rule: StopRule, handlers: ExitHandlers | None = None) -> ScriptOutcome:
+        """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through.
+
+        Args:
+            rule: when to stop it.
+            handlers: of the program's own for its end, which are run then; None: they are left to this process.
+        """
+        launcher = find_launcher(self.name, self.arguments, is_module=self.is_module)
+        if launcher is None:
+            return self._run(rule, handlers)
+        environment = dict(os.environ)
+        start, arguments = launcher
         try:
-            with self._as_main(), rule.clock():
-                if self.is_module:
-                    left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-                else:
-                    left = runpy.run_path(self.name, run_name="__main__")
+            found = start(arguments)
+            program = Program(found.name, found.arguments, found.is_module)
+            program.check()
+            os.environ.update(found.environment)
+            return program._run(rule, handlers)
         except BaseException as error:
             return _ended_by(error)
-        return ScriptOutcome(Ended.EXIT, 0, kept=left)
+        finally:
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment)
+
+    def _run(self, rule: StopRule, handlers: ExitHandlers | None) -> ScriptOutcome:
+        with self._as_main(handlers):
+            try:
+                with rule.clock():
+                    if self.is_module:
+                        left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+                    else:
+                        left = runpy.run_path(self.name, run_name="__main__")
+                outcome = ScriptOutcome(Ended.EXIT, 0, kept=left)
+            except BaseException as error:
+                outcome = _ended_by(error)
+            if handlers is not None:
+                handlers.run()
+        return outcome
 
     @contextlib.contextmanager
-    def _as_main(self) -> Iterator[None]:
+    def _as_main(self, handlers: ExitHandlers | None) -> Iterator[None]:
         """`sys.argv`, `sys.path` and the ways out of a process, as the program is to find them."""
         argv, path, leave = sys.argv, sys.path[:], os._exit
         process = os.getpid()
@@ -95,6 +127,8 @@ class Program:
         def exit_now(status: int) -> NoReturn:
             if os.getpid() != process:
                 leave(status)
+            if handlers is not None:
+                handlers.drop()
             raise SystemExit(status)
 
         sys.argv = [self.name, *self.arguments]
@@ -116,7 +150,7 @@ def _ended_by(error: BaseException) -> ScriptOutcome:
         return ScriptOutcome(Ended.EXIT, _exit_code(error), kept=error)
     if isinstance(error, KeyboardInterrupt):
         return ScriptOutcome(Ended.INTERRUPTED, 130, error)
-    return ScriptOutcome(Ended.ERROR, 1, error)
+    return ScriptOutcome(Ended.NOT_SIMULATED if isinstance(error, MemprofError) else Ended.ERROR, 1, error)
 
 
 def _stop_behind(error: BaseException) -> StopRun | None:

@@ -21,6 +21,8 @@ class Ended(enum.StrEnum):
     """It came to its end, or called sys.exit."""
     ERROR = "error"
     """It raised."""
+    NOT_SIMULATED = "not simulated"
+    """It did what memprof refuses, for it cannot be simulated."""
     REFUSED = "refused"
     """It raised because the card was full."""
     INTERRUPTED = "interrupted"

@@ -242,6 +242,8 @@ class FailureKind(enum.StrEnum):
     TRACING = "tracing"  # a model was exported: its operators would run on tensors of torch's own
     OTHER_THREAD = "other thread"  # CUDA was asked for where the virtual GPU is not seen
     UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
+    REFUSED = "refused"  # the program, or a process that it started, did what memprof does not simulate
+    INTERRUPTED = "interrupted"  # by the user
 
 
 class Failure(NamedTuple):
@@ -262,6 +264,8 @@ class Failure(NamedTuple):
     """`file:line function` of the program."""
     read: str | None
     """For an unknown value: the line that read it, and what it was told."""
+    hint: str | None = None
+    """For what was refused: what to do instead."""
 
 
 @dataclass(slots=True)

@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from memprof.catalog import Gpu
-from memprof.errors import MemprofError
-from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
+from memprof.errors import MemprofError, UsageError
+from memprof.trace.events import Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual.card import Card
 from memprof.virtual.devices import DeviceMode, python_functions_run_inside
-from memprof.virtual.edges import compiled, control_flow, distributed, generation, loaders, native, processes
+from memprof.virtual.edges import children, compiled, control_flow, distributed, generation, loaders, native, processes
 from memprof.virtual.kernels import detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
+from memprof.virtual.limits import noting
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.virtual.values import Values
-from memprof.watch.failure import describe, ended_by_refusal
+from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
 from memprof.watch.recorder import Recorder
@@ -77,6 +78,8 @@ class VirtualGpu(Watch):
         self._passes_kernels = passes_kernels
         self._watches_quantized = False
         self._growth = GrowthWatch(self.recorder)
+        self._children = children.Children()
+        self._refused: Failure | None = None
         self._context_bytes = context_bytes
         self._memory = Memory(self.recorder, memory)
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
@@ -102,6 +105,13 @@ class VirtualGpu(Watch):
         """Bytes on the card now."""
         return self.recorder.live_bytes
 
+    @property
+    def refused(self) -> Failure | None:
+        """What the program was refused first, or a process of its own, whether or not it went on without."""
+        for problem, hint in self._children.refused() if self._refused is None else ():
+            self._note_refused(problem, hint, None)
+        return self._refused
+
     def memory_changed(self) -> None:
         """The allocator's settings are others than before."""
         self._memory.settings_changed()
@@ -125,7 +135,9 @@ class VirtualGpu(Watch):
             # The run ends where the card is full: that is its verdict, and no failure.
             self.recorder.trace.refused.pop()
             self.recorder.trace.cut_short = True
-        elif isinstance(error, Exception) and not isinstance(error, MemprofError):
+        elif (refused := self.refused) is not None:
+            self.recorder.trace.failure = refused
+        elif isinstance(error, (Exception, KeyboardInterrupt)) and not isinstance(error, UsageError):
             self.recorder.trace.failure = describe(
                 error,
                 self.recorder,
@@ -155,6 +167,10 @@ class VirtualGpu(Watch):
     def _note_unknown(self, tensor: torch.Tensor, told: str) -> None:
         self._unknown_read = (self.recorder.caller(), told)
 
+    def _note_refused(self, problem: str, hint: str | None, line: str | None) -> None:
+        if self._refused is None:
+            self._refused = refusal(problem, hint, line, self.current_phase)
+
     def _install(self) -> None:
         patches = self._patches
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
@@ -168,6 +184,9 @@ class VirtualGpu(Watch):
         patches.set_all(native.patches(self.recording.is_on_card))
         patches.set_all(loaders.patches(self.assume, self.recording.is_on_card))
         patches.set_all(processes.patches(self.assume, self.recording.is_virtual))
+        self._stack.enter_context(self._children)
+        self._stack.enter_context(noting(self._note_refused))
+        patches.set_all(self._children.patches())
         patches.set_all(distributed.patches(self.assume, self.recording.is_on_card))
         self._stack.enter_context(distributed.groups_end_with_the_run())
         self._stack.enter_context(function_mode.interchange.safetensors.opening())
@@ -214,7 +233,7 @@ class VirtualGpu(Watch):
         self.recorder.stop()
         self._patches.undo()
         self._function_mode.interchange.safetensors.is_off = True
-        processes.switch_off(self._function_mode, self.recording)
+        processes.switch_off(self._function_mode, self.recording, self._children.file)
 
     # -- phases -----------------------------------------------------------------------------------------------------
 

@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from memprof.errors import MemprofError
+from memprof.probe import no_card
 from memprof.virtual.calls import tensors_of
 from memprof.watch.recorder import Recorder
 
 IN_WORKER = "uses CUDA in a worker process of a DataLoader"
-IN_CHILD = "uses CUDA in another process"
-ON_HOST = "have the other process make host tensors, and move them to the card in the process that trains"
 SEND_NUMBERS = "send numbers (`.item()`, `.tolist()`) or shapes instead"
+Note = Callable[[str, str | None, str | None], None]
+"""Told what is refused: the problem, what to do instead, and the line."""
+_note: Note | None = None
+
+
+@contextlib.contextmanager
+def noting(note: Note) -> Iterator[None]:
+    """Tell `note` what is refused inside: a program that catches the error goes on as it would not on a card."""
+    note_from_here(note)
+    try:
+        yield
+    finally:
+        note_from_here(None)
+
+
+def note_from_here(note: Note | None) -> None:
+    """The same, until another is told; None: nobody is."""
+    global _note
+    _note = note
 
 
 def not_yet(what: str, hint: str) -> MemprofError:
     """The error for what the program's innermost line does."""
-    return MemprofError(f"not yet: {program_line()} {what}", hint=hint)
+    line = program_line()
+    error = _error(line, what, hint)
+    if _note is not None:
+        _note(error.problem, hint, line)
+    return error
+
+
+def _error(line: str, what: str, hint: str) -> MemprofError:
+    return MemprofError(f"not yet: {line} {what}", hint=hint)
 
 
 def refuse_sharded(kinds: Any) -> None:
@@ -57,5 +84,6 @@ class HostOnly(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
         if any(self._on_card(tensor) for tensor in tensors_of(result)):
-            raise not_yet(IN_WORKER, ON_HOST)
+            # Not noted: a forked worker fails so on a card too, and a program that catches this goes on as there.
+            raise _error(program_line(), IN_WORKER, no_card.HINT)
         return result

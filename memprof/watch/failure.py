@@ -13,6 +13,7 @@ from types import CodeType, TracebackType
 
 import torch
 
+from memprof.errors import MemprofError
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 from memprof.watch.modules import MODULE_CALL
 from memprof.watch.recorder import Recorder
@@ -96,6 +97,8 @@ def describe(
             lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
         step = step.tb_next
     message = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemprofError):
+        return refusal(error.problem, error.hint, lines[-1] if lines else None, phase)
     kind, named = _kind(error, str(error))
     read = None
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
@@ -113,6 +116,11 @@ def describe(
         source=lines[-1] if lines else None,
         read=read,
     )
+
+
+def refusal(problem: str, hint: str | None, source: str | None, phase: Phase) -> Failure:
+    """The failure of a run in which something was refused, whether or not the program went on without it."""
+    return Failure(FailureKind.REFUSED, _doing(phase), MemprofError.__name__, problem, None, None, source, None, hint)
 
 
 def _doing(phase: Phase) -> str:
@@ -145,14 +153,17 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
         for step in _steps(error.__traceback__)
         if Recorder.is_program(step.tb_frame.f_code)
     ]
+    source = lines[-1] if lines else None
+    if isinstance(error, MemprofError):
+        return refusal(error.problem, error.hint, source, phase)
     return Failure(
-        kind=FailureKind.OUT_OF_MEMORY if full else FailureKind.ERROR,
+        kind=FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0],
         phase=_doing(phase),
         error=type(error).__name__,
         message=(text.strip().splitlines() or [""])[0],
         op=None,
         module=None,
-        source=lines[-1] if lines else None,
+        source=source,
         read=None,
     )
 
@@ -165,6 +176,8 @@ def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
     """The kind, and the operator that the message names."""
+    if isinstance(error, KeyboardInterrupt):
+        return FailureKind.INTERRUPTED, None
     if isinstance(error, KernelError):
         return FailureKind.CUSTOM_KERNEL, error.kernel
     if isinstance(error, TracingError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memprof.ledger.ledger import LiveTensor
 from memprof.report.documents.report import Document
 from memprof.report.terminal.cells import at_stage, shape_text
-from memprof.trace.events import short_source
+from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
 
 TENSORS = 3
@@ -43,6 +43,8 @@ def _verdict(document: Document) -> str:
     have = name if size in name else f"{name}, {size}"
     if document.verdict.fits is False:
         return f"does not fit: it takes {need} ({have})"
+    if document.failure is not None and document.failure.kind == FailureKind.REFUSED:
+        return f"no verdict: {document.failure.message}; what was simulated takes {need} ({have})"
     if document.verdict.fits is None:
         return f"stopped early: it took {need} until then ({have})"
     return f"fits: it takes {need} ({have})"

@@ -19,7 +19,7 @@ from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.steps import render_steps
 from memprof.spec import Mode
-from memprof.trace.events import short_source
+from memprof.trace.events import FailureKind, short_source
 from memprof.trace.facts import ProgramFacts, Target
 from memprof.units import MIB, format_bytes, format_count, gib
 
@@ -79,6 +79,7 @@ _ENDS = {
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout after {steps} had begun",
     "error": "failed by itself after {steps} had begun",
+    "not simulated": "stopped where it cannot be simulated, after {steps} had begun",
     "refused": "ended where the card was full, after {steps} had begun",
     "interrupted": "interrupted after {steps} had begun",
 }
@@ -213,10 +214,13 @@ def _memory_verdict(document: Document) -> RenderableType:
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
     if document.failure is not None:
         failure = document.failure
+        if failure.kind == FailureKind.REFUSED:
+            text = Text("\nRefused: ", style="bold red")
+            seen = f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
+            return text.append(f"{seen}{_over(verdict)} The rest is not known.", style="default")
         text = Text("\nFailed: ", style="bold red")
         text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
-        over = "." if verdict.fits is None else ", which does not fit."
-        return text.append(over + " What is above and below is the run up to there.", style="default")
+        return text.append(_over(verdict) + " What is above and below is the run up to there.", style="default")
     beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
     usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
     spare = usable - (verdict.required_bytes - beside)
@@ -240,6 +244,10 @@ def _memory_verdict(document: Document) -> RenderableType:
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
     return section(text, dim(message[0] + (" ..." if message[1] else "")))
+
+
+def _over(verdict: Verdict) -> str:
+    return "." if verdict.fits is None else ", which does not fit."
 
 
 def _faults(document: Document) -> list[RenderableType]:

@@ -1,17 +1,15 @@
 """Other processes: the virtual GPU belongs to the process that entered it.
 
 A forked child inherits the modes and the patches, and a copy of the recorder that nobody reads: there the virtual GPU
-is switched off before the child's own code runs. A child that is started anew has none. In both the program is told
-that there is a card, as it would be, and the first use of it is an error that names the line. Children that leave CUDA
-alone (tokenizing, decoding) are none the wiser.
+is switched off before the child's own code runs. A child that is started anew has none: see children.py. In both the
+program is told that there is a card, as it would be, and the first use of it is an error that names the line. Children
+that leave CUDA alone (tokenizing, decoding) are none the wiser.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import multiprocessing
-import multiprocessing.process
 import multiprocessing.queues
 import os
 from collections.abc import Callable, Iterator
@@ -21,9 +19,10 @@ import torch
 import torch.multiprocessing
 from torch.utils._pytree import tree_leaves
 
+from memprof.errors import MemprofError
+from memprof.probe import no_card
 from memprof.virtual.devices import DeviceMode
-from memprof.virtual.edges.children import Elsewhere
-from memprof.virtual.limits import IN_CHILD, ON_HOST, SEND_NUMBERS, not_yet
+from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here
 from memprof.virtual.recording import RecordingMode
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
@@ -53,24 +52,18 @@ def _after_fork() -> None:
         _leave()
 
 
-def switch_off(function_mode: DeviceMode, recording: RecordingMode) -> None:
-    """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing."""
+def switch_off(function_mode: DeviceMode, recording: RecordingMode, file: str) -> None:
+    """In a forked child: the modes stay on their stacks, where code that is running expects them, and do nothing.
+
+    Args:
+        function_mode: the one.
+        recording: the other.
+        file: where the child tells what it was refused.
+    """
     function_mode.__class__ = _NoDeviceMode
     recording.__class__ = _NoRecordingMode
-    refuse_cuda()
-
-
-def refuse_cuda() -> None:
-    """In a child: there is a card, and nobody can use it."""
-
-    def _lazy_init() -> None:
-        raise not_yet(IN_CHILD, ON_HOST)
-
-    # What Python and C++ both call before they touch the card.
-    torch.cuda._lazy_init = _lazy_init
-    torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 1
-    torch.cuda.is_initialized = lambda: False
+    note_from_here(lambda problem, hint, line: no_card.tell(file, problem, hint))
+    no_card.refuse(torch.cuda, file, lambda problem: MemprofError(problem, hint=no_card.HINT))
 
 
 class _NoDeviceMode(DeviceMode):
@@ -82,7 +75,7 @@ class _NoRecordingMode(RecordingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.is_meta and self.device_of(value) != "meta":
-                raise not_yet("uses, in another process, a tensor of the virtual GPU, which has no data", ON_HOST)
+                raise not_yet("uses, in another process, a tensor of the virtual GPU, which has no data", no_card.HINT)
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -90,15 +83,6 @@ def patches(
     assume: Callable[[str], None], is_virtual: Callable[[torch.Tensor], bool]
 ) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) of what starts processes, and talks to them."""
-    start = multiprocessing.process.BaseProcess.start
-
-    def start_elsewhere(process: Any) -> None:
-        method = process._start_method or multiprocessing.get_start_method()
-        if process._target is not None and method != "fork":
-            process._target = Elsewhere(process._target)
-        start(process)
-
-    yield multiprocessing.process.BaseProcess, "start", start_elsewhere
     for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
         yield queue, "put", _putting(queue.put, is_virtual)
     yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memprof.monitor.probe.sitecustomize import SOCKET
-from memprof.monitor.reports import PROBE_FOLDER, Reports, _Counter
+from memprof.monitor.reports import Reports, _Counter
+from memprof.probe import FOLDER
+from memprof.probe.sitecustomize import SOCKET
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -100,12 +101,12 @@ def test_what_is_no_message_is_left_alone(listening):
 def test_path_of_the_command(monkeypatch):
     with Reports(0.5) as reports:
         monkeypatch.delenv("PYTHONPATH", raising=False)
-        assert reports.environment()["PYTHONPATH"] == PROBE_FOLDER
+        assert reports.environment()["PYTHONPATH"] == FOLDER
         monkeypatch.setenv("PYTHONPATH", "")
-        assert reports.environment()["PYTHONPATH"] == PROBE_FOLDER
+        assert reports.environment()["PYTHONPATH"] == FOLDER
         monkeypatch.setenv("PYTHONPATH", ":/a")
-        assert reports.environment()["PYTHONPATH"] == f"{PROBE_FOLDER}::/a"
-    assert os.listdir(PROBE_FOLDER) != []
+        assert reports.environment()["PYTHONPATH"] == f"{FOLDER}::/a"
+    assert os.listdir(FOLDER) != []
 
 
 def test_no_room_for_a_socket(monkeypatch):

@@ -15,6 +15,7 @@ import torch.multiprocessing
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
+from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu
 from tests.processes import ROOT, python
 
@@ -168,4 +169,6 @@ def test_tensors_from_children_and_to_them() -> None:
                 queue.put([{"tensor": tensor}])
         queue.put(torch.ones(3))
         assert queue.get(timeout=30).tolist() == [1, 1, 1]
-    assert gpu.trace.failure is None
+    failure = gpu.trace.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED, "also where the program catches it"
+    assert "sends another process a tensor" in failure.message and "test_processes.py" in str(failure.source)

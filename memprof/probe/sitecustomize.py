@@ -1,5 +1,7 @@
 """Runs in every Python that a command of `memprof monitor` starts, and tells memprof what its CUDA allocator holds.
 
+Also in those that a program on the virtual GPU starts: there it has no_card.py say that nobody can use the card.
+
 Python imports a module of this name at start; memprof puts this folder at the head of PYTHONPATH. It must not be
 noticed:
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 SOCKET = "MEMPROF_MONITOR_SOCKET"
 INTERVAL = "MEMPROF_MONITOR_INTERVAL"
+REFUSALS = "MEMPROF_REFUSALS"
+"""A file of the run that started this process."""
 _LONGEST_ERROR = 200
 _FOLDER = os.path.dirname(__file__)
 
@@ -185,14 +189,30 @@ class _Sender:
             return {}
 
 
+def _refuse(cuda: "Any") -> None:
+    """No part of memprof may be importable here: the file is run."""
+    import runpy
+
+    runpy.run_path(os.path.join(_FOLDER, "no_card.py"), run_name="memprof.probe.no_card")["refuse"](
+        cuda, os.environ[REFUSALS]
+    )
+
+
 def _begin() -> None:
     sys.path[:] = [folder for folder in sys.path if folder != _FOLDER]
-    if os.environ.get(SOCKET):
-        loaded = sys.modules.get("torch.cuda")
-        if loaded is not None:  # a .pth file has imported it
-            _watch(loaded)
-        else:
-            sys.meta_path.insert(0, _BeforeTorchCuda(_watch))
+    asked = [then for name, then in ((SOCKET, _watch), (REFUSALS, _refuse)) if os.environ.get(name)]
+    if not asked:
+        return
+
+    def imported(cuda: "Any") -> None:
+        for then in asked:
+            then(cuda)
+
+    loaded = sys.modules.get("torch.cuda")
+    if loaded is not None:  # a .pth file has imported it
+        imported(loaded)
+    else:
+        sys.meta_path.insert(0, _BeforeTorchCuda(imported))
 
 
 # Only where Python imports it at its start, and not where a tool looks at it as a part of memprof.

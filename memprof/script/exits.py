@@ -1,0 +1,67 @@
+"""Handlers that the program registers with `atexit`: run at its own end, where its card still is, as they would be."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+from memprof.watch.patches import Patch
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
+
+
+class ExitHandlers:
+    """Those that the program, or a library of its own, registers.
+
+    What Python's own modules register is for this process, which has more to do: weakref's handler, run once, would be
+    the end of all finalizers.
+
+    Args:
+        is_program: whether code is the program's, or a library's that is neither torch nor memprof.
+    """
+
+    def __init__(self, is_program: Callable[[CodeType], bool]) -> None:
+        self._is_program = is_program
+        self._handlers: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+
+    def patches(self) -> Iterator[Patch]:
+        """The patches (owner, name, replacement) that see them registered."""
+        original, forget = atexit.register, atexit.unregister
+
+        def register(function: Callable[..., Any], /, *args: Any, **options: Any) -> Callable[..., Any]:
+            if not self._is_own(sys._getframe(1).f_code):
+                return original(function, *args, **options)
+            self._handlers.append((function, args, options))
+            return function
+
+        def unregister(function: Callable[..., Any], /) -> None:
+            self._handlers = [handler for handler in self._handlers if handler[0] != function]
+            forget(function)
+
+        yield atexit, "register", register
+        yield atexit, "unregister", unregister
+
+    def drop(self) -> None:
+        """The program leaves by `os._exit`: none is run."""
+        self._handlers.clear()
+
+    def run(self) -> None:
+        """Run them, the last first, with those that they register; an error in one is said as Python says it."""
+        while self._handlers:
+            function, args, options = self._handlers.pop()
+            try:
+                function(*args, **options)
+            except BaseException:
+                print(f"Exception ignored in atexit callback: {function!r}", file=sys.stderr)  # noqa: T201
+                traceback.print_exc()
+
+    def _is_own(self, code: CodeType) -> bool:
+        file = code.co_filename
+        return self._is_program(code) and (file.startswith(_INSTALLED) or not file.startswith(_STDLIB))

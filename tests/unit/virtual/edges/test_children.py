@@ -1,0 +1,92 @@
+"""Processes that a program starts anew: whatever starts them, a Python among them finds the probe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memprof import probe
+from memprof.catalog import find_gpu
+from memprof.errors import MemprofError
+from memprof.probe import no_card
+from memprof.trace.events import FailureKind
+from memprof.virtual import VirtualGpu
+
+CARD = find_gpu("a100-80gb")
+CODE = "import sys; print([type(finder).__name__ for finder in sys.meta_path], file=open(sys.argv[1], 'w'))"
+PYTHON = sys.executable
+BARE = {"HOME": "/"}
+
+WAYS = {
+    "subprocess": lambda words: subprocess.run(words, check=True),
+    "its own environment": lambda words: subprocess.run(words, env=BARE, check=True),
+    "a path of its own": lambda words: subprocess.run(words, env={"PYTHONPATH": "/a"}, check=True),
+    "as bytes": lambda words: subprocess.run(words, env={b"PYTHONPATH": b"/a"}, check=True),
+    "a shell": lambda words: os.system(" ".join(f'"{word}"' for word in words)),
+    "os.spawnv": lambda words: os.spawnv(os.P_WAIT, PYTHON, words),
+    "os.spawnle": lambda words: os.spawnle(os.P_WAIT, PYTHON, *words, BARE),
+    "posix_spawn": lambda words: os.waitpid(os.posix_spawn(PYTHON, words, BARE), 0),
+    "a child's child": lambda words: subprocess.run(
+        [PYTHON, "-c", f"import subprocess; subprocess.run({words!r})"], check=True
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_finds_the_probe(tmp_path: Path, way: str) -> None:
+    written = tmp_path / "finders"
+    with VirtualGpu(CARD):
+        WAYS[way]([PYTHON, "-c", CODE, str(written)])
+    assert "_BeforeTorchCuda" in written.read_text()
+    WAYS[way]([PYTHON, "-c", CODE, str(written)])
+    assert "_BeforeTorchCuda" not in written.read_text(), "nothing is left behind"
+
+
+def test_it_is_none_the_wiser() -> None:
+    """What it imports, and where from, is as without."""
+    code = "import json, sys; print(json.dumps([sorted(sys.modules), sys.path]))"
+    alone = subprocess.run([PYTHON, "-c", code], capture_output=True, check=True).stdout
+    with VirtualGpu(CARD):
+        inside = subprocess.run([PYTHON, "-c", code], capture_output=True, check=True).stdout
+    modules, path = json.loads(inside)
+    assert [modules, path] == json.loads(alone) and probe.FOLDER not in path
+
+
+def test_what_they_were_refused_is_the_failure_of_the_run() -> None:
+    with VirtualGpu(CARD) as gpu:
+        code = (
+            f"import runpy; runpy.run_path({no_card.__file__!r})['tell']({gpu._children.file!r}, 'a problem', 'a hint')"
+        )
+        subprocess.run([PYTHON, "-c", code], check=True)
+    failure = gpu.trace.failure
+    assert failure is not None and failure.kind is FailureKind.REFUSED
+    assert (failure.message, failure.hint, failure.source) == ("a problem", "a hint", None)
+    no_card.tell(gpu._children.file, "too late", None)
+    assert not os.path.exists(gpu._children.file)
+
+
+def test_a_program_does_not_replace_itself() -> None:
+    with VirtualGpu(CARD) as gpu:
+        with pytest.raises(MemprofError, match=r"not yet: .*test_children.py:\d+ .* puts .* in its own place"):
+            os.execvp(PYTHON, [PYTHON, "-c", ""])
+        child = os.fork()
+        if child == 0:
+            os.execv(PYTHON, [PYTHON, "-c", "raise SystemExit(7)"])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "a forked child may"
+    assert gpu.trace.failure is not None and gpu.trace.failure.kind is FailureKind.REFUSED
+
+
+def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (None, "/a", "/a::/b"):
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        if path is not None:
+            monkeypatch.setenv("PYTHONPATH", path)
+        before = dict(os.environ)
+        with VirtualGpu(CARD):
+            assert os.environ["PYTHONPATH"] == (f"{probe.FOLDER}:{path}" if path else probe.FOLDER)
+        assert dict(os.environ) == before
