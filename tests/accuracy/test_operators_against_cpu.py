@@ -65,7 +65,7 @@ KERNELS: dict[str, str] = {
         HOST: ("repeat"),
         NOT_COUNTED: (
             "lu_unpack _linalg_slogdet _linalg_det _linalg_solve_ex linalg_lu_solve linalg_lu linalg_inv_ex "
-            "linalg_ldl_solve index_put_ cdist _cdist_forward _cdist_backward repeat_interleave renorm"
+            "linalg_ldl_solve cdist _cdist_forward _cdist_backward repeat_interleave renorm"
         ),
     }.items()
     for name in names.split()
