@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import pickletools
+import tempfile
 
 import pytest
 from hypothesis import given, settings
@@ -181,11 +182,20 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
     to = tmp_path / "run.pickle"
     to.write_bytes(b"old")
 
-    def full(data, file, protocol):
-        file.write(b"half of it")
-        raise OSError(28, "No space left on device")
+    make = tempfile.NamedTemporaryFile
 
-    monkeypatch.setattr("memprof.report.export.memory_viz.pickle.dump", full)
+    def full(**options):
+        file = make(**options)
+        write = file.write
+
+        def half(data):
+            write(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+
+        file.write = half
+        return file
+
+    monkeypatch.setattr("memprof.trace.files.tempfile.NamedTemporaryFile", full)
     with pytest.raises(MemprofError, match="could not be saved"):
         write_snapshot(training().snapshot(), to)
     assert to.read_bytes() == b"old"
