@@ -133,9 +133,7 @@ def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) ->
     )
 
 
-def moments(
-    subject: Subject, plan: Plan, batch_size: int, context_length: int, shards: Shards, workspace: int
-) -> tuple[Moment, ...]:
+def moments(subject: Subject, plan: Plan, batch_size: int, context_length: int, shards: Shards) -> tuple[Moment, ...]:
     """Every moment at which the run may be at its highest.
 
     Args:
@@ -144,7 +142,6 @@ def moments(
         batch_size: sequences of a micro-batch.
         context_length: tokens of each.
         shards: how the state is spread.
-        workspace: bytes of one cuBLAS workspace.
     """
     held = state(subject, plan)
     if plan.method.kind == "weights":
@@ -152,11 +149,11 @@ def moments(
     assert subject.geometry is not None
     setting = setting_of(subject.geometry, plan, batch_size, context_length)
     if plan.method.kind == "inference":
-        return (_prompt(setting, held, workspace),)
-    return tuple(_Training(setting, plan, held, shards, workspace).moments())
+        return (_prompt(setting, held),)
+    return tuple(_Training(setting, plan, held, shards).moments())
 
 
-def _prompt(setting: Setting, held: State, workspace: int) -> Moment:
+def _prompt(setting: Setting, held: State) -> Moment:
     """The last layer of the prompt's forward: the cache is full, and the layer's tensors are alive."""
     g = setting.geometry
     tape = Tape(setting.tokens, training=False)
@@ -170,7 +167,7 @@ def _prompt(setting: Setting, held: State, workspace: int) -> Moment:
             "parameters": held.parameters,
             "KV cache": kv_cache(setting),
             "activations": tape.peak + around,
-            "library workspace": workspace,
+            "library workspace": CUBLAS_WORKSPACE,
         },
     )
 
@@ -195,7 +192,7 @@ def _positions(setting: Setting) -> int:
 class _Training:
     """The moments of a training step in its steady state: optimizer state is there, gradients are not."""
 
-    def __init__(self, setting: Setting, plan: Plan, held: State, shards: Shards, workspace: int) -> None:
+    def __init__(self, setting: Setting, plan: Plan, held: State, shards: Shards) -> None:
         self.setting, self.plan, self.held, self.shards = setting, plan, held, shards
         self.g = g = setting.geometry
         self.tokens = setting.tokens
@@ -204,7 +201,7 @@ class _Training:
         self.static: Terms = {
             "parameters": held.parameters // shards.parameters,
             "optimizer state": held.optimizer // shards.optimizer,
-            "library workspace": 2 * workspace,
+            "library workspace": 2 * CUBLAS_WORKSPACE,
         }
         self.communication = self._communication()
         self.logits_item = setting.compute_item

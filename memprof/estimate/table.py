@@ -175,7 +175,7 @@ def build_estimate(
         plan = Plan(method, column, lora_rank)
         if not method.applies(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
             return None
-        found = moments(subject, plan, batch_size, context, shards, CUBLAS_WORKSPACE)
+        found = moments(subject, plan, batch_size, context, shards)
         derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
         return Cell(plan, found, band_of(method.key), derived)
 
