@@ -9,11 +9,11 @@ readings.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from memprof.device.cards import NvmlCard
+from memprof.trace.plain import Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Plain):
     """One moment.
 
     Attributes:
@@ -105,10 +105,6 @@ class Sample:
         pids = {process.pid for process in self.processes}
         used = [process.used_bytes for process in card.processes if process.pid in pids]
         return sum(amount or 0 for amount in used) if used and None not in used else None
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
 
 
 @dataclass(slots=True)
