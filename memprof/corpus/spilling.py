@@ -7,7 +7,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 MAX_WORDS = 1 << 20
 """Different words in memory at a time: about 200 bytes each, with the string and its entry."""
@@ -32,9 +31,7 @@ class SpillingCounter:
     def __enter__(self) -> SpillingCounter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._folder is not None:
             self._folder.cleanup()
 
