@@ -98,6 +98,7 @@ def resolve_size(text: str) -> ModelEntry:
     return find_model(published) if published is not None else synthesize(count)
 
 
+@cache
 def synthesize(count: int) -> ModelEntry:
     """A Llama-shaped model with about `count` parameters (within 2%).
 
@@ -110,11 +111,6 @@ def synthesize(count: int) -> ModelEntry:
             value=f"{count:,} parameters",
             hint=f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}",
         )
-    return _synthesize(count)
-
-
-@cache
-def _synthesize(count: int) -> ModelEntry:
     shape = min(_candidates(count), key=lambda candidate: _cost(candidate, count))
     size = _short_count(count)
     positions = 8192 if count >= 10**9 else 2048
