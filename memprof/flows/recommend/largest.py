@@ -15,7 +15,6 @@ from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.remedies.spec_edits import installed_eight_bit_optimizer
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
-from memprof.version import __version__
 
 CONTEXT = 2048
 """Tokens at which models are tried, or as many as a model has positions for."""
@@ -77,13 +76,7 @@ def recommend_models(
     rows = tuple(_largest(runs, spec, task, context_length or CONTEXT) for task in tasks(gpu))
     return Recommendation(
         device=device_facts(gpu),
-        goal=None,
-        model=None,
-        num_parameters=None,
         context_length=context_length or CONTEXT,
-        effective_batch=None,
-        chosen=None,
-        reason="",
         largest=rows,
         runs=len(runs),
         not_applied=dict(runs.failures),
@@ -93,7 +86,6 @@ def recommend_models(
             f"Training with activation checkpointing and a chunked loss. Context lengths in steps of {GRAIN:,} tokens.",
             *((f"Card: {gpu.note}.",) if gpu.note else ()),
         ),
-        memprof_version=__version__,
     )
 
 
@@ -153,7 +145,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         first_too_long=too_long,
         next_model=None if after is None else after.key,
         next_needed_bytes=None if failed is None else failed.needed_bytes,
-        command=snippet.command(task.plan, shown, 1),
+        command=snippet.command(shown, 1),
     )
 
 

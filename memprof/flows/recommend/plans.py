@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -189,7 +188,7 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
         raise UsageError(
             f"{goal.value} has no such precision",
             value=precision,
-            hint="one of " + ", ".join(_unique(plan.precision for plan in found)),
+            hint="one of " + ", ".join(dict.fromkeys(plan.precision for plan in found)),
         )
     return kept
 
@@ -203,7 +202,3 @@ def base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
     if goal is Goal.INFER:
         return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
     return spec.edit(mode=Mode.TRAIN, steps=2)
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
