@@ -124,6 +124,11 @@ class Advice:
     remedy: str = ""
     """Its name among memprof's remedies, if it is one."""
 
+    @classmethod
+    def python(cls, what: str, command: str) -> Advice:
+        """One whose command is Python."""
+        return cls(what, command, "python")
+
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Plain):

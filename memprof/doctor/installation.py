@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
 from memprof.allocator.releases import LATEST, Release, release_for
 from memprof.device.cards import Reading
-from memprof.device.environment import Environment, read_environment
+from memprof.device.environment import Environment, installed_release, read_environment
 from memprof.device.host import available_bytes, memory_bytes
 from memprof.device.nvml import read_cards
 from memprof.errors import UsageError
@@ -115,7 +114,7 @@ def check_installation(
     cards = read_cards() if cards is None else cards
     environment = read_environment(cards) if environment is None else environment
     host = read_host() if host is None else host
-    version = _installed if version is None else version
+    version = installed_release if version is None else version
     findings = [Check("error", note) for note in environment.notes]
     if environment.torch_version is None:
         findings.append(Check("note", "torch is not installed in this Python", "run memprof where your training runs"))
@@ -128,13 +127,6 @@ def check_installation(
         tuple(_facts(environment, cards, host, version)),
         tuple(sorted(findings, key=lambda check: order[check.severity])),
     )
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _release(environment: Environment) -> Release:

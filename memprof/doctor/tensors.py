@@ -287,10 +287,5 @@ def _roundest(low: int, high: int) -> int:
     """The number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
     if low > high:
         return 0
-    power = 1 << (high.bit_length())
-    while power > 1:
-        multiple = -(-low // power) * power
-        if multiple <= high:
-            return multiple
-        power >>= 1
-    return low
+    multiples = (-(-low >> power) << power for power in range(high.bit_length(), -1, -1))
+    return next(multiple for multiple in multiples if multiple <= high)
