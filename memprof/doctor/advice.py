@@ -11,20 +11,20 @@ from memprof.spec import TargetSpec
 
 
 @dataclass(frozen=True, slots=True)
-class DeadRun:
-    """The run that died, as far as it is known."""
+class Known:
+    """What the user says about the run that died; None: look in the log."""
 
     model: str | None = None
-    batch: int | None = None
-    length: int | None = None
+    batch_size: int | None = None
+    context_length: int | None = None
 
     def command(self, fix: str = "") -> str:
         """`memprof profile` of it."""
         words = ["memprof", "profile", "--model", self.model or "MODEL"]
-        if self.batch:
-            words += ["--batch-size", str(self.batch)]
-        if self.length:
-            words += ["--context-length", str(self.length)]
+        if self.batch_size:
+            words += ["--batch-size", str(self.batch_size)]
+        if self.context_length:
+            words += ["--context-length", str(self.context_length)]
         return shlex.join(words) + (f" --fix {fix}" if fix else "")
 
 
@@ -37,7 +37,7 @@ _SEGMENTS, _SPILLED, _HOST = _only("fragmentation"), _only("doctor: spilled"), _
 EXPANDABLE = f"export PYTORCH_CUDA_ALLOC_CONF={_SEGMENTS.alloc_conf}"
 
 
-def _against(case: str, run: DeadRun) -> tuple[Advice, ...]:
+def _against(case: str, run: Known) -> tuple[Advice, ...]:
     """The remedies of a case, in order."""
     return tuple(
         Advice(
@@ -51,7 +51,7 @@ def _against(case: str, run: DeadRun) -> tuple[Advice, ...]:
 
 
 def steps(
-    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: DeadRun, source: str
+    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str
 ) -> tuple[Advice, ...]:
     """What to try for `cause`, in order."""
     if cause in _FIXED:
@@ -126,7 +126,7 @@ def steps(
     return _for_tensor(tensors, run) + _smaller(run, tensors)
 
 
-def _for_tensor(tensors: tuple[Candidate, ...], run: DeadRun) -> tuple[Advice, ...]:
+def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...]:
     """Remedies for the very tensor, if it is known."""
     if not tensors:
         return ()
@@ -147,10 +147,10 @@ def _for_tensor(tensors: tuple[Candidate, ...], run: DeadRun) -> tuple[Advice, .
     return _against("doctor: parameters" if "parameters" in role else "doctor: weights", run)
 
 
-def _smaller(run: DeadRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
+def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
     """A run that takes less, in order; what `_for_tensor` said is left out."""
     said = {step.remedy for step in _for_tensor(tensors, run)}
-    size = TargetSpec(model=run.model or "MODEL", batch_size=run.batch or 2)
+    size = TargetSpec(model=run.model or "MODEL", batch_size=run.batch_size or 2)
     listed = (
         Advice(
             "let memprof search: the set of remedies whose step takes least among those that fit", run.command("auto")

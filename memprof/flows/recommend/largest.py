@@ -102,7 +102,6 @@ def candidates() -> list[ModelEntry]:
 def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
     """The largest model that fits while the next larger does not, both run (unless its weights alone are too much)."""
     entries = candidates()
-    available = runs.gpu.total_bytes
     usable = runs.usable_bytes
     outcomes: dict[str, SimulatedRun | None] = {}
 
@@ -133,7 +132,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         return Largest(task.name, None, 0, 0, context_length, None, None, after.key if after else None, needed, "")
     entry, outcome = entries[place], outcomes[entries[place].key]
     assert outcome is not None
-    longest, too_long = _longest(runs, spec, task, entry, available, outcome)
+    longest, too_long = _longest(runs, spec, task, entry, outcome)
     shown = _spec(spec, task, entry, longest or context_length)
     return Largest(
         task=task.name,
@@ -156,10 +155,10 @@ def _spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) 
 
 
 def _longest(
-    runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, available: int, outcome: SimulatedRun
+    runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, outcome: SimulatedRun
 ) -> tuple[int, int | None]:
     """The longest context of this model, and the next that was tried; multiples of GRAIN."""
-    at = outcome.target.context_length or 0
+    at, available = outcome.target.context_length or 0, runs.gpu.total_bytes
     high = (entry.max_positions or 0) // GRAIN * GRAIN
 
     def needed(length: int) -> int:

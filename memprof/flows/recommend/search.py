@@ -350,20 +350,13 @@ def _reason(chosen: Tried | None, found: Found, search: Search) -> str:
         return f"nothing fits: the least that any way needs is with {found.least.plan.label(found.least.micro_batch)}"
     fitting = [one for one in found.tried if one.outcome.fits and one.plan.given_up == chosen.plan.given_up]
     what = "gives up no precision" if not chosen.plan.given_up else f"gives up: {chosen.plan.given_up}"
-    dearer = [tier for tier in search.tiers if tier.given_up != chosen.plan.given_up]
-    earlier = [tier for tier in dearer if search.tiers.index(tier) < search.tiers.index(_tier(chosen, search))]
-    no_less = "; what gives up less does not fit" if earlier else ""
+    kinds = [(tier.precision, tier.optimizer) for tier in search.tiers]
+    earlier = search.tiers[: kinds.index((chosen.plan.precision, chosen.plan.optimizer))]
+    gives_less = any(tier.given_up != chosen.plan.given_up for tier in earlier)
+    no_less = "; what gives up less does not fit" if gives_less else ""
     if len(fitting) == 1:
         return f"the only one of {len(found.tried)} that were run that fits; it {what}{no_less}"
     return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
-
-
-def _tier(tried: Tried, search: Search) -> Plan:
-    return next(
-        tier
-        for tier in search.tiers
-        if (tier.precision, tier.optimizer) == (tried.plan.precision, tried.plan.optimizer)
-    )
 
 
 def _assumptions(goal: Goal, note: str, asked: int | None, batch: int) -> tuple[str, ...]:
