@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
@@ -30,6 +31,11 @@ class _Error:
     message: str
     first_line: str
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Ranks print one error with their own figures; what is left names it."""
+        return self.signature.name, self.message[:160]
+
 
 def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> list[Diagnosis]:
     """The errors in a log, explained: the one that explains the others first; empty if there is none.
@@ -46,29 +52,18 @@ def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> 
     model = find_dimensions(known.model) if known.model else None
     log = Log(stream, name)
     found: list[_Error] = []
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for passage in log.passages():
         error = _recognise(passage)
         if error is None:
             continue
         if found and passage.line - found[-1].passage.line <= _SAME_ERROR_LINES and _repeats(found[-1], error):
             continue
-        key = (error.signature.name, _without_rank(error.message))
-        counts[key] = counts.get(key, 0) + 1
-        if counts[key] == 1:
+        counts[error.key] += 1
+        if counts[error.key] == 1:
             found.append(error)
     ranked = sorted(found, key=lambda error: error.signature.rank)[:MAX_DIAGNOSES]
-    return [
-        replace(
-            _explain(error, log.head, known, model), count=counts[error.signature.name, _without_rank(error.message)]
-        )
-        for error in ranked
-    ]
-
-
-def _without_rank(message: str) -> str:
-    """Ranks print one error with their own figures; what is left names it."""
-    return message[:160]
+    return [replace(_explain(error, log.head, known, model), count=counts[error.key]) for error in ranked]
 
 
 def _repeats(earlier: _Error, later: _Error) -> bool:

@@ -209,19 +209,16 @@ def _settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]
         yield from _contradictions(config, name, variables[name])
 
 
+_NATIVE = (
+    "max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions", "expandable_segments",
+    "max_non_split_rounding_mb",
+)  # fmt: skip
+"""Settings of torch's own allocator."""
+
+
 def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
     """Settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
-    native = [
-        key
-        for key in (
-            "max_split_size_mb",
-            "garbage_collection_threshold",
-            "roundup_power2_divisions",
-            "expandable_segments",
-            "max_non_split_rounding_mb",
-        )
-        if key in text
-    ]
+    native = [key for key in _NATIVE if key in text]
     if config.backend != "native" and native:
         yield Check(
             "warning",

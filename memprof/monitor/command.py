@@ -134,11 +134,9 @@ class Command:
             self._process.send_signal(number)
 
 
-def wait_until(
-    moment: float, signals: Signals, handle: Callable[[signal.struct_siginfo], bool], clock: Callable[[], float]
-) -> None:
-    """Wait until `clock` says `moment`, or `handle` is true of a signal that came."""
-    while (left := moment - clock()) > 0:
+def wait_until(moment: float, signals: Signals, handle: Callable[[signal.struct_siginfo], bool]) -> None:
+    """Wait until `now` says `moment`, or `handle` is true of a signal that came."""
+    while (left := moment - now()) > 0:
         information = signals.wait(left)
         if information is not None and handle(information):
             return

@@ -149,7 +149,7 @@ def _loop(
     while True:
         # Asked before each wait: of a command that ended before signals were held back, none comes.
         if command is None or command.exit_code is None:
-            wait_until(due, signals, handle, now)
+            wait_until(due, signals, handle)
         if received or (command is not None and command.exit_code is not None):
             return received
         record(watch.sample())
