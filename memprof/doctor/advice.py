@@ -109,9 +109,8 @@ def steps(
             ),
             *_smaller(run, tensors)[:3],
         )
-    first: tuple[Advice, ...] = ()
     if cause is Cause.FRAGMENTATION:
-        first = (
+        return (
             Advice(
                 "let segments grow instead of asking for others: what is reserved and unused becomes usable",
                 EXPANDABLE,
@@ -121,8 +120,8 @@ def steps(
                 "sizes that change from batch to batch leave gaps: pad lengths to multiples of 64, or sort by length"
             ),
             Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --what-if {_SEGMENTS.alloc_conf}"),
+            *_smaller(run, tensors),
         )
-        return first + _smaller(run, tensors)
     return _for_tensor(tensors, run) + _smaller(run, tensors)
 
 

@@ -57,11 +57,10 @@ def _sum(first: Size, second: Size) -> Size:
 def caching_allocator(text: str) -> Figures:
     """Of torch's caching allocator (CUDA, ROCm or XPU), in any release's words; `text` is one line."""
     tried = _find("Tried to allocate AMOUNT", text)
-    # Before 1.4 the last figure was "cached": what the allocator held beyond the allocated.
-    cached = _find("AMOUNT cached", text)
     allocated = _find("AMOUNT already allocated", text) or _find("Of the allocated memory AMOUNT is allocated", text)
     reserved = _find("AMOUNT reserved in total by PyTorch", text)
-    unallocated = _find("AMOUNT is reserved by PyTorch but unallocated", text) or cached
+    # Before 1.4 the last figure was "cached": what the allocator held beyond the allocated.
+    unallocated = _find("AMOUNT is reserved by PyTorch but unallocated", text) or _find("AMOUNT cached", text)
     if reserved is None and allocated is not None and unallocated is not None:
         reserved = _sum(allocated, unallocated)
     process = _find("this process has AMOUNT memory in use", text)

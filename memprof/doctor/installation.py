@@ -346,8 +346,7 @@ def version_tuple(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _libraries(version: Callable[[str], str | None]) -> list[Check]:
-    found = []
+def _libraries(version: Callable[[str], str | None]) -> Iterator[Check]:
     for known in _KNOWN:
         installed = version(known.package)
         numbers = version_tuple(installed or "")
@@ -355,8 +354,7 @@ def _libraries(version: Callable[[str], str | None]) -> list[Check]:
             continue
         if known.package == "torch" and _has_cudnn(version, (9, 15)):
             continue
-        found.append(Check("warning", f"{known.package} {installed}: {known.problem}", known.hint, "", known.source))
-    return found
+        yield Check("warning", f"{known.package} {installed}: {known.problem}", known.hint, "", known.source)
 
 
 def _has_cudnn(version: Callable[[str], str | None], least: tuple[int, ...]) -> bool:

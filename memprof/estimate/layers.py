@@ -200,12 +200,9 @@ class Layer(Projections):
         tape, g = self.tape, self.g
         if not g.gated:
             up = self.linear(x, "up", "MLP up")
-            active = self.activate(up, g.activation)
+            product = self.activate(up, g.activation)
             tape.drop(up)
-            down = self.linear(active, "down", "MLP down")
-            tape.drop(active)
-            return down
-        if g.fused_up:
+        elif g.fused_up:
             both = self.linear(x, "up", "gate and up")
             # A view of half of it each.
             gate = tape.op([both], g.intermediate, both.item, keeps=[both], name="activated gate")

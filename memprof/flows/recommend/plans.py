@@ -89,7 +89,8 @@ class Plan:
 
     def label(self, micro_batch: int | None = None) -> str:
         """In a line of a table."""
-        parts = [self._precision()]
+        of_half = {"amp": f"float32 weights under {self.half} autocast", "half": f"{self.half} weights"}
+        parts = [of_half.get(self.precision, f"{self.precision} weights")]
         if self.goal is not Goal.INFER:
             parts.append(OPTIMIZER_NAMES[self.optimizer])
             if self.activations is not Activations.KEPT:
@@ -101,13 +102,6 @@ class Plan:
         if micro_batch is not None:
             parts.append(f"batch {micro_batch}" if self.goal is Goal.INFER else f"micro-batch {micro_batch}")
         return ", ".join(parts)
-
-    def _precision(self) -> str:
-        if self.precision == "amp":
-            return f"float32 weights under {self.half} autocast"
-        if self.precision == "half":
-            return f"{self.half} weights"
-        return f"{self.precision} weights"
 
     @property
     def remedies(self) -> tuple[str, ...]:

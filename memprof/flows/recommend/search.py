@@ -117,7 +117,7 @@ class Search:
         """
         key = plan, micro_batch
         if key not in self.tried:
-            accumulation = self._accumulation(micro_batch)
+            accumulation = 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
             spec = plan.spec(self.base, micro_batch)
             if accumulation > 1:
                 spec = spec.edit(zero_grad="zero")
@@ -169,9 +169,6 @@ class Search:
         if found.largest and few < tried.accumulation and needed(found.largest, tried.accumulation) > available:
             return limit(tried.accumulation)
         return found
-
-    def _accumulation(self, micro_batch: int) -> int:
-        return 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
 
     def _largest_micro_batch(self, first: Tried, best: Tried | None) -> Tried:
         """The best of a plan: up to the largest micro-batch that fits, unless it cannot be quicker than what there is.

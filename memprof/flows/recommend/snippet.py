@@ -156,11 +156,8 @@ def _imports(plan: Plan) -> list[str]:
     names = ["torch", "transformers"]
     if plan.goal in (Goal.LORA, Goal.QLORA):
         names.append("peft")
-    if plan.optimizer == "adamw-8bit":
-        names.append("bitsandbytes")
-    if plan.optimizer == "torchao-adamw-8bit":
-        names.append("torchao.optim")
-    return [f"import {name}" for name in names]
+    library = {"adamw-8bit": "bitsandbytes", "torchao-adamw-8bit": "torchao.optim"}.get(plan.optimizer)
+    return [f"import {name}" for name in (*names, library) if name]
 
 
 def _optimizer(plan: Plan) -> list[str]:
