@@ -42,11 +42,11 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def format_count(count: int) -> str:
-    """A parameter count as people write it: 4.02B, 124M."""
+def format_count(count: int, form: str = ".2f") -> str:
+    """A parameter count as people write it: 4.02B, 124.00M."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
-            return f"{count / unit:.2f}{name}"
+            return f"{count / unit:{form}}{name}"
     return str(count)
 
 

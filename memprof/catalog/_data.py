@@ -7,8 +7,10 @@ and they are most of its time.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _FOLDER = os.path.join(os.path.dirname(__file__), "data")
 
 
@@ -27,3 +29,11 @@ def read_json(*parts: str) -> dict[str, Any]:
     with open(os.path.join(_FOLDER, *parts), encoding="utf-8") as file:
         contents: dict[str, Any] = json.load(file)
     return contents
+
+
+def first_by_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """By name; the first that has a name keeps it."""
+    found: dict[str, T] = {}
+    for name, one in named:
+        found.setdefault(name, one)
+    return found

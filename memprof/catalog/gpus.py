@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from memprof.catalog._data import read_toml
+from memprof.catalog._data import first_by_name, read_toml
 from memprof.errors import UsageError, unknown_name
 from memprof.units import GIB, MIB, gib
 
@@ -64,9 +64,10 @@ class Gpu:
     note: str = ""
 
 
+@cache
 def list_gpus() -> tuple[Gpu, ...]:
     """All GPUs of the catalog, in the order of the data file (data centre, workstation, desktop)."""
-    return _gpus()
+    return tuple(_gpu(key, table) for key, table in read_toml("gpus.toml").items())
 
 
 def find_gpu(name: str) -> Gpu:
@@ -79,7 +80,7 @@ def find_gpu(name: str) -> Gpu:
     """
     gpu = _by_folded_name().get(_fold(name))
     if gpu is None:
-        raise unknown_name("GPU", name, [gpu.key for gpu in _gpus()], see=SEE)
+        raise unknown_name("GPU", name, [gpu.key for gpu in list_gpus()], see=SEE)
     return gpu
 
 
@@ -92,35 +93,21 @@ def custom_gpu(total_bytes: int) -> Gpu:
     if total_bytes <= 0:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     model = find_gpu("a100-80gb")
-    return Gpu(
+    return replace(
+        model,
         key="custom",
         name=f"custom GPU with {gib(total_bytes)} GiB",
         total_bytes=total_bytes,
-        compute_capability=model.compute_capability,
-        num_sms=model.num_sms,
-        memory_bandwidth=model.memory_bandwidth,
-        host_bandwidth=model.host_bandwidth,
-        peak_flops=model.peak_flops,
-        l2_bytes=model.l2_bytes,
         capacity_kind="given",
         sources=("given by the user",),
+        aliases=(),
         note=f"only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
     )
 
 
 def _fold(name: str) -> str:
-    folded = re.sub(r"[\s_-]+", "", name).lower()
     # Repeated, since a name such as "NVIDIA GeForce RTX 4090" has two of them.
-    while True:
-        shorter = re.sub(r"^(nvidia|geforce|amd|tesla|quadro)(?=.)", "", folded)
-        if shorter == folded:
-            return folded
-        folded = shorter
-
-
-@cache
-def _gpus() -> tuple[Gpu, ...]:
-    return tuple(_gpu(key, table) for key, table in read_toml("gpus.toml").items())
+    return re.sub(r"^(?:(?:nvidia|geforce|amd|tesla|quadro)(?=.))+", "", re.sub(r"[\s_-]+", "", name).lower())
 
 
 def _gpu(key: str, table: Mapping[str, Any]) -> Gpu:
@@ -153,8 +140,4 @@ def _capacity(key: str, table: Mapping[str, Any]) -> int:
 
 @cache
 def _by_folded_name() -> dict[str, Gpu]:
-    names: dict[str, Gpu] = {}
-    for gpu in _gpus():
-        for name in (gpu.key, gpu.name, *gpu.aliases):
-            names.setdefault(_fold(name), gpu)
-    return names
+    return first_by_name((_fold(name), gpu) for gpu in list_gpus() for name in (gpu.key, gpu.name, *gpu.aliases))

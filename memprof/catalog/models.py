@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog._data import read_json, read_toml
+from memprof.catalog._data import first_by_name, read_json, read_toml
 from memprof.errors import UsageError, unknown_name
 
 SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
@@ -79,9 +79,10 @@ def load_config(entry: ModelEntry) -> dict[str, Any]:
     return copy.deepcopy(_read_config(entry.key))
 
 
+@cache
 def list_models() -> tuple[ModelEntry, ...]:
     """All published models of the catalog, in the order of the index (by family, then by size)."""
-    return _entries()
+    return tuple(_entry(key, table) for key, table in read_toml("models", "index.toml").items())
 
 
 def find_model(name: str) -> ModelEntry:
@@ -92,7 +93,7 @@ def find_model(name: str) -> ModelEntry:
     """
     entry = _by_folded_name().get(_fold(name))
     if entry is None:
-        raise unknown_name("model", name, [entry.key for entry in _entries()], see=SEE)
+        raise unknown_name("model", name, [entry.key for entry in list_models()], see=SEE)
     return entry
 
 
@@ -125,37 +126,19 @@ def _fold(name: str) -> str:
     return re.sub(r"[\s_-]+", "", name).lower()
 
 
-@cache
-def _entries() -> tuple[ModelEntry, ...]:
-    return tuple(_entry(key, table) for key, table in read_toml("models", "index.toml").items())
-
-
 def _entry(key: str, table: Mapping[str, Any]) -> ModelEntry:
-    return ModelEntry(
-        key=key,
-        hf_id=table["hf_id"],
-        architecture=table["architecture"],
-        task=table["task"],
-        num_parameters=table["num_parameters"],
-        checkpoint_dtype=table["checkpoint_dtype"],
-        max_positions=table.get("max_positions"),
-        vocab_size=table.get("vocab_size"),
-        sources=tuple(table["sources"]),
-        aliases=tuple(table.get("aliases", ())),
-        published_parameters=table.get("published_parameters"),
-        published_source=table.get("published_source", ""),
-        note=table.get("note", ""),
-    )
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    return ModelEntry(key=key, **{"max_positions": None, "vocab_size": None, **values})
 
 
 @cache
 def _by_folded_name() -> dict[str, ModelEntry]:
-    names: dict[str, ModelEntry] = {}
-    for entry in _entries():
-        # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B".
-        for name in (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases):
-            names.setdefault(_fold(name), entry)
-    return names
+    # People also leave out the organisation: "Qwen3-4B" for "Qwen/Qwen3-4B".
+    return first_by_name(
+        (_fold(name), entry)
+        for entry in list_models()
+        for name in (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases)
+    )
 
 
 @cache

@@ -98,6 +98,7 @@ def resolve_size(text: str) -> ModelEntry:
     return find_model(published) if published is not None else synthesize(count)
 
 
+@cache
 def synthesize(count: int) -> ModelEntry:
     """A Llama-shaped model with about `count` parameters (within 2%).
 
@@ -110,13 +111,8 @@ def synthesize(count: int) -> ModelEntry:
             value=f"{count:,} parameters",
             hint=f"give a size from {format_count(SMALLEST)} to {format_count(LARGEST)}",
         )
-    return _synthesize(count)
-
-
-@cache
-def _synthesize(count: int) -> ModelEntry:
     shape = min(_candidates(count), key=lambda candidate: _cost(candidate, count))
-    size = _short_count(count)
+    size = format_count(count, ".6g")  # as the user would have typed it: 1.2B, 350M, 7B
     positions = 8192 if count >= 10**9 else 2048
     config = {
         "model_type": "llama",
@@ -220,11 +216,3 @@ def _cost(shape: _Geometry, count: int) -> tuple[float, int]:
     # The size outweighs the looks: one per cent off costs as much as an aspect that is off by half. Beyond 1.5% a shape
     # is a last resort.
     return (aspect + ratio + sharing + 40 * error + (100 if error > 0.015 else 0), shape.hidden)
-
-
-def _short_count(count: int) -> str:
-    """`count` as the user would have typed it: 1.2B, 350M, 7B."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= unit:
-            return f"{count / unit:.6g}{name}"
-    return str(count)

@@ -65,6 +65,8 @@ def vocab(
     a simulated training step before and with each cap. Exit code 3: with --model, if no vocabulary of these fits.
     """
     from memprof.flows import vocabulary as flow
+    from memprof.report.documents.vocabulary import build_vocabulary
+    from memprof.version import __version__
 
     model, params = request.model, request.params
     if model is not None and params is not None:
@@ -90,7 +92,7 @@ def vocab(
                 params, counted, caps, vocab_size=spec.vocab_size, context_length=spec.context_length,
                 batch_size=spec.batch_size, dtype=spec.dtype, optimizer=spec.optimizer,
             )  # fmt: skip
-    document = flow.report(corpus, counted, caps, savings)
+    document = build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
     if request.as_json:
         print_json(document)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from memprof.corpus.frequencies import Frequencies
 from memprof.corpus.rows import json_rows, parquet_rows
@@ -20,6 +20,7 @@ from memprof.errors import MemprofError, UsageError
 
 WORDS, BYTES = "whitespace", "bytes"
 TOKENIZER_FILE = "tokenizer.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -143,59 +144,36 @@ class _Reader:
             return parquet_rows(source.path, self._column, self._tally, self._tell)
         return json_rows(source.path, self._column, self._encoding, self._tally, self._tell)
 
-    def _files(self) -> Iterator[Source]:
-        """The files that can be opened; what a file that was only found lacks is noted."""
+    def _read(self, of_text: Callable[[Path], Iterator[T]], of_rows: Callable[[list[str]], T]) -> Iterator[T]:
+        """What the files hold, by their kind; what a file that was only found lacks is noted."""
         for source in self._sources:
             if not source.named and not source.path.exists():
                 self._tally.skipped[source.path] = "vanished before it was read"
                 continue
-            yield source
-            self._before += source.num_bytes
-
-    def _read(self, read: Callable[[Source], Iterator[Any]]) -> Iterator[Any]:
-        for source in self._files():
             try:
-                yield from read(source)
+                yield from of_text(source.path) if source.kind == TEXT else map(of_rows, self._rows(source))
+                self._tally.files += 1
             except NoTextError as error:
-                if source.named and len(self._sources) == 1:
-                    raise
                 empty = "empty" in error.problem
-                if source.named and not empty:
+                if source.named and (not empty or len(self._sources) == 1):
                     raise
                 self._tally.skipped[source.path] = "empty" if empty else "binary"
-                continue
-            self._tally.files += 1
+            self._before += source.num_bytes
+
+    def _pieces(self, path: Path, *, lines: bool = False) -> Iterator[str]:
+        return pieces(path, self._encoding, lines=lines, progress=self._tell, tally=self._tally)
 
     def texts(self) -> Iterator[str]:
         """Pieces that end where a word does."""
-
-        def read(source: Source) -> Iterator[str]:
-            if source.kind == TEXT:
-                return pieces(source.path, self._encoding, progress=self._tell, tally=self._tally)
-            return ("\n".join(rows) for rows in self._rows(source))
-
-        return self._read(read)
+        return self._read(self._pieces, "\n".join)
 
     def documents(self) -> Iterator[list[str]]:
         """Batches of lines or rows."""
-
-        def read(source: Source) -> Iterator[list[str]]:
-            if source.kind != TEXT:
-                return self._rows(source)
-            found = pieces(source.path, self._encoding, lines=True, progress=self._tell, tally=self._tally)
-            return (piece.splitlines() for piece in found)
-
-        return self._read(read)
+        return self._read(lambda path: map(str.splitlines, self._pieces(path, lines=True)), lambda rows: rows)
 
     def blocks(self) -> Iterator[bytes]:
         """Bytes of text files as they are, and of rows in UTF-8."""
-
-        def read(source: Source) -> Iterator[bytes]:
-            if source.kind == TEXT:
-                return blocks(source.path, self._tell, tally=self._tally)
-            return ("".join(rows).encode() for rows in self._rows(source))
-
-        return self._read(read)
+        return self._read(lambda path: blocks(path, self._tell, tally=self._tally), lambda rows: "".join(rows).encode())
 
     def done(self) -> Tally:
         """What was read.

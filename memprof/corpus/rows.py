@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memprof.corpus import text as texts
-from memprof.corpus.sources import opened
+from memprof.corpus.sources import opened, size_of
 from memprof.corpus.tally import ERRORS, Tally, Undecodable
 from memprof.corpus.text import NoTextError, Progress, codec_name
 from memprof.errors import UsageError
@@ -79,7 +79,7 @@ def json_rows(path: Path, column: str | None, encoding: str, tally: Tally, progr
         )  # fmt: skip
     if batch:
         yield batch
-    progress(tell_size(path))
+    progress(size_of(path))
 
 
 def _text_of(line: str, name: str, seen: set[str], path: Path, number: int, tally: Tally) -> str | None:
@@ -116,7 +116,7 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
             "the package pyarrow is not installed", value=path, hint="pip install pyarrow, or write JSON Lines"
         ) from None
     name = column or DEFAULT_COLUMN
-    size = tell_size(path)
+    size = size_of(path)
     with opened(path) as (raw, _):
         try:
             file = pyarrow.parquet.ParquetFile(raw, pre_buffer=False, buffer_size=1 << 20)
@@ -150,11 +150,3 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
 def num_bytes(value: str) -> int:
     """Of a text in UTF-8."""
     return len(value) if value.isascii() else len(value.encode())
-
-
-def tell_size(path: Path) -> int:
-    """Bytes on disk; 0 if it has vanished."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -69,12 +69,16 @@ def find_sources(corpus: str | Path | Sequence[str | Path], column: str | None =
         else:
             raise UsageError("cannot read the corpus", value=path, hint="no such file or folder")
         for one in paths:
-            try:
-                size = one.stat().st_size
-            except OSError:  # it has vanished: reading it will say so
-                size = 0
-            found.setdefault(one.resolve(), Source(one, named, _kind(one, column), size))
+            found.setdefault(one.resolve(), Source(one, named, _kind(one, column), size_of(one)))
     return list(found.values())
+
+
+def size_of(path: Path) -> int:
+    """Bytes on disk; 0 if it has vanished, as reading it will say."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _hidden(path: Path) -> bool:

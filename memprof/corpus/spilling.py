@@ -6,8 +6,9 @@ import heapq
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 
 MAX_WORDS = 1 << 20
 """Different words in memory at a time: about 200 bytes each, with the string and its entry."""
@@ -32,9 +33,7 @@ class SpillingCounter:
     def __enter__(self) -> SpillingCounter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -87,13 +86,5 @@ def _read(run: Path) -> Iterator[tuple[str, int]]:
 
 def _summed(runs: list[Iterator[tuple[str, int]]]) -> Iterator[tuple[str, int]]:
     """Sorted runs merged, equal words added."""
-    current, total = None, 0
-    for word, count in heapq.merge(*runs):
-        if word == current:
-            total += count
-            continue
-        if current is not None:
-            yield current, total
-        current, total = word, count
-    if current is not None:
-        yield current, total
+    for word, group in groupby(heapq.merge(*runs), key=itemgetter(0)):
+        yield word, sum(count for _, count in group)

@@ -9,6 +9,7 @@ import ast
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -163,23 +164,22 @@ def _torch() -> dict[str, str]:
 
 
 def _packages() -> dict[str, str]:
-    names = {name: name for name in PACKAGES}
     try:
         required = importlib.metadata.requires("torch") or ()
     except importlib.metadata.PackageNotFoundError:
         required = ()
-    for requirement in required:
-        # "nvidia-cublas-cu12==12.8.4.1; platform_system == ..."
-        name = requirement.partition(";")[0].partition("=")[0].partition("<")[0].partition(">")[0].strip()
-        if name.startswith(_LIBRARIES):
-            names[name] = name
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    # "nvidia-cublas-cu12==12.8.4.1; platform_system == ..."
+    libraries = [re.split(r"[;=<>]", requirement)[0].strip() for requirement in required]
+    names = (*PACKAGES, *(name for name in libraries if name.startswith(_LIBRARIES)))
+    return {name: release for name in names if (release := installed_release(name)) is not None}
+
+
+def installed_release(name: str) -> str | None:
+    """The release of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _loaded_driver() -> str | None:

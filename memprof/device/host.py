@@ -12,13 +12,9 @@ _MEMINFO = Path("/proc/meminfo")
 
 def processor_name() -> str:
     """The processor as the system calls it."""
-    try:
-        for line in _CPUINFO.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "Hardware") and value.strip():
-                return value.strip()
-    except OSError:
-        pass
+    for key, value in _lines(_CPUINFO):
+        if key in ("model name", "Model", "Hardware") and value:
+            return value
     return platform.processor() or platform.machine() or "CPU"
 
 
@@ -40,10 +36,15 @@ def available_bytes() -> int | None:
 
 def _meminfo(key: str) -> int | None:
     try:
-        for line in _MEMINFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == key:
-                return int(value.split()[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        pass
-    return None
+        return next((int(value.split()[0]) * 1024 for name, value in _lines(_MEMINFO) if name == key), None)
+    except (IndexError, ValueError):
+        return None
+
+
+def _lines(file: Path) -> list[tuple[str, str]]:
+    """Names and values of a file of the kernel's; none where there is no such file."""
+    try:
+        lines = file.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]

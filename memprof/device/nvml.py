@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from memprof.device.cards import CardProcess, CardUse, NvmlCard, Reading, Slice
@@ -60,9 +60,7 @@ class Nvml:
         self._open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._close()
 
     @property

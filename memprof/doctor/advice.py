@@ -11,20 +11,20 @@ from memprof.spec import TargetSpec
 
 
 @dataclass(frozen=True, slots=True)
-class DeadRun:
-    """The run that died, as far as it is known."""
+class Known:
+    """What the user says about the run that died; None: look in the log."""
 
     model: str | None = None
-    batch: int | None = None
-    length: int | None = None
+    batch_size: int | None = None
+    context_length: int | None = None
 
     def command(self, fix: str = "") -> str:
         """`memprof profile` of it."""
         words = ["memprof", "profile", "--model", self.model or "MODEL"]
-        if self.batch:
-            words += ["--batch-size", str(self.batch)]
-        if self.length:
-            words += ["--context-length", str(self.length)]
+        if self.batch_size:
+            words += ["--batch-size", str(self.batch_size)]
+        if self.context_length:
+            words += ["--context-length", str(self.context_length)]
         return shlex.join(words) + (f" --fix {fix}" if fix else "")
 
 
@@ -37,7 +37,7 @@ _SEGMENTS, _SPILLED, _HOST = _only("fragmentation"), _only("doctor: spilled"), _
 EXPANDABLE = f"export PYTORCH_CUDA_ALLOC_CONF={_SEGMENTS.alloc_conf}"
 
 
-def _against(case: str, run: DeadRun) -> tuple[Advice, ...]:
+def _against(case: str, run: Known) -> tuple[Advice, ...]:
     """The remedies of a case, in order."""
     return tuple(
         Advice(
@@ -51,7 +51,7 @@ def _against(case: str, run: DeadRun) -> tuple[Advice, ...]:
 
 
 def steps(
-    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: DeadRun, source: str
+    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str
 ) -> tuple[Advice, ...]:
     """What to try for `cause`, in order."""
     if cause in _FIXED:
@@ -69,11 +69,10 @@ def steps(
         )
     if cause is Cause.MEMORY_LIMIT:
         return (
-            Advice(
+            Advice.python(
                 "raise or remove the limit, set in the program or as per_process_memory_fraction in "
                 "the allocator's settings",
                 "torch.cuda.set_per_process_memory_fraction(1.0)",
-                "python",
             ),
             Advice("how much the run needs", run.command()),
         )
@@ -96,10 +95,9 @@ def steps(
         )
     if cause is Cause.LIBRARY_HANDLE:
         return (
-            Advice(
+            Advice.python(
                 "the library asks the driver for memory beside torch's, which has taken it all: leave it some",
                 "torch.cuda.set_per_process_memory_fraction(0.95)",
-                "python",
             ),
             Advice(
                 "a smaller batch shows whether memory is the matter; if the error stays, it is the installation",
@@ -111,9 +109,8 @@ def steps(
             ),
             *_smaller(run, tensors)[:3],
         )
-    first: tuple[Advice, ...] = ()
     if cause is Cause.FRAGMENTATION:
-        first = (
+        return (
             Advice(
                 "let segments grow instead of asking for others: what is reserved and unused becomes usable",
                 EXPANDABLE,
@@ -123,21 +120,19 @@ def steps(
                 "sizes that change from batch to batch leave gaps: pad lengths to multiples of 64, or sort by length"
             ),
             Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --what-if {_SEGMENTS.alloc_conf}"),
+            *_smaller(run, tensors),
         )
-        return first + _smaller(run, tensors)
     return _for_tensor(tensors, run) + _smaller(run, tensors)
 
 
-def _for_tensor(tensors: tuple[Candidate, ...], run: DeadRun) -> tuple[Advice, ...]:
+def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...]:
     """Remedies for the very tensor, if it is known."""
     if not tensors:
         return ()
     role = tensors[0].role
     if role.startswith("logits"):
-        last = Advice(
-            "in inference and prefill: logits of the last position alone",
-            "model(input_ids, logits_to_keep=1)",
-            "python",
+        last = Advice.python(
+            "in inference and prefill: logits of the last position alone", "model(input_ids, logits_to_keep=1)"
         )
         return (*_against("doctor: logits", run), last)
     if role.startswith("attention"):
@@ -151,10 +146,10 @@ def _for_tensor(tensors: tuple[Candidate, ...], run: DeadRun) -> tuple[Advice, .
     return _against("doctor: parameters" if "parameters" in role else "doctor: weights", run)
 
 
-def _smaller(run: DeadRun, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
+def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
     """A run that takes less, in order; what `_for_tensor` said is left out."""
     said = {step.remedy for step in _for_tensor(tensors, run)}
-    size = TargetSpec(model=run.model or "MODEL", batch_size=run.batch or 2)
+    size = TargetSpec(model=run.model or "MODEL", batch_size=run.batch_size or 2)
     listed = (
         Advice(
             "let memprof search: the set of remedies whose step takes least among those that fit", run.command("auto")
@@ -194,35 +189,30 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         Advice("or ask for no more than is free", "vllm serve MODEL --gpu-memory-utilization 0.8"),
     ),
     Cause.MODEL_SPILLS: (
-        Advice("see how the model was spread, and on what", "print(model.hf_device_map)", "python"),
+        Advice.python("see how the model was spread, and on what", "print(model.hf_device_map)"),
         Advice(
             "weights in 4 bits: a quarter of half precision",
             "memprof profile --model MODEL --quantize nf4 --mode inference",
             remedy=_SPILLED.name,
         ),
-        Advice(
-            "or run with the rest in host memory, slowly",
-            'device_map="auto", llm_int8_enable_fp32_cpu_offload=True',
-            "python",
+        Advice.python(
+            "or run with the rest in host memory, slowly", 'device_map="auto", llm_int8_enable_fp32_cpu_offload=True'
         ),
         Advice("other processes may have the card: see who does", "memprof gpus --present"),
     ),
     Cause.HOST_KILLED: (
         Advice("was it the kernel, for want of host memory?", "dmesg -T | grep -i -E 'out of memory|killed process'"),
         Advice("watch resident memory, and who takes it", "memprof monitor --log memory.csv -- python train.py"),
-        Advice(
+        Advice.python(
             "load weights once and straight to the card, not once per process",
             'from_pretrained(..., device_map={"": local_rank}, dtype="auto")',
-            "python",
         ),
         Advice(
             "what is offloaded to the host takes 12 to 16 bytes a parameter there: offload less, or to disk",
             "memprof profile --model MODEL --ladder",
         ),
-        Advice(
-            "fewer DataLoader workers: each copies what it touches of the dataset",
-            "DataLoader(..., num_workers=2)",
-            "python",
+        Advice.python(
+            "fewer DataLoader workers: each copies what it touches of the dataset", "DataLoader(..., num_workers=2)"
         ),
         Advice(
             "batches made one at a time",
@@ -237,18 +227,16 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
             "the request's size says what it is (a whole dataset, all logits of an evaluation, a model in float32): "
             "make it in pieces"
         ),
-        Advice(
-            "pinned memory cannot be swapped: fewer workers, or none pinned",
-            "DataLoader(..., pin_memory=False)",
-            "python",
+        Advice.python(
+            "pinned memory cannot be swapped: fewer workers, or none pinned", "DataLoader(..., pin_memory=False)"
         ),
     ),
     Cause.SHARED_MEMORY: (
         Advice("how large /dev/shm is, and how full", "df -h /dev/shm"),
         Advice("a container has 64 MiB unless told otherwise", "docker run --shm-size=16g ...  # or --ipc=host"),
-        Advice("fewer workers, fewer batches ahead", "DataLoader(..., num_workers=2, prefetch_factor=1)", "python"),
-        Advice(
-            "tensors of workers as files instead", 'torch.multiprocessing.set_sharing_strategy("file_system")', "python"
+        Advice.python("fewer workers, fewer batches ahead", "DataLoader(..., num_workers=2, prefetch_factor=1)"),
+        Advice.python(
+            "tensors of workers as files instead", 'torch.multiprocessing.set_sharing_strategy("file_system")'
         ),
     ),
 }

@@ -62,38 +62,35 @@ def strangers(figures: Figures) -> tuple[tuple[int, Size], ...]:
 
 def cause_of(figures: Figures) -> tuple[Cause, tuple[str, ...]]:
     """The cause, and what the figures say, one line each."""
-    tried, total, free = figures.tried, figures.total, figures.free
-    if tried is None:
+    if figures.tried is None:
         return Cause.DEVICE_MEMORY, ()
-    want = tried.num_bytes
-    said = _said(figures)
+    cause, why = _cause(figures, figures.tried)
+    return cause, (*([why] if why else []), *_said(figures))
+
+
+def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
+    """The cause of the refusal of `tried`, and what speaks for it."""
+    want, total, free = tried.num_bytes, figures.total, figures.free
     reserved, allocated = figures.reserved, figures.allocated
     unused = max(0, reserved.num_bytes - allocated.num_bytes) if reserved and allocated else 0
     allowed, held = figures.allowed, reserved or allocated
     if allowed is not None and held is not None and held.num_bytes + want > allowed.low:
-        said.insert(0, f"the program's own limit is {allowed.text}, and {held.text} of it are in use")
-        return Cause.MEMORY_LIMIT, tuple(said)
+        return Cause.MEMORY_LIMIT, f"the program's own limit is {allowed.text}, and {held.text} of it are in use"
     if total is None or not total.num_bytes:
-        return Cause.DEVICE_MEMORY, tuple(said)
+        return Cause.DEVICE_MEMORY, ""
     if tried.low > total.high:
-        said.insert(0, f"the request alone is larger than the card: {tried.text} of {total.text}")
-        return Cause.LARGE_TENSOR, tuple(said)
+        return Cause.LARGE_TENSOR, f"the request alone is larger than the card: {tried.text} of {total.text}"
     if free is not None and free.low >= tried.high and free.num_bytes >= _FREE_SHARE * total.num_bytes:
-        said.insert(0, f"{free.text} are free, and the driver refused {tried.text}")
-        return Cause.FREE_REFUSED, tuple(said)
+        return Cause.FREE_REFUSED, f"{free.text} are free, and the driver refused {tried.text}"
     others = others_bytes(figures) or 0
-    if _is_foreign(figures, others, total.num_bytes, fragmented=unused >= want) and others >= want - (
-        free.num_bytes if free else 0
-    ):
-        said.insert(0, f"other processes have {format_bytes(others)}; without them the request would fit")
-        return Cause.OTHER_PROCESSES, tuple(said)
+    missing = want - (free.num_bytes if free else 0)
+    if others >= missing and _is_foreign(figures, others, total.num_bytes, fragmented=unused >= want):
+        return Cause.OTHER_PROCESSES, f"other processes have {format_bytes(others)}; without them the request would fit"
     if unused >= want:
-        said.insert(0, f"torch holds {format_bytes(unused)} unused, in pieces too small for {tried.text}")
-        return Cause.FRAGMENTATION, tuple(said)
+        return Cause.FRAGMENTATION, f"torch holds {format_bytes(unused)} unused, in pieces too small for {tried.text}"
     if want >= _LARGE_SHARE * total.num_bytes:
-        said.insert(0, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the card")
-        return Cause.LARGE_TENSOR, tuple(said)
-    return Cause.CARD_FULL, tuple(said)
+        return Cause.LARGE_TENSOR, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the card"
+    return Cause.CARD_FULL, ""
 
 
 def _is_foreign(figures: Figures, others: int, total: int, *, fragmented: bool) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+
+from memprof.trace.plain import Plain
 
 
 class Cause(StrEnum):
@@ -123,9 +124,14 @@ class Advice:
     remedy: str = ""
     """Its name among memprof's remedies, if it is one."""
 
+    @classmethod
+    def python(cls, what: str, command: str) -> Advice:
+        """One whose command is Python."""
+        return cls(what, command, "python")
+
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Plain):
     """One error, explained.
 
     Attributes:
@@ -155,7 +161,3 @@ class Diagnosis:
     tensors: tuple[Candidate, ...] = ()
     devices: tuple[str, ...] = ()
     steps: tuple[Advice, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)

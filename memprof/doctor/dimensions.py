@@ -176,11 +176,14 @@ _LENGTH = re.compile(
 
 def batch_in(text: str) -> int | None:
     """The batch that a command line in `text` gives, if one does."""
-    match = _BATCH.search(text)
-    return int(match[1]) if match and 0 < int(match[1]) < 1 << 20 else None
+    return _number_in(_BATCH, text, range(1, 1 << 20))
 
 
 def length_in(text: str) -> int | None:
     """The sequence length that a command line in `text` gives, if one does."""
-    match = _LENGTH.search(text)
-    return int(match[1]) if match and 1 < int(match[1]) < 1 << 24 else None
+    return _number_in(_LENGTH, text, range(2, 1 << 24))
+
+
+def _number_in(pattern: re.Pattern[str], text: str, sensible: range) -> int | None:
+    match = pattern.search(text)
+    return int(match[1]) if match and int(match[1]) in sensible else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
@@ -24,23 +25,19 @@ MAX_DIAGNOSES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the user says about the run; None: look in the log."""
-
-    model: str | None = None
-    batch_size: int | None = None
-    context_length: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class _Error:
     signature: Signature
     passage: Passage
     message: str
     first_line: str
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Ranks print one error with their own figures; what is left names it."""
+        return self.signature.name, self.message[:160]
 
-def diagnose(stream: BinaryIO, name: str, known: Known | None = None) -> list[Diagnosis]:
+
+def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> list[Diagnosis]:
     """The errors in a log, explained: the one that explains the others first; empty if there is none.
 
     Args:
@@ -51,33 +48,22 @@ def diagnose(stream: BinaryIO, name: str, known: Known | None = None) -> list[Di
     Raises:
         UsageError: this is no text, or the model is not in the catalog.
     """
-    known = known or Known()
+    known = known or advice.Known()
     model = find_dimensions(known.model) if known.model else None
     log = Log(stream, name)
     found: list[_Error] = []
-    counts: dict[tuple[str, str], int] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for passage in log.passages():
         error = _recognise(passage)
         if error is None:
             continue
         if found and passage.line - found[-1].passage.line <= _SAME_ERROR_LINES and _repeats(found[-1], error):
             continue
-        key = (error.signature.name, _without_rank(error.message))
-        counts[key] = counts.get(key, 0) + 1
-        if counts[key] == 1:
+        counts[error.key] += 1
+        if counts[error.key] == 1:
             found.append(error)
     ranked = sorted(found, key=lambda error: error.signature.rank)[:MAX_DIAGNOSES]
-    return [
-        replace(
-            _explain(error, log.head, known, model), count=counts[error.signature.name, _without_rank(error.message)]
-        )
-        for error in ranked
-    ]
-
-
-def _without_rank(message: str) -> str:
-    """Ranks print one error with their own figures; what is left names it."""
-    return message[:160]
+    return [replace(_explain(error, log.head, known, model), count=counts[error.key]) for error in ranked]
 
 
 def _repeats(earlier: _Error, later: _Error) -> bool:
@@ -115,7 +101,7 @@ def _one(message: str) -> str:
     return message
 
 
-def _explain(error: _Error, head: str, known: Known, model: Dimensions | None) -> Diagnosis:
+def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | None) -> Diagnosis:
     signature, passage = error.signature, error.passage
     stack = frames(passage)
     where = telling(stack)
@@ -142,10 +128,11 @@ def _explain(error: _Error, head: str, known: Known, model: Dimensions | None) -
     tensors: tuple[Candidate, ...] = ()
     if cause not in (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY):
         tensors = _tensors(figures, model, known, nearby, stack)
-    run = advice.DeadRun(model.model if model else None, known.batch_size, known.context_length)
+    run = replace(known, model=model.model if model else None)
     if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:
         # The rows of the likeliest tensor are the run's.
-        run = advice.DeadRun(model.model, run.batch or tensors[0].shape[0], run.length or tensors[0].shape[1])
+        batch, length, _ = tensors[0].shape
+        run = advice.Known(model.model, run.batch_size or batch, run.context_length or length)
     return replace(
         base,
         title=_title(cause, figures, tensors),
@@ -155,7 +142,7 @@ def _explain(error: _Error, head: str, known: Known, model: Dimensions | None) -
 
 
 def _tensors(
-    figures: Figures, model: Dimensions | None, known: Known, nearby: str, stack: list[Frame]
+    figures: Figures, model: Dimensions | None, known: advice.Known, nearby: str, stack: list[Frame]
 ) -> tuple[Candidate, ...]:
     interval = requested(figures)
     if interval is None:

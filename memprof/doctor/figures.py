@@ -7,7 +7,9 @@ c10/cuda/CUDAMallocAsyncAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm, and vL
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from decimal import Decimal
+from typing import Any
 
 from memprof.doctor.diagnosis import Figures, Size
 from memprof.units import GIB, KIB, MIB, TIB
@@ -39,30 +41,28 @@ def _find(pattern: str, text: str) -> Size | None:
     return None if size.num_bytes >= _NONSENSE else size
 
 
-def sum_sizes(first: Size, second: Size, text: str = "") -> Size:
+def _request(text: str, tried: str, device: str = "", **amounts: str) -> Figures:
+    """Of an allocator that says what it was asked for, by the pattern of each figure."""
+    found: dict[str, Any] = {name: _find(pattern, text) for name, pattern in amounts.items()}
+    index = re.search(device, text) if device else None
+    return Figures(tried=_find(tried, text), tried_is_segment=False, device=int(index[1]) if index else None, **found)
+
+
+def _sum(first: Size, second: Size) -> Size:
     """Both together; their doubts add up."""
     total = first.num_bytes + second.num_bytes
-    return Size(text or f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
-
-
-def _device(text: str, *patterns: str) -> int | None:
-    for pattern in patterns:
-        match = re.search(pattern, text)
-        if match:
-            return int(match[1])
-    return None
+    return Size(f"{total / GIB:.2f} GiB", total, first.low + second.low, first.high + second.high)
 
 
 def caching_allocator(text: str) -> Figures:
     """Of torch's caching allocator (CUDA, ROCm or XPU), in any release's words; `text` is one line."""
     tried = _find("Tried to allocate AMOUNT", text)
-    # Before 1.4 the last figure was "cached": what the allocator held beyond the allocated.
-    cached = _find("AMOUNT cached", text)
     allocated = _find("AMOUNT already allocated", text) or _find("Of the allocated memory AMOUNT is allocated", text)
     reserved = _find("AMOUNT reserved in total by PyTorch", text)
-    unallocated = _find("AMOUNT is reserved by PyTorch but unallocated", text) or cached
+    # Before 1.4 the last figure was "cached": what the allocator held beyond the allocated.
+    unallocated = _find("AMOUNT is reserved by PyTorch but unallocated", text) or _find("AMOUNT cached", text)
     if reserved is None and allocated is not None and unallocated is not None:
-        reserved = sum_sizes(allocated, unallocated)
+        reserved = _sum(allocated, unallocated)
     process = _find("this process has AMOUNT memory in use", text)
     if process is not None and allocated is not None and process.high < allocated.low:
         process = None  # NVML knows nothing of processes on this system (WSL, a container)
@@ -73,10 +73,11 @@ def caching_allocator(text: str) -> Figures:
     )
     whole_mib = tried is not None and tried.text.endswith("MiB") and tried.num_bytes % MIB == 0
     segment = tried is not None and (tried.text.endswith("GiB") or (whole_mib and tried.num_bytes // MIB % 2 == 0))
+    device = re.search(r"GPU (\d+)[; ]", text) or re.search(r"XPU (\d+)[; ]", text)
     return Figures(
         tried=tried,
         tried_is_segment=segment,
-        device=_device(text, r"GPU (\d+)[; ]", r"XPU (\d+)[; ]"),
+        device=int(device[1]) if device else None,
         total=_find("AMOUNT total capacity", text) or _find(r"total capac(?:i)?ty of AMOUNT", text),
         free=_find("of which AMOUNT is free", text) or _find("AMOUNT free[;)]", text),
         process=process,
@@ -90,27 +91,22 @@ def caching_allocator(text: str) -> Figures:
 
 def malloc_async(text: str) -> Figures:
     """Of the cudaMallocAsync backend: it asks for exactly what was requested."""
-    allowed = _find(r"PyTorch limit \(set by user-supplied memory fraction\) ?: ?AMOUNT", text)
-    return Figures(
-        tried=_find("Requested ?: ?AMOUNT", text),
-        tried_is_segment=False,
-        device=_device(text, r"Allocation on device (\d+)"),
-        total=_find("Device limit ?: ?AMOUNT", text),
-        free=_find(r"Free \(according to CUDA\) ?: ?AMOUNT", text),
-        allowed=allowed,
-        allocated=_find("Currently allocated ?: ?AMOUNT", text),
+    return _request(
+        text,
+        "Requested ?: ?AMOUNT",
+        r"Allocation on device (\d+)",
+        total="Device limit ?: ?AMOUNT",
+        free=r"Free \(according to CUDA\) ?: ?AMOUNT",
+        allowed=r"PyTorch limit \(set by user-supplied memory fraction\) ?: ?AMOUNT",
+        allocated="Currently allocated ?: ?AMOUNT",
     )
 
 
 def mps(text: str) -> Figures:
     """Of the allocator for Apple's GPUs; what it calls the allowed maximum is all that there is."""
-    return Figures(
-        tried=_find("Tried to allocate AMOUNT", text),
-        tried_is_segment=False,
-        total=_find("max allowed: AMOUNT", text),
-        allocated=_find("MPS allocated: AMOUNT", text),
-        others=tuple((0, size) for size in [_find("other allocations: AMOUNT", text)] if size is not None),
-    )
+    found = _request(text, "Tried to allocate AMOUNT", total="max allowed: AMOUNT", allocated="MPS allocated: AMOUNT")
+    others = _find("other allocations: AMOUNT", text)
+    return found if others is None else replace(found, others=((0, others),))
 
 
 def engine_budget(text: str) -> Figures:
@@ -133,27 +129,20 @@ def engine_budget(text: str) -> Figures:
 
 def kv_cache(text: str) -> Figures:
     """Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is."""
-    return Figures(
-        tried=_find(r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT", text),
-        tried_is_segment=False,
-        free=_find(r"available KV cache memory \(AMOUNT\)", text),
-    )
+    needed = r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT"
+    return _request(text, needed, free=r"available KV cache memory \(AMOUNT\)")
 
 
 def host_request(text: str) -> Figures:
     """Of a refused request for host memory (bytes); pinned memory among it."""
-    return Figures(tried=_find("tried to allocate AMOUNT", text), tried_is_segment=False)
+    return _request(text, "tried to allocate AMOUNT")
 
 
 def xla(text: str) -> Figures:
     """Of XLA (JAX, TensorFlow): bytes, or an amount with a unit."""
-    return Figures(tried=_find("(?:trying to allocate|attempting to allocate) AMOUNT", text), tried_is_segment=False)
+    return _request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
 
 
 def cuda_malloc(text: str) -> Figures:
     """Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for."""
-    return Figures(
-        tried=_find("allocating AMOUNT on device", text),
-        tried_is_segment=False,
-        device=_device(text, r"on device (\d+)"),
-    )
+    return _request(text, "allocating AMOUNT on device", r"on device (\d+)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
 from memprof.allocator.releases import LATEST, Release, release_for
 from memprof.device.cards import Reading
-from memprof.device.environment import Environment, read_environment
+from memprof.device.environment import Environment, installed_release, read_environment
 from memprof.device.host import available_bytes, memory_bytes
 from memprof.device.nvml import read_cards
 from memprof.errors import UsageError
@@ -115,7 +114,7 @@ def check_installation(
     cards = read_cards() if cards is None else cards
     environment = read_environment(cards) if environment is None else environment
     host = read_host() if host is None else host
-    version = _installed if version is None else version
+    version = installed_release if version is None else version
     findings = [Check("error", note) for note in environment.notes]
     if environment.torch_version is None:
         findings.append(Check("note", "torch is not installed in this Python", "run memprof where your training runs"))
@@ -128,13 +127,6 @@ def check_installation(
         tuple(_facts(environment, cards, host, version)),
         tuple(sorted(findings, key=lambda check: order[check.severity])),
     )
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _release(environment: Environment) -> Release:
@@ -217,19 +209,16 @@ def _settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]
         yield from _contradictions(config, name, variables[name])
 
 
+_NATIVE = (
+    "max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions", "expandable_segments",
+    "max_non_split_rounding_mb",
+)  # fmt: skip
+"""Settings of torch's own allocator."""
+
+
 def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[Check]:
     """Settings that cancel each other. Source: c10/cuda/CUDACachingAllocator.cpp (docs/allocator.md)."""
-    native = [
-        key
-        for key in (
-            "max_split_size_mb",
-            "garbage_collection_threshold",
-            "roundup_power2_divisions",
-            "expandable_segments",
-            "max_non_split_rounding_mb",
-        )
-        if key in text
-    ]
+    native = [key for key in _NATIVE if key in text]
     if config.backend != "native" and native:
         yield Check(
             "warning",
@@ -357,8 +346,7 @@ def version_tuple(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _libraries(version: Callable[[str], str | None]) -> list[Check]:
-    found = []
+def _libraries(version: Callable[[str], str | None]) -> Iterator[Check]:
     for known in _KNOWN:
         installed = version(known.package)
         numbers = version_tuple(installed or "")
@@ -366,8 +354,7 @@ def _libraries(version: Callable[[str], str | None]) -> list[Check]:
             continue
         if known.package == "torch" and _has_cudnn(version, (9, 15)):
             continue
-        found.append(Check("warning", f"{known.package} {installed}: {known.problem}", known.hint, "", known.source))
-    return found
+        yield Check("warning", f"{known.package} {installed}: {known.problem}", known.hint, "", known.source)
 
 
 def _has_cudnn(version: Callable[[str], str | None], least: tuple[int, ...]) -> bool:

@@ -24,20 +24,20 @@ MAX_PASSAGES = 60
 _HEAD = 256 << 10
 """Of the log's beginning, where programs print what they were told to run."""
 
-_MAGIC = (
+_MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"\x1f\x8b", "a gzip file", "zcat FILE | memprof doctor"),
     (b"PK\x03\x04", "a zip archive (of torch.save, perhaps)", "give the text that the program printed"),
     (b"\x28\xb5\x2f\xfd", "a zstd file", "zstdcat FILE | memprof doctor"),
     (b"BZh", "a bzip2 file", "bzcat FILE | memprof doctor"),
     (b"\xfd7zXZ", "an xz file", "xzcat FILE | memprof doctor"),
     (b"\x7fELF", "a program", "give the text that it printed"),
-    (b"\x89PNG", "a picture", "give the text that is on it"),
-    (b"\xff\xd8\xff", "a picture", "give the text that is on it"),
+    ((b"\x89PNG", b"\xff\xd8\xff"), "a picture", "give the text that is on it"),
     (b"%PDF", "a PDF", "give the text that is in it"),
-    (b"\x80\x02", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
-    (b"\x80\x03", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
-    (b"\x80\x04", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
-    (b"\x80\x05", "a pickle", "a snapshot of torch is for: memprof analyze FILE"),
+    (
+        (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+        "a pickle",
+        "a snapshot of torch is for: memprof analyze FILE",
+    ),
 )
 _ANCHORS = (
     "of memory", "of-memory", " allocate", "preemptively", "allowed memory", "same device", "should be the same",

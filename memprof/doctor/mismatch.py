@@ -114,59 +114,50 @@ def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Advice, ...]:
 def _steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
-        yield Advice(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()", "python")
+        yield Advice.python(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()")
         return
     if "meta" in mismatch.devices:
-        yield Advice(
+        yield Advice.python(
             "some weights were never loaded: load with a device_map, or make them on a device and then load",
             'model = AutoModelForCausalLM.from_pretrained(MODEL, device_map="auto")',
-            "python",
         )
         return
     cards = {device for device in mismatch.devices if device not in ("cpu", "cuda", "mps")}
     if mismatch.argument == "generator":
-        yield Advice("make the generator on the device of the tensors", 'torch.Generator(device="cuda")', "python")
+        yield Advice.python("make the generator on the device of the tensors", 'torch.Generator(device="cuda")')
         return
     if len(cards) > 1:
-        yield Advice(
+        yield Advice.python(
             "the model is spread over cards (device_map) and a tensor of one layer's card meets another's: "
             "see where each layer is",
             "print(model.hf_device_map)",
-            "python",
         )
-        yield Advice(
-            f"move the tensor to the other's device before they meet{at}",
-            "tensor = tensor.to(other.device)",
-            "python",
+        yield Advice.python(
+            f"move the tensor to the other's device before they meet{at}", "tensor = tensor.to(other.device)"
         )
-        yield Advice("or keep the whole model on one card, if it fits", 'device_map={"": 0}', "python")
+        yield Advice.python("or keep the whole model on one card, if it fits", 'device_map={"": 0}')
         return
     if (
         mismatch.argument in ("index", "indices", "input")
         or "index_select" in mismatch.kernel
         or "embedding" in mismatch.kernel
     ):
-        yield Advice(
+        yield Advice.python(
             f"the inputs are on another device than the model: move the batch{at}",
             "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",
-            "python",
         )
-        yield Advice("or the model was never moved", 'model.to("cuda")', "python")
+        yield Advice.python("or the model was never moved", 'model.to("cuda")')
     elif mismatch.argument in _WEIGHTS:
-        yield Advice(
+        yield Advice.python(
             f"a weight is on another device: a module made after model.to(), or kept in a plain list or dict{at}",
             "self.layers = torch.nn.ModuleList(layers)  # then model.to(device)",
-            "python",
         )
-    yield Advice(
-        f"make the tensor where the others are{at}",
-        "torch.zeros(n, device=other.device)  # or tensor.to(other.device)",
-        "python",
+    yield Advice.python(
+        f"make the tensor where the others are{at}", "torch.zeros(n, device=other.device)  # or tensor.to(other.device)"
     )
-    yield Advice(
+    yield Advice.python(
         "a tensor that a module keeps moves with model.to() once it is a buffer",
         'self.register_buffer("mask", mask, persistent=False)',
-        "python",
     )
     placement = helping("device-mismatch")[0].name
     yield Advice(

@@ -75,39 +75,22 @@ class Question:
     wide: bool = False
 
 
-_ROLES = (
-    (
-        "logits",
-        ("lm_head", "cross_entropy", "log_softmax", "logits", "loss_function", "logprob", "nll_loss", "log_prob"),
-    ),
-    ("attention", ("attn", "attention", "softmax", "scores", "baddbmm", "matmul(q", "sdpa", "einsum")),
-    ("feed-forward", ("mlp", "act_fn", "gate_proj", "up_proj", "down_proj", "gelu", "silu", "feed_forward", "ffn")),
-    (
-        "weights",
-        ("convert(", "_apply", "load_", "from_pretrained", "create_weights", "Parameter(", ".cuda()", "param.to"),
-    ),
-    (
-        "optimizer",
-        (
-            "exp_avg",
-            "optimizer",
-            "adam",
-            "_init_group",
-            "flatten_dense",
-            "fp32_partition",
-            "single_partition",
-            "initialize_optimizer_states",
-            "flat_param",
-        ),
-    ),
-    ("cache", ("key_cache", "past_key", "cache_utils", "kv_cache", "DynamicCache")),
-)
+_ROLES = {
+    "logits": "lm_head cross_entropy log_softmax logits loss_function logprob nll_loss log_prob",
+    "attention": "attn attention softmax scores baddbmm matmul(q sdpa einsum",
+    "feed-forward": "mlp act_fn gate_proj up_proj down_proj gelu silu feed_forward ffn",
+    "weights": "convert( _apply load_ from_pretrained create_weights Parameter( .cuda() param.to",
+    "optimizer": "exp_avg optimizer adam _init_group flatten_dense fp32_partition single_partition "
+    "initialize_optimizer_states flat_param",
+    "cache": "key_cache past_key cache_utils kv_cache DynamicCache",
+}
+"""Words of the code in which tensors of a role are made."""
 
 
 def roles_in(frames: Sequence[str]) -> frozenset[str]:
     """What a traceback's innermost frames speak of: roles of tensors."""
     text = "\n".join(frames)
-    return frozenset(role for role, words in _ROLES if any(word in text for word in words))
+    return frozenset(role for role, words in _ROLES.items() if any(word in text for word in words.split()))
 
 
 def candidates(question: Question, most: int = 5) -> list[Candidate]:
@@ -287,10 +270,5 @@ def _roundest(low: int, high: int) -> int:
     """The number from `low` to `high` that is divisible by the highest power of two; 0 if there is none."""
     if low > high:
         return 0
-    power = 1 << (high.bit_length())
-    while power > 1:
-        multiple = -(-low // power) * power
-        if multiple <= high:
-            return multiple
-        power >>= 1
-    return low
+    multiples = (-(-low >> power) << power for power in range(high.bit_length(), -1, -1))
+    return next(multiple for multiple in multiples if multiple <= high)

@@ -1,4 +1,4 @@
-"""One decoder layer, operator by operator, as transformers writes it: `forward` plays it on a tape.
+"""One decoder layer, operator by operator, as transformers writes it: `Layer.forward` plays it on a tape.
 
 Sources: transformers/models/*/modeling_*.py, and for what attention keeps aten/src/ATen/native/transformers/cuda/ of
 PyTorch.
@@ -13,11 +13,6 @@ FLASH_MAX_HEAD = 256
 """The flash attention kernels take heads up to this size (sdp_utils.cpp, check_flash_attention_hardware_support)."""
 
 
-def forward(tape: Tape, setting: Setting, hidden: Tensor) -> Tensor:
-    """One layer on `hidden`; returns its output."""
-    return Layer(tape, setting).forward(hidden)
-
-
 class Layer(Projections):
     """One layer that plays on a tape."""
 
@@ -26,47 +21,31 @@ class Layer(Projections):
         if self.g.norm == "layer":
             return self._layer_norm(x, name)
         tape, width = self.tape, x.width if width is None else width
-        params = [] if not self.trains else [width]
         wide = tape.cast(x, FLOAT32, f"{x.name}, float32 for the norm")
         squares = tape.op([wide], x.width, FLOAT32, keeps=[wide])
-        root = tape.op([squares], rows, FLOAT32, keeps_output=True, name="norm statistics")
-        tape.drop(squares)
+        root = tape.op([squares], rows, FLOAT32, keeps_output=True, name="norm statistics", drops=[squares])
         normed = tape.op([wide, root], x.width, FLOAT32, keeps=[wide, root], name=f"{name} before its weight, float32")
         tape.drop(wide, root)
-        grad = sum(params) * self.setting.item
-        if self.g.norm == "rms":
-            cast = tape.cast(normed, x.item, f"{name} before its weight")
-            tape.drop(normed)
-            item = max(cast.item, self._norm_weight_item())
-            result = tape.op(
-                [cast], x.width, item, keeps=[cast] if self.trains else (), trains=self.trains, param_grad=grad,
-                temporary=tape.tokens * x.width * item if self.trains else 0, name=name,
-            )  # fmt: skip
-            tape.drop(cast)
-            return result
+        grad = width * self.setting.item if self.trains else 0
+        item, is_cast_first = FLOAT32, self.g.norm == "rms"
+        if is_cast_first:
+            normed = tape.cast(normed, x.item, f"{name} before its weight", drops=[normed])
+            item = max(normed.item, self.setting.stream_item)
         weighted = tape.op(
-            [normed], x.width, FLOAT32, keeps=[normed] if self.trains else (), trains=self.trains, param_grad=grad,
-            temporary=tape.tokens * x.width * FLOAT32 if self.trains else 0, name=name,
+            [normed], x.width, item, keeps=[normed] if self.trains else (), trains=self.trains, param_grad=grad,
+            temporary=tape.tokens * x.width * item if self.trains else 0, name=name, drops=[normed],
         )  # fmt: skip
-        tape.drop(normed)
-        result = tape.cast(weighted, x.item, name)
-        tape.drop(weighted)
-        return result
-
-    def _norm_weight_item(self) -> int:
-        return self.setting.stream_item
+        return weighted if is_cast_first else tape.cast(weighted, x.item, name, drops=[weighted])
 
     def _layer_norm(self, x: Tensor, name: str) -> Tensor:
         tape = self.tape
         item = FLOAT32 if self.setting.amp else x.item
         wide = tape.cast(x, item, f"{x.name}, float32 for the norm")
         grad = 2 * x.width * self.setting.item if self.trains else 0
-        result = tape.op(
+        return tape.op(
             [wide], x.width, item, keeps=[wide], extra=2 * FLOAT32 * tape.tokens,
-            trains=self.trains, param_grad=grad, name=name,
+            trains=self.trains, param_grad=grad, name=name, drops=[wide],
         )  # fmt: skip
-        tape.drop(wide)
-        return result
 
     def rotate(self, x: Tensor, name: str) -> Tensor:
         """Rotary positions, on all or a part of each head; `x` is given up."""
@@ -79,14 +58,10 @@ class Layer(Projections):
         cosine = tape.op([x], width, item)
         turned = tape.op([x], width, x.item)
         tape.during(tape.tokens * width * x.item // 2)
-        sine = tape.op([turned], width, item)
-        tape.drop(turned)
-        result = tape.add(cosine, sine, name)
-        tape.drop(cosine, sine)
+        sine = tape.op([turned], width, item, drops=[turned])
+        result = tape.add(cosine, sine, name, drops=[cosine, sine])
         if share < 1:
-            whole = tape.op([result, x], x.width, item, name=name)
-            tape.drop(result)
-            result = whole
+            result = tape.op([result, x], x.width, item, name=name, drops=[result])
         tape.drop(x)
         return result
 
@@ -146,11 +121,10 @@ class Layer(Projections):
         scaled_k = tape.op([wide[0]], g.attention_width, FLOAT32, name="key, scaled")
         scores = tape.op([scaled_q, scaled_k], scores_width, FLOAT32, keeps=[scaled_q, scaled_k])
         tape.drop(scaled_q, scaled_k)
-        shares = tape.op([scores], scores_width, FLOAT32, keeps_output=True, name="attention scores")
-        tape.drop(scores)
-        result = tape.op([shares, wide[1]], q.width, FLOAT32, keeps=[shares, wide[1]], name="attention output")
-        tape.drop(shares, *wide)
-        return result
+        shares = tape.op([scores], scores_width, FLOAT32, keeps_output=True, name="attention scores", drops=[scores])
+        return tape.op(
+            [shares, wide[1]], q.width, FLOAT32, keeps=[shares, wide[1]], name="attention output", drops=[shares, *wide]
+        )
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Gemma 2's scores go through tanh, which no kernel of torch does (modeling_gemma2.py)."""
@@ -159,20 +133,16 @@ class Layer(Projections):
         wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
         scores = tape.op([q, wide[0]], scores_width, item, keeps=[q, wide[0]])
         for keeps_output in (False, False, True, False):  # times scale, over the cap, tanh, times the cap
-            after = tape.op([scores], scores_width, item, keeps_output=keeps_output, name="attention scores, capped")
-            tape.drop(scores)
-            scores = after
+            name = "attention scores, capped"
+            scores = tape.op([scores], scores_width, item, keeps_output=keeps_output, name=name, drops=[scores])
         if self.setting.context_length > 1:  # the mask of what comes later
-            after = tape.op([scores], scores_width, item)
-            tape.drop(scores)
-            scores = after
+            scores = tape.op([scores], scores_width, item, drops=[scores])
         shares = tape.op([scores], scores_width, FLOAT32, keeps_output=True, name="attention scores, float32")
         tape.drop(scores)
-        half = tape.cast(shares, item, "attention scores after softmax")
-        tape.drop(shares)
-        result = tape.op([half, wide[1]], q.width, item, keeps=[half, wide[1]], name="attention output")
-        tape.drop(half, *wide)
-        return result
+        half = tape.cast(shares, item, "attention scores after softmax", drops=[shares])
+        return tape.op(
+            [half, wide[1]], q.width, item, keeps=[half, wide[1]], name="attention output", drops=[half, *wide]
+        )
 
     def _cached(self, tensor: Tensor) -> Tensor:
         """A new tensor in the cache (cache_utils.py, DynamicLayer.update), which is counted as such."""
@@ -195,9 +165,7 @@ class Layer(Projections):
         else:
             q = self.linear(x, "q", "query")
             if g.family == "opt":  # the scale is applied by hand
-                scaled = tape.op([q], q.width, q.item, name="query")
-                tape.drop(q)
-                q = scaled
+                q = tape.op([q], q.width, q.item, name="query", drops=[q])
             k = self.linear(x, "k", "key")
             v = self.linear(x, "v", "value")
             if g.qk_norm:
@@ -205,9 +173,8 @@ class Layer(Projections):
             q, k = self.rotate(q, "query"), self.rotate(k, "key")
         result = self.attend(q, k, v)
         if self._is_copied():
-            copy = tape.op([result], result.width, result.item, name="attention output, heads side by side")
-            tape.drop(result)
-            result = copy
+            name = "attention output, heads side by side"
+            result = tape.op([result], result.width, result.item, name=name, drops=[result])
         projected = self.linear(result, "o", "attention projection")
         tape.drop(result)
         return projected
@@ -233,12 +200,9 @@ class Layer(Projections):
         tape, g = self.tape, self.g
         if not g.gated:
             up = self.linear(x, "up", "MLP up")
-            active = self.activate(up, g.activation)
+            product = self.activate(up, g.activation)
             tape.drop(up)
-            down = self.linear(active, "down", "MLP down")
-            tape.drop(active)
-            return down
-        if g.fused_up:
+        elif g.fused_up:
             both = self.linear(x, "up", "gate and up")
             # A view of half of it each.
             gate = tape.op([both], g.intermediate, both.item, keeps=[both], name="activated gate")
@@ -246,11 +210,9 @@ class Layer(Projections):
             tape.drop(gate, both)
         else:
             raw = self.linear(x, "gate", "gate")
-            gate = tape.op([raw], raw.width, raw.item, keeps=[raw], name="activated gate")
-            tape.drop(raw)
+            gate = tape.op([raw], raw.width, raw.item, keeps=[raw], name="activated gate", drops=[raw])
             up = self.linear(x, "up", "up")
-            product = tape.op([gate, up], up.width, up.item, keeps=[gate, up], name="gate times up")
-            tape.drop(gate, up)
+            product = tape.op([gate, up], up.width, up.item, keeps=[gate, up], name="gate times up", drops=[gate, up])
         down = self.linear(product, "down", "MLP down")
         tape.drop(product)
         return down
@@ -267,30 +229,20 @@ class Layer(Projections):
         item = FLOAT32 if self.setting.amp else x.item
         half = tape.op([x], x.width, x.item, name="half of the input of GELU")
         wide = tape.cast(x, item, "input of GELU, float32")
-        cube = tape.op([wide], x.width, item, keeps=[wide])
-        tape.drop(wide)
-        small = tape.op([cube], x.width, item)
-        tape.drop(cube)
-        inner = tape.add(x, small)
-        tape.drop(small)
-        scaled = tape.op([inner], x.width, item)
-        tape.drop(inner)
-        tanh = tape.op([scaled], x.width, item, keeps_output=True, name="tanh of GELU")
-        tape.drop(scaled)
-        one = tape.op([tanh], x.width, item, name="1 + tanh of GELU")
-        tape.drop(tanh)
-        result = tape.op([half, one], x.width, item, keeps=[half, one], name="activated")
-        tape.drop(half, one)
-        return result
+        cube = tape.op([wide], x.width, item, keeps=[wide], drops=[wide])
+        small = tape.op([cube], x.width, item, drops=[cube])
+        inner = tape.add(x, small, drops=[small])
+        scaled = tape.op([inner], x.width, item, drops=[inner])
+        tanh = tape.op([scaled], x.width, item, keeps_output=True, name="tanh of GELU", drops=[scaled])
+        one = tape.op([tanh], x.width, item, name="1 + tanh of GELU", drops=[tanh])
+        return tape.op([half, one], x.width, item, keeps=[half, one], name="activated", drops=[half, one])
 
     def dropped(self, x: Tensor) -> Tensor:
         """Dropout in training: a new tensor, and a mask of a byte per element; `x` is given up."""
         if not (self.g.dropout and self.setting.training):
             return x
         mask = self.tape.tokens * x.width if x.needs_grad else 0
-        result = self.tape.op([x], x.width, x.item, extra=mask, name="dropout")
-        self.tape.drop(x)
-        return result
+        return self.tape.op([x], x.width, x.item, extra=mask, name="dropout", drops=[x])
 
     # -- the layer
 
@@ -309,8 +261,7 @@ class Layer(Projections):
                 normed = self.norm(out, f"output of {name}, normed")
                 tape.drop(out)
                 out = normed
-            summed = tape.add(x, out, f"residual after {name}")
-            tape.drop(out)
+            summed = tape.add(x, out, f"residual after {name}", drops=[out])
             if x is not hidden:
                 tape.drop(x)
             x = summed
@@ -329,11 +280,8 @@ class Layer(Projections):
             attended = self.dropped(attended)
         out = self.dropped(self.mlp(normed))
         tape.drop(normed)
-        both = tape.add(out, attended)
-        tape.drop(out, attended)
-        summed = tape.add(both, hidden, "hidden states")
-        tape.drop(both)
-        return summed
+        both = tape.add(out, attended, drops=[out, attended])
+        return tape.add(both, hidden, "hidden states", drops=[both])
 
 
 def kept_per_layer(setting: Setting, *, hidden_needs_grad: bool = True) -> tuple[Tape, int]:
@@ -342,7 +290,7 @@ def kept_per_layer(setting: Setting, *, hidden_needs_grad: bool = True) -> tuple
     hidden = tape.given(
         setting.geometry.hidden, setting.stream_item, needs_grad=hidden_needs_grad, name="hidden states"
     )
-    output = forward(tape, setting, hidden)
+    output = Layer(tape, setting).forward(hidden)
     tape.drop(output)
     if hidden.holders > 1:  # it is the output of the layer before
         tape.kept[f"{hidden.name} #0"] = hidden.num_bytes

@@ -6,11 +6,11 @@ categories, so that they can be laid beside the virtual GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from memprof.estimate.geometry import Geometry, Subject
-from memprof.estimate.layers import Layer, forward, kept_per_layer
+from memprof.estimate.layers import Layer, kept_per_layer
 from memprof.estimate.methods import Plan
 from memprof.estimate.projections import Setting
 from memprof.estimate.tape import FLOAT32, Tape
@@ -133,9 +133,7 @@ def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) ->
     )
 
 
-def moments(
-    subject: Subject, plan: Plan, batch_size: int, context_length: int, shards: Shards, workspace: int
-) -> tuple[Moment, ...]:
+def moments(subject: Subject, plan: Plan, batch_size: int, context_length: int, shards: Shards) -> tuple[Moment, ...]:
     """Every moment at which the run may be at its highest.
 
     Args:
@@ -144,7 +142,6 @@ def moments(
         batch_size: sequences of a micro-batch.
         context_length: tokens of each.
         shards: how the state is spread.
-        workspace: bytes of one cuBLAS workspace.
     """
     held = state(subject, plan)
     if plan.method.kind == "weights":
@@ -152,16 +149,16 @@ def moments(
     assert subject.geometry is not None
     setting = setting_of(subject.geometry, plan, batch_size, context_length)
     if plan.method.kind == "inference":
-        return (_prompt(setting, held, workspace),)
-    return tuple(_Training(setting, plan, held, shards, workspace).moments())
+        return (_prompt(setting, held),)
+    return tuple(_Training(setting, plan, held, shards).moments())
 
 
-def _prompt(setting: Setting, held: State, workspace: int) -> Moment:
+def _prompt(setting: Setting, held: State) -> Moment:
     """The last layer of the prompt's forward: the cache is full, and the layer's tensors are alive."""
     g = setting.geometry
     tape = Tape(setting.tokens, training=False)
     hidden = tape.given(g.hidden, setting.stream_item, needs_grad=False, name="hidden states")
-    forward(tape, setting, hidden)
+    Layer(tape, setting).forward(hidden)
     # The model's forward holds on to the embedding's output and to the layer's input.
     around = 2 * hidden.num_bytes + _positions(setting)
     return Moment(
@@ -170,7 +167,7 @@ def _prompt(setting: Setting, held: State, workspace: int) -> Moment:
             "parameters": held.parameters,
             "KV cache": kv_cache(setting),
             "activations": tape.peak + around,
-            "library workspace": workspace,
+            "library workspace": CUBLAS_WORKSPACE,
         },
     )
 
@@ -195,7 +192,7 @@ def _positions(setting: Setting) -> int:
 class _Training:
     """The moments of a training step in its steady state: optimizer state is there, gradients are not."""
 
-    def __init__(self, setting: Setting, plan: Plan, held: State, shards: Shards, workspace: int) -> None:
+    def __init__(self, setting: Setting, plan: Plan, held: State, shards: Shards) -> None:
         self.setting, self.plan, self.held, self.shards = setting, plan, held, shards
         self.g = g = setting.geometry
         self.tokens = setting.tokens
@@ -204,11 +201,12 @@ class _Training:
         self.static: Terms = {
             "parameters": held.parameters // shards.parameters,
             "optimizer state": held.optimizer // shards.optimizer,
-            "library workspace": 2 * workspace,
+            "library workspace": 2 * CUBLAS_WORKSPACE,
         }
         self.communication = self._communication()
         self.logits_item = setting.compute_item
         self.vocab_tokens = g.vocab * self.tokens
+        self.logits_bytes = self.logits_item * self.vocab_tokens
         self.hidden_bytes = g.hidden * setting.stream_item * self.tokens
         self.final = self._final_norm()
         self.kept = self._kept()
@@ -255,82 +253,61 @@ class _Training:
 
     def _logits(self) -> int:
         """The logits, which the caller holds, with what a cap on them keeps."""
-        capped = self.logits_item * self.vocab_tokens if self.g.softcap else 0
-        return self.logits_item * self.vocab_tokens + capped + self._head_copy()
+        return self.logits_bytes * (2 if self.g.softcap else 1) + self._head_copy()
 
-    def _terms(self, *, activations: int, gradients: int = 0, logits: int = 0, temporaries: int = 0) -> Terms:
-        terms = dict(self.static)
-        terms["gradients"] = gradients // self.shards.gradients
-        terms["activations"] = activations
-        terms["logits and loss"] = logits
-        terms["temporaries"] = temporaries
-        if self.communication:
-            terms["communication"] = self.communication
-        return terms
+    def _moment(
+        self, name: str, *, activations: int = 0, gradients: int = 0, logits: int = 0, temporaries: int = 0
+    ) -> Moment:
+        terms = {
+            **self.static,
+            "gradients": gradients // self.shards.gradients,
+            "activations": activations,
+            "logits and loss": logits,
+            "temporaries": temporaries,
+        }
+        return Moment(name, terms | ({"communication": self.communication} if self.communication else {}))
 
-    def moments(self) -> list[Moment]:
-        positions = _positions(self.setting)
-        inputs = 16 * self.tokens  # token ids and labels, int64
-        base = self.final + positions + inputs
-        activations = sum(self.kept) + base
+    def moments(self) -> Iterator[Moment]:
+        """In the order in which a step has them."""
+        around = _positions(self.setting) + 16 * self.tokens  # token ids and labels, int64
+        activations = sum(self.kept) + self.final + around
         # transformers' loss works in float32 (loss/loss_utils.py): a copy of the logits, its log-softmax, and in the
         # backward the gradients of both.
         loss = FLOAT32 * self.vocab_tokens
         upcast = loss if self.logits_item < FLOAT32 else 0
         cached = self._cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
-        found = [
-            Moment(
-                "loss, forward",
-                self._terms(
-                    activations=activations + cached + 2 * self.hidden_bytes, logits=self._logits() + upcast + loss
-                ),
-            ),
-            Moment("loss, backward", self._terms(activations=activations, logits=self._logits() + 3 * loss)),
-        ]
+        yield self._moment(
+            "loss, forward",
+            activations=activations + cached + 2 * self.hidden_bytes,
+            logits=self._logits() + upcast + loss,
+        )
+        yield self._moment("loss, backward", activations=activations, logits=self._logits() + 3 * loss)
         head = self.g.vocab * self.g.hidden
         head_grad = self.held.gradients * head // max(self.held.trained, 1) if self.trains_weights else 0
-        of_logits = self._logits() + self.logits_item * self.vocab_tokens
-        found.append(
-            Moment(
-                "head, backward",
-                self._terms(
-                    activations=activations + self.hidden_bytes, gradients=head_grad,
-                    logits=of_logits + self._head_copy() * self.trains_weights,
-                ),
-            )
-        )  # fmt: skip
-        found += self._layers(base, head_grad)
+        yield self._moment(
+            "head, backward",
+            activations=activations + self.hidden_bytes,
+            gradients=head_grad,
+            logits=self._logits() + self.logits_bytes + self._head_copy() * self.trains_weights,
+        )
+        yield from self._layers(around, head_grad)
         if self.trains_weights:
-            whole = self.held.gradients
             # The embedding's gradient is added to the head's, out of place, where they are one matrix.
             extra = 2 * head_grad if self.g.tied else 0
-            logits = self.logits_item * self.vocab_tokens
-            found.append(
-                Moment(
-                    "embedding, backward",
-                    self._terms(
-                        activations=positions + inputs + self.hidden_bytes, gradients=whole + extra, logits=logits
-                    ),
-                )
+            yield self._moment(
+                "embedding, backward",
+                activations=around + self.hidden_bytes,
+                gradients=self.held.gradients + extra,
+                logits=self.logits_bytes,
             )
-        found.append(
-            Moment(
-                "optimizer step",
-                self._terms(
-                    activations=0,
-                    gradients=self.held.gradients,
-                    temporaries=self.held.temporaries // self.shards.optimizer,
-                ),
-            )
-        )
-        return found
+        temporaries = self.held.temporaries // self.shards.optimizer
+        yield self._moment("optimizer step", gradients=self.held.gradients, temporaries=temporaries)
 
-    def _layers(self, base: int, head_grad: int) -> list[Moment]:
+    def _layers(self, around: int, head_grad: int) -> Iterator[Moment]:
         """The backward of the last layer, when all activations are there, and of the first, when gradients are."""
-        setting = self.setting
         tape = Tape(self.tokens, training=True)
-        hidden = tape.given(self.g.hidden, setting.stream_item, needs_grad=True, name="hidden states")
-        output = forward(tape, setting, hidden)
+        hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
+        output = Layer(tape, self.setting).forward(hidden)
         tape.drop(output)
         kept = tape.live
         recomputed = kept + self._cast_weights() if self.plan.method.checkpointing else 0
@@ -339,18 +316,11 @@ class _Training:
         grads = tape.backward(output)
         above = max(tape.peak, forward_peak if recomputed else 0) - kept
         layer_grads = grads if self.trains_weights else 0
-        logits = self.logits_item * self.vocab_tokens
-        result = []
-        for done in (0, self.g.layers - 1):
+        for name, done in (("last layer, backward", 0), ("first layer, backward", self.g.layers - 1)):
             left = sum(self.kept[: self.g.layers - done])
-            gradients = head_grad + done * layer_grads
-            name = "last layer, backward" if done == 0 else "first layer, backward"
-            result.append(
-                Moment(
-                    name,
-                    self._terms(
-                        activations=left + base - self.final + recomputed + above, gradients=gradients, logits=logits
-                    ),
-                )
+            yield self._moment(
+                name,
+                activations=left + around + recomputed + above,
+                gradients=head_grad + done * layer_grads,
+                logits=self.logits_bytes,
             )
-        return result

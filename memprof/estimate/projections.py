@@ -89,12 +89,10 @@ class Projections:
         taken = tape.cast(x, item, f"{x.name}, for {name}")
         grad = (rows * columns + columns * bias) * self.setting.item if self.trains else 0
         half = rows * columns * item if self.trains and self.setting.amp else 0
-        result = tape.op(
+        return tape.op(
             [taken], columns, item, keeps=[taken] if self.trains else (), name=name,
-            trains=self.trains, param_grad=grad, temporary_param=half,
+            trains=self.trains, param_grad=grad, temporary_param=half, drops=[taken],
         )  # fmt: skip
-        tape.drop(taken)
-        return result
 
     def _linear4(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
         """Linear4bit: a half-precision copy of the weight lives while it is multiplied, forward and backward."""
@@ -103,11 +101,8 @@ class Projections:
         weight = 2 * rows * columns
         scales = FLOAT32 * rows * columns // 64
         tape.during(weight + max(scales, 2 * tape.tokens * columns))
-        product = tape.op([taken], columns, 2, name=name, temporary=weight)
-        tape.drop(taken)
-        result = tape.cast(product, x.item, name)
-        tape.drop(product)
-        return result
+        product = tape.op([taken], columns, 2, name=name, temporary=weight, drops=[taken])
+        return tape.cast(product, x.item, name, drops=[product])
 
     def _linear8(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
         """Linear8bitLt; its input is kept.
@@ -126,21 +121,12 @@ class Projections:
         item = result.item
         of_adapter = 2 if self.setting.amp else FLOAT32
         wide = tape.cast(x, of_adapter, f"{x.name}, cast for LoRA")
-        low = tape.op([wide], rank, of_adapter, keeps=[wide], trains=True, name="LoRA")
-        tape.drop(wide)
-        up = tape.op([low], columns, of_adapter, keeps=[low], trains=True)
-        tape.drop(low)
-        scaled = tape.op([up], columns, of_adapter)
-        tape.drop(up)
+        low = tape.op([wide], rank, of_adapter, keeps=[wide], trains=True, name="LoRA", drops=[wide])
+        up = tape.op([low], columns, of_adapter, keeps=[low], trains=True, drops=[low])
+        scaled = tape.op([up], columns, of_adapter, drops=[up])
         if self.setting.quantize and not self.setting.amp:
             # peft/tuners/lora/bnb.py casts before it adds.
-            cast = tape.cast(scaled, item)
-            tape.drop(scaled)
-            summed = tape.add(result, cast, name)
-            tape.drop(result, cast)
-            return summed
-        summed = tape.add(result, scaled, name)
-        tape.drop(result, scaled)
-        cast = tape.cast(summed, item, name)
-        tape.drop(summed)
-        return cast
+            cast = tape.cast(scaled, item, drops=[scaled])
+            return tape.add(result, cast, name, drops=[result, cast])
+        summed = tape.add(result, scaled, name, drops=[result, scaled])
+        return tape.cast(summed, item, name, drops=[summed])

@@ -175,7 +175,7 @@ def build_estimate(
         plan = Plan(method, column, lora_rank)
         if not method.applies(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
             return None
-        found = moments(subject, plan, batch_size, context, shards, CUBLAS_WORKSPACE)
+        found = moments(subject, plan, batch_size, context, shards)
         derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
         return Cell(plan, found, band_of(method.key), derived)
 
@@ -185,14 +185,14 @@ def build_estimate(
         for name in COLUMNS
         if (made := cell(method, name, Shards())) is not None
     }
-    sharded = []
-    if gpus > 1:
-        for method in METHODS:
-            for strategy, shards in STRATEGIES:
-                made = cell(method, column, shards(gpus)) if method.trains and method.kind != "lora" else None
-                if made is not None:
-                    sharded.append(Sharded(method, strategy, made))
-    return Estimate(subject, column, batch_size, context, lora_rank, gpus, cells, tuple(sharded))
+    divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
+    sharded = tuple(
+        Sharded(method, strategy, made)
+        for method in divided
+        for strategy, shards in STRATEGIES
+        if (made := cell(method, column, shards(gpus))) is not None
+    )
+    return Estimate(subject, column, batch_size, context, lora_rank, gpus, cells, sharded)
 
 
 def _context(subject: Subject, asked: int | None) -> int:

@@ -98,6 +98,7 @@ class Tape:
         param_grad: int = 0,
         temporary: int = 0,
         temporary_param: int = 0,
+        drops: Iterable[Tensor] = (),
     ) -> Tensor:
         """An operator and its output.
 
@@ -113,11 +114,13 @@ class Tape:
             param_grad: bytes of the gradients of those.
             temporary: bytes that the derivative takes beside its results.
             temporary_param: bytes of a parameter's gradient before it is cast.
+            drops: what the model's code lets go of once the output is there, as in the two below.
         """
         needs_grad = trains or any(tensor.needs_grad for tensor in inputs)
         output = self.new(width, item, needs_grad=needs_grad, name=name)
         if not output.needs_grad:
             self.during(extra)
+            self.drop(*drops)
             return output
         kept = [*keeps, *([output] if keeps_output else [])]
         for tensor in kept:
@@ -131,23 +134,26 @@ class Tape:
         self._nodes.append(
             _Node([t for t in inputs if t.needs_grad], output, kept, False, param_grad, temporary, temporary_param)
         )
+        self.drop(*drops)
         return output
 
-    def add(self, left: Tensor, right: Tensor, name: str = "") -> Tensor:
+    def add(self, left: Tensor, right: Tensor, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
         """A sum; its gradient is that of both."""
         item = max(left.item, right.item)
         output = self.new(left.width, item, needs_grad=left.needs_grad or right.needs_grad, name=name)
         if output.needs_grad:
             inputs = [t for t in (left, right) if t.needs_grad]
             self._nodes.append(_Node(inputs, output, (), passes_through=all(t.item == item for t in inputs)))
+        self.drop(*drops)
         return output
 
-    def cast(self, tensor: Tensor, item: int, name: str = "") -> Tensor:
+    def cast(self, tensor: Tensor, item: int, name: str = "", drops: Iterable[Tensor] = ()) -> Tensor:
         """`tensor.to(dtype)`: itself if it has that dtype already (the caller drops what it gets)."""
         if tensor.item == item:
             (tensor.whole or tensor).holders += 1
+            self.drop(*drops)
             return tensor
-        return self.op([tensor], tensor.width, item, name=name or f"{tensor.name}, cast")
+        return self.op([tensor], tensor.width, item, name=name or f"{tensor.name}, cast", drops=drops)
 
     def view(self, whole: Tensor, width: int, name: str) -> Tensor:
         """A part of `whole` that has no memory of its own."""

@@ -27,14 +27,11 @@ from memprof.report.documents.vocabulary import (
     Cap,
     Memory,
     Savings,
-    Vocabulary,
-    build_vocabulary,
 )
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import HOST, Trace
 from memprof.trace.facts import Target
 from memprof.units import format_count, parse_count
-from memprof.version import __version__
 
 BEFORE = "before"
 MAX_CAPS = 6
@@ -259,10 +256,3 @@ def reckon(
         else:
             capped.append(of(cap.name, cap.vocab_size))
     return Savings(ARITHMETIC, what, None, of(BEFORE, rows), tuple(capped), tuple(notes))
-
-
-def report(
-    corpus: Sequence[str | Path], counted: CorpusCount, caps: tuple[Cap, ...], savings: Savings | None
-) -> Vocabulary:
-    """The document on all of it."""
-    return build_vocabulary(tuple(map(str, corpus)), counted, caps, savings, __version__)

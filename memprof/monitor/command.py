@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 from memprof.device.processes import own_peak_bytes
 from memprof.errors import MemprofError
@@ -68,9 +67,7 @@ class Signals:
         """Stop, as Ctrl-Z asks for; return when continued."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._mask is not None:
             while kind is None and signal.sigtimedwait(self._taken, 0) is not None:
                 pass  # those that came too late for the command
@@ -137,11 +134,9 @@ class Command:
             self._process.send_signal(number)
 
 
-def wait_until(
-    moment: float, signals: Signals, handle: Callable[[signal.struct_siginfo], bool], clock: Callable[[], float]
-) -> None:
-    """Wait until `clock` says `moment`, or `handle` is true of a signal that came."""
-    while (left := moment - clock()) > 0:
+def wait_until(moment: float, signals: Signals, handle: Callable[[signal.struct_siginfo], bool]) -> None:
+    """Wait until `now` says `moment`, or `handle` is true of a signal that came."""
+    while (left := moment - now()) > 0:
         information = signals.wait(left)
         if information is not None and handle(information):
             return

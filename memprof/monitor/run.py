@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -94,7 +94,7 @@ def monitor(
         def record(sample: Sample) -> None:
             peaks.add(sample)
             file.write(csv_row(sample, peaks, cards))
-            view.show(_with(sample, file.note), peaks)
+            view.show(replace(sample, notes=tuple(filter(None, (*sample.notes, file.note)))), peaks)
 
         record(first)
         stopped_by = 0
@@ -115,7 +115,7 @@ def monitor(
             ending=command.ending() if command is not None else "",
             elapsed=watch.elapsed,
             peaks=peaks,
-            notes=tuple(note for note in (file.note,) if note),
+            notes=(file.note,) if file.note else (),
         )
         view.close(outcome)
     return outcome
@@ -149,7 +149,7 @@ def _loop(
     while True:
         # Asked before each wait: of a command that ended before signals were held back, none comes.
         if command is None or command.exit_code is None:
-            wait_until(due, signals, handle, now)
+            wait_until(due, signals, handle)
         if received or (command is not None and command.exit_code is not None):
             return received
         record(watch.sample())
@@ -204,9 +204,3 @@ class _Watch:
                 )
             )
         return tuple(watched)
-
-
-def _with(sample: Sample, note: str) -> Sample:
-    if not note:
-        return sample
-    return Sample(sample.time, sample.elapsed, sample.cards, sample.processes, (*sample.notes, note))

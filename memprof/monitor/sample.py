@@ -9,11 +9,11 @@ readings.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from memprof.device.cards import NvmlCard
+from memprof.trace.plain import Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Plain):
     """One moment.
 
     Attributes:
@@ -106,10 +106,6 @@ class Sample:
         used = [process.used_bytes for process in card.processes if process.pid in pids]
         return sum(amount or 0 for amount in used) if used and None not in used else None
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class Peaks:
@@ -142,55 +138,40 @@ def _highest(one: int | None, other: int | None) -> int | None:
 
 # -- one line of CSV ---------------------------------------------------------------------------------------------------
 
-_COMMAND_COLUMNS = (
-    "processes",
-    "resident_bytes",
-    "cuda_processes",
-    "allocated_bytes",
-    "reserved_bytes",
-    "interval_peak_allocated_bytes",
-    "interval_peak_reserved_bytes",
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "alloc_retries",
-    "ooms",
-)
-_CARD_COLUMNS = (
-    "used_bytes",
-    "total_bytes",
-    "command_bytes",
-    "utilisation_percent",
-    "temperature_celsius",
-    "power_watts",
-)
-
 
 def csv_header(card_indices: Iterable[int]) -> list[str]:
     """The columns of a log for these cards."""
-    cards = [f"card{index}_{name}" for index in card_indices for name in _CARD_COLUMNS]
-    return ["time", "elapsed_seconds", *_COMMAND_COLUMNS, *cards]
+    return list(_columns(Sample(0.0, 0.0), Peaks(), card_indices))
 
 
 def csv_row(sample: Sample, peaks: Peaks, card_indices: Iterable[int]) -> list[object]:
     """The values of those columns; what is not known is empty."""
-    moment = datetime.fromtimestamp(sample.time, UTC).isoformat(timespec="milliseconds")
-    row: list[object] = [moment, f"{sample.elapsed:.3f}"]
-    row += [
-        len(sample.processes),
-        sample.resident_bytes,
-        sum(1 for process in sample.processes if process.allocators),
-        sample.total("allocated_bytes"),
-        sample.total("reserved_bytes"),
-        sample.total("interval_peak_allocated_bytes"),
-        sample.total("interval_peak_reserved_bytes"),
-        peaks.allocated_bytes,
-        peaks.reserved_bytes,
-        sample.total("num_alloc_retries"),
-        sample.total("num_ooms"),
-    ]
+    return ["" if value is None else value for value in _columns(sample, peaks, card_indices).values()]
+
+
+def _columns(sample: Sample, peaks: Peaks, card_indices: Iterable[int]) -> dict[str, object]:
+    columns: dict[str, object] = {
+        "time": datetime.fromtimestamp(sample.time, UTC).isoformat(timespec="milliseconds"),
+        "elapsed_seconds": f"{sample.elapsed:.3f}",
+        "processes": len(sample.processes),
+        "resident_bytes": sample.resident_bytes,
+        "cuda_processes": sum(1 for process in sample.processes if process.allocators),
+        **{name: sample.total(name) for name in ("allocated_bytes", "reserved_bytes")},
+        **{name: sample.total(name) for name in ("interval_peak_allocated_bytes", "interval_peak_reserved_bytes")},
+        "peak_allocated_bytes": peaks.allocated_bytes,
+        "peak_reserved_bytes": peaks.reserved_bytes,
+        "alloc_retries": sample.total("num_alloc_retries"),
+        "ooms": sample.total("num_ooms"),
+    }
     by_index = {card.index: card for card in sample.cards}
     for index in card_indices:
         card = by_index.get(index, NvmlCard(index, ""))
-        row += [card.used_bytes, card.total_bytes, sample.by_command(card)]
-        row += [card.utilisation_percent, card.temperature_celsius, card.power_watts]
-    return ["" if value is None else value for value in row]
+        columns |= {
+            f"card{index}_used_bytes": card.used_bytes,
+            f"card{index}_total_bytes": card.total_bytes,
+            f"card{index}_command_bytes": sample.by_command(card),
+            f"card{index}_utilisation_percent": card.utilisation_percent,
+            f"card{index}_temperature_celsius": card.temperature_celsius,
+            f"card{index}_power_watts": card.power_watts,
+        }
+    return columns

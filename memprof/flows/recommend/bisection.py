@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """`largest` fits; `first_too_large` does not, or is None if nothing up to the highest allowed is too much."""
-
-    largest: int | None
-    first_too_large: int | None
+from memprof.report.documents.recommendation import Bound
 
 
 def find_limit(
     needed: Callable[[int], int], available: int, *, low: int, high: int, grain: int = 1, begin: int | None = None
-) -> Limit:
+) -> Bound:
     """The largest multiple of `grain` from `low` to `high` for which no more than `available` is needed.
 
     What comes back was tried, both sides: `largest` and `largest + grain`. Where the need is nearly a straight line, as
@@ -42,7 +35,7 @@ def find_limit(
     place = min(max((begin or low) // grain, first), last)
     if not fits(place):
         if place == first or not fits(first):
-            return Limit(None, low)
+            return Bound(None, low)
         below, above = first, place
     else:
         below, above = place, last + 1
@@ -58,7 +51,7 @@ def find_limit(
             below = place
         else:
             above = place
-    return Limit(below * grain, above * grain if above <= last else None)
+    return Bound(below * grain, above * grain if above <= last else None)
 
 
 def _by_slope(known: dict[int, int], available: int, grain: int, otherwise: int) -> int:

@@ -61,8 +61,7 @@ def _number_of_cards(search: Search) -> Alternative | None:
         kept = outcome.needed_bytes - divided + 2 * state.parameters_bytes // _layers(outcome, search)
         if kept >= card.total_bytes:
             continue
-        number = math.ceil(divided / (card.total_bytes - kept))
-        number = max(number, 2)
+        number = max(math.ceil(divided / (card.total_bytes - kept)), 2)
         if number <= MAX_CARDS and (best is None or number < best[0]):
             best = number, kept + math.ceil(divided / number), tried
     if best is None:

@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from memprof.flows.recommend.foretell import MAX_ROWS, cut, foretell
+from memprof.flows.recommend.foretell import cut, length_row
 from memprof.flows.recommend.lengths import read_lengths
 from memprof.flows.recommend.plans import Goal
 from memprof.flows.recommend.search import recommend
 from memprof.report.documents.recommendation import Recommendation
 from memprof.spec import TargetSpec
+
+MAX_ROWS = 4
+"""Micro-batches that are looked at, each of several runs."""
 
 
 def recommend_for_data(
@@ -52,5 +55,5 @@ def recommend_for_data(
     else:
         safe = tried.micro_batch
         sizes = [safe, *(size for size in (2 * safe, 4 * safe, 8 * safe) if size <= read.count)][:MAX_ROWS]
-    told = foretell(search, tried, lengths, read, sizes)
-    return dataclasses.replace(answer, lengths=told, runs=len(search.runs))
+    rows = tuple(length_row(search, tried, lengths, size, read.context_length) for size in sizes)
+    return dataclasses.replace(answer, lengths=dataclasses.replace(read, rows=rows), runs=len(search.runs))

@@ -10,9 +10,6 @@ from memprof.flows.recommend.odds import batch_odds, none_drawn, step_by_which, 
 from memprof.flows.recommend.search import Search, Tried
 from memprof.report.documents.recommendation import LengthRow, Lengths
 
-MAX_ROWS = 4
-"""Micro-batches that are looked at, each of several runs."""
-
 
 def cut(lengths: list[int], read: Lengths, context_length: int | None) -> tuple[list[int], Lengths]:
     """Sequences cut to the context length, as a tokenizer with `max_length` cuts them; None cuts nothing."""
@@ -31,21 +28,7 @@ def cut(lengths: list[int], read: Lengths, context_length: int | None) -> tuple[
     )
 
 
-def foretell(search: Search, tried: Tried, lengths: list[int], read: Lengths, sizes: list[int]) -> Lengths:
-    """`read` with a row for each of these micro-batches.
-
-    Args:
-        search: makes the runs.
-        tried: the configuration.
-        lengths: in ascending order, cut.
-        read: what is known of them.
-        sizes: micro-batches.
-    """
-    rows = tuple(_row(search, tried, lengths, size, read.context_length) for size in sizes[:MAX_ROWS])
-    return dataclasses.replace(read, rows=rows)
-
-
-def _row(search: Search, tried: Tried, lengths: list[int], size: int, context_length: int) -> LengthRow:
+def length_row(search: Search, tried: Tried, lengths: list[int], size: int, context_length: int) -> LengthRow:
     """A micro-batch. Padded to its longest sequence, it needs what a batch of that length needs."""
     available = search.runs.gpu.total_bytes
     accumulation = max(search.effective_batch // size, 1)

@@ -15,7 +15,6 @@ from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.remedies.spec_edits import installed_eight_bit_optimizer
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
-from memprof.version import __version__
 
 CONTEXT = 2048
 """Tokens at which models are tried, or as many as a model has positions for."""
@@ -77,13 +76,7 @@ def recommend_models(
     rows = tuple(_largest(runs, spec, task, context_length or CONTEXT) for task in tasks(gpu))
     return Recommendation(
         device=device_facts(gpu),
-        goal=None,
-        model=None,
-        num_parameters=None,
         context_length=context_length or CONTEXT,
-        effective_batch=None,
-        chosen=None,
-        reason="",
         largest=rows,
         runs=len(runs),
         not_applied=dict(runs.failures),
@@ -93,7 +86,6 @@ def recommend_models(
             f"Training with activation checkpointing and a chunked loss. Context lengths in steps of {GRAIN:,} tokens.",
             *((f"Card: {gpu.note}.",) if gpu.note else ()),
         ),
-        memprof_version=__version__,
     )
 
 
@@ -110,7 +102,6 @@ def candidates() -> list[ModelEntry]:
 def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int) -> Largest:
     """The largest model that fits while the next larger does not, both run (unless its weights alone are too much)."""
     entries = candidates()
-    available = runs.gpu.total_bytes
     usable = runs.usable_bytes
     outcomes: dict[str, SimulatedRun | None] = {}
 
@@ -141,7 +132,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         return Largest(task.name, None, 0, 0, context_length, None, None, after.key if after else None, needed, "")
     entry, outcome = entries[place], outcomes[entries[place].key]
     assert outcome is not None
-    longest, too_long = _longest(runs, spec, task, entry, available, outcome)
+    longest, too_long = _longest(runs, spec, task, entry, outcome)
     shown = _spec(spec, task, entry, longest or context_length)
     return Largest(
         task=task.name,
@@ -153,7 +144,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         first_too_long=too_long,
         next_model=None if after is None else after.key,
         next_needed_bytes=None if failed is None else failed.needed_bytes,
-        command=snippet.command(task.plan, shown, 1),
+        command=snippet.command(shown, 1),
     )
 
 
@@ -164,10 +155,10 @@ def _spec(spec: TargetSpec, task: Task, entry: ModelEntry, context_length: int) 
 
 
 def _longest(
-    runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, available: int, outcome: SimulatedRun
+    runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, outcome: SimulatedRun
 ) -> tuple[int, int | None]:
     """The longest context of this model, and the next that was tried; multiples of GRAIN."""
-    at = outcome.target.context_length or 0
+    at, available = outcome.target.context_length or 0, runs.gpu.total_bytes
     high = (entry.max_positions or 0) // GRAIN * GRAIN
 
     def needed(length: int) -> int:

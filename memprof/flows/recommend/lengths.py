@@ -15,7 +15,6 @@ from memprof.report.documents.recommendation import Lengths
 _COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_ids", "tokens")
 """Which column is meant where none is named: the first of these that there is."""
 _EXAMPLES = 3
-_MISSING = object()
 
 
 @dataclass
@@ -27,7 +26,7 @@ class _Read:
 
     def take(self, value: Any, place: str) -> None:
         """A value of the file: a number, or tokens to be counted."""
-        if value is None or value is _MISSING or (isinstance(value, str) and not value.strip()):
+        if value is None or (isinstance(value, str) and not value.strip()):
             self.empty += 1
             return
         length = _length(value)
@@ -116,7 +115,7 @@ def _json_lines(path: Path, column: str | None, read: _Read) -> str | None:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            read.take(_Unread(line), f"line {number}")
+            read.take(line, f"line {number}")
             continue
         if not isinstance(row, dict):
             read.take(row, f"line {number}")
@@ -124,16 +123,10 @@ def _json_lines(path: Path, column: str | None, read: _Read) -> str | None:
         if column is None:
             column = _choose(list(row), str(path))
         rows, found = rows + 1, found + (column in row)
-        read.take(row.get(column, _MISSING), f"line {number}")
+        read.take(row.get(column), f"line {number}")
     if rows and not found:
         raise UsageError("no row has this column", value=column, hint="name one that there is: --lengths-column NAME")
     return column
-
-
-class _Unread(str):
-    """A line that is no JSON: shown as it is."""
-
-    __slots__ = ()
 
 
 def _parquet(path: Path, column: str | None, read: _Read) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 
 
@@ -31,16 +32,10 @@ def step_by_which(count: int, marked: int, batch: int, odds: float) -> int | Non
     without putting back.
     """
     steps = count // batch
-    if steps == 0 or 1.0 - none_drawn(count, marked, steps * batch) < odds:
-        return None
-    low, high = 0, steps
-    while high - low > 1:
-        middle = (low + high) // 2
-        if 1.0 - none_drawn(count, marked, middle * batch) >= odds:
-            high = middle
-        else:
-            low = middle
-    return high
+    before = bisect.bisect_left(
+        range(1, steps + 1), odds, key=lambda step: 1.0 - none_drawn(count, marked, step * batch)
+    )
+    return before + 1 if before < steps else None
 
 
 def step_sorted(lengths: list[int], limit: int, batch: int, *, ascending: bool) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -90,7 +89,8 @@ class Plan:
 
     def label(self, micro_batch: int | None = None) -> str:
         """In a line of a table."""
-        parts = [self._precision()]
+        of_half = {"amp": f"float32 weights under {self.half} autocast", "half": f"{self.half} weights"}
+        parts = [of_half.get(self.precision, f"{self.precision} weights")]
         if self.goal is not Goal.INFER:
             parts.append(OPTIMIZER_NAMES[self.optimizer])
             if self.activations is not Activations.KEPT:
@@ -102,13 +102,6 @@ class Plan:
         if micro_batch is not None:
             parts.append(f"batch {micro_batch}" if self.goal is Goal.INFER else f"micro-batch {micro_batch}")
         return ", ".join(parts)
-
-    def _precision(self) -> str:
-        if self.precision == "amp":
-            return f"float32 weights under {self.half} autocast"
-        if self.precision == "half":
-            return f"{self.half} weights"
-        return f"{self.precision} weights"
 
     @property
     def remedies(self) -> tuple[str, ...]:
@@ -189,7 +182,7 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
         raise UsageError(
             f"{goal.value} has no such precision",
             value=precision,
-            hint="one of " + ", ".join(_unique(plan.precision for plan in found)),
+            hint="one of " + ", ".join(dict.fromkeys(plan.precision for plan in found)),
         )
     return kept
 
@@ -203,7 +196,3 @@ def base_spec(goal: Goal, spec: TargetSpec) -> TargetSpec:
     if goal is Goal.INFER:
         return spec.edit(mode=Mode.INFERENCE, steps=1, new_tokens=NEW_TOKENS)
     return spec.edit(mode=Mode.TRAIN, steps=2)
-
-
-def _unique(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))

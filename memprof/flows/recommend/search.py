@@ -14,7 +14,6 @@ from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, ti
 from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.report.documents.recommendation import Alternative, Bound, Choice, Recommendation
 from memprof.spec import TargetSpec
-from memprof.version import __version__
 
 GRAIN = 256
 """Context lengths are searched in steps of so many tokens."""
@@ -118,7 +117,7 @@ class Search:
         """
         key = plan, micro_batch
         if key not in self.tried:
-            accumulation = self._accumulation(micro_batch)
+            accumulation = 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
             spec = plan.spec(self.base, micro_batch)
             if accumulation > 1:
                 spec = spec.edit(zero_grad="zero")
@@ -143,8 +142,7 @@ class Search:
             outcome = self.runs.run(spec, tried.plan.label(size), tried.accumulation)
             return outcome.against(self.runs.gpu.total_bytes)
 
-        limit = find_limit(needed, self.runs.gpu.total_bytes, low=1, high=MAX_BATCH, begin=tried.micro_batch)
-        return Bound(limit.largest, limit.first_too_large)
+        return find_limit(needed, self.runs.gpu.total_bytes, low=1, high=MAX_BATCH, begin=tried.micro_batch)
 
     def context_limit(self, tried: Tried, longest: int | None) -> Bound:
         """The longest context of this configuration, in steps of GRAIN tokens."""
@@ -153,24 +151,24 @@ class Search:
         if high < GRAIN:
             return Bound(now, None)
 
+        available = self.runs.gpu.total_bytes
+
         def needed(length: int, accumulation: int) -> int:
             spec = tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, accumulation)
-            outcome = self.runs.run(spec, f"context {length:,}", tried.accumulation)
-            return outcome.against(self.runs.gpu.total_bytes)
+            return self.runs.run(spec, f"context {length:,}", tried.accumulation).against(available)
 
-        available = self.runs.gpu.total_bytes
-        begin = max(now // GRAIN * GRAIN, GRAIN)
+        def limit(accumulation: int) -> Bound:
+            begin = max(now // GRAIN * GRAIN, GRAIN)
+            return find_limit(
+                lambda length: needed(length, accumulation), available, low=GRAIN, high=high, grain=GRAIN, begin=begin
+            )
+
         # The second micro-batch has all that a later one has; looked for with two, the limit is then run with all.
         few = min(tried.accumulation, 2)
-        limit = find_limit(lambda n: needed(n, few), available, low=GRAIN, high=high, grain=GRAIN, begin=begin)
-        if limit.largest and few < tried.accumulation and needed(limit.largest, tried.accumulation) > available:
-            limit = find_limit(
-                lambda n: needed(n, tried.accumulation), available, low=GRAIN, high=high, grain=GRAIN, begin=begin
-            )
-        return Bound(limit.largest, limit.first_too_large)
-
-    def _accumulation(self, micro_batch: int) -> int:
-        return 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
+        found = limit(few)
+        if found.largest and few < tried.accumulation and needed(found.largest, tried.accumulation) > available:
+            return limit(tried.accumulation)
+        return found
 
     def _largest_micro_batch(self, first: Tried, best: Tried | None) -> Tried:
         """The best of a plan: up to the largest micro-batch that fits, unless it cannot be quicker than what there is.
@@ -233,7 +231,6 @@ def recommend(
     effective_batch: int | None = None,
     precision: str | None = None,
     micro_batch: int | None = None,
-    runs: Simulator | None = None,
 ) -> tuple[Recommendation, Search, Found]:
     """The configuration for `spec`'s model on its card, with its limits and the code to paste.
 
@@ -244,13 +241,12 @@ def recommend(
         effective_batch: sequences in an optimizer step; None: 8, or `micro_batch` if that is given (inference: 1).
         precision: half, amp, float32, int8 or nf4 alone.
         micro_batch: this micro-batch alone.
-        runs: makes the runs.
 
     Raises:
         MemprofError: the model cannot be found, or no way to run the goal applies to it.
     """
     gpu = virtual_card(spec)
-    runs = runs or Simulator(gpu, progress)
+    runs = Simulator(gpu, progress)
     default = 1 if goal is Goal.INFER else DEFAULT_EFFECTIVE_BATCH
     batch = effective_batch or micro_batch or default
     search = Search(runs, spec, goal, batch, precision, micro_batch)
@@ -270,14 +266,12 @@ def recommend(
     example = chosen or found.least
     assert example is not None
     target = example.outcome.target
-    context_length = target.context_length or 0
-    longest = target.max_positions
     batch_limit = context = None
     alternatives: tuple[Alternative, ...] = ()
     if chosen is not None:
         batch_limit = search.batch_limit(chosen)
         if target.vocab_size is not None:
-            context = search.context_limit(chosen, longest)
+            context = search.context_limit(chosen, target.max_positions)
     else:
         alternatives = cards.alternatives(search, example)
     rows = _choices(runs, found.tried, chosen)
@@ -286,7 +280,7 @@ def recommend(
         goal=goal.value,
         model=target.model,
         num_parameters=target.num_parameters,
-        context_length=context_length,
+        context_length=target.context_length or 0,
         effective_batch=batch,
         chosen=rows[0] if chosen is not None else None,
         reason=_reason(chosen, found, search),
@@ -298,7 +292,6 @@ def recommend(
         runs=len(runs),
         not_applied=dict(runs.failures),
         assumptions=_assumptions(goal, gpu.note, effective_batch, batch),
-        memprof_version=__version__,
     )
     return answer, search, dataclasses.replace(found, chosen=chosen)
 
@@ -332,7 +325,7 @@ def _choice(runs: Simulator, tried: Tried, pareto: bool) -> Choice:
     return Choice(
         name=plan.label(),
         settings=settings,
-        command=snippet.command(plan, outcome.spec, tried.accumulation),
+        command=snippet.command(outcome.spec, tried.accumulation),
         micro_batch=tried.micro_batch,
         accumulation=tried.accumulation,
         needed_bytes=outcome.needed_bytes,
@@ -354,20 +347,13 @@ def _reason(chosen: Tried | None, found: Found, search: Search) -> str:
         return f"nothing fits: the least that any way needs is with {found.least.plan.label(found.least.micro_batch)}"
     fitting = [one for one in found.tried if one.outcome.fits and one.plan.given_up == chosen.plan.given_up]
     what = "gives up no precision" if not chosen.plan.given_up else f"gives up: {chosen.plan.given_up}"
-    dearer = [tier for tier in search.tiers if tier.given_up != chosen.plan.given_up]
-    earlier = [tier for tier in dearer if search.tiers.index(tier) < search.tiers.index(_tier(chosen, search))]
-    no_less = "; what gives up less does not fit" if earlier else ""
+    kinds = [(tier.precision, tier.optimizer) for tier in search.tiers]
+    earlier = search.tiers[: kinds.index((chosen.plan.precision, chosen.plan.optimizer))]
+    gives_less = any(tier.given_up != chosen.plan.given_up for tier in earlier)
+    no_less = "; what gives up less does not fit" if gives_less else ""
     if len(fitting) == 1:
         return f"the only one of {len(found.tried)} that were run that fits; it {what}{no_less}"
     return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
-
-
-def _tier(tried: Tried, search: Search) -> Plan:
-    return next(
-        tier
-        for tier in search.tiers
-        if (tier.precision, tier.optimizer) == (tried.plan.precision, tried.plan.optimizer)
-    )
 
 
 def _assumptions(goal: Goal, note: str, asked: int | None, batch: int) -> tuple[str, ...]:

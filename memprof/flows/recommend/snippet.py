@@ -10,7 +10,7 @@ from pathlib import Path
 
 from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
 from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
-from memprof.spec import DEFAULT_LORA_RANK, Mode, TargetSpec
+from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
 
 _CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -50,37 +50,23 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
     }
 
 
-def command(plan: Plan, spec: TargetSpec, accumulation: int) -> str:
+_OPTIONS = (
+    "context_length", "batch_size", "dtype", "amp", "quantize", "adapter", "lora_rank", "lora_targets", "attention",
+    "mode", "new_tokens", "steps", "optimizer", "optimizer_impl", "gradient_accumulation",
+)  # fmt: skip
+"""Fields of a spec that a configuration may set."""
+
+
+def command(spec: TargetSpec, accumulation: int) -> str:
     """`memprof profile` for this configuration, every option of it."""
     words = ["memprof", "profile", "--model-size" if spec.model_is_size else "--model", spec.model]
-
-    def option(name: str, value: object) -> None:
+    default, spec = TargetSpec(model=spec.model), spec.edit(gradient_accumulation=accumulation)
+    values = {name: getattr(spec, name) for name in _OPTIONS if getattr(spec, name) != getattr(default, name)}
+    values |= {"fix": ",".join(spec.fixes) or None, "alloc_conf": spec.alloc_conf}
+    values |= {"gpu": spec.gpu} if spec.gpu_vram_bytes is None else {"gpu_vram": f"{spec.gpu_vram_bytes}b"}
+    for name, value in values.items():
         if value is not None:
-            words.extend((f"--{name}", str(value)))
-
-    option("context-length", spec.context_length)
-    option("batch-size", spec.batch_size if spec.batch_size > 1 else None)
-    option("dtype", spec.dtype)
-    option("amp", spec.amp)
-    option("quantize", spec.quantize)
-    option("adapter", spec.adapter)
-    option("lora-rank", spec.lora_rank)
-    option("lora-targets", spec.lora_targets)
-    option("attention", spec.attention)
-    if spec.mode is Mode.INFERENCE:
-        option("mode", spec.mode.value)
-        option("new-tokens", spec.new_tokens)
-        option("steps", spec.steps)
-    else:
-        option("optimizer", spec.optimizer if spec.optimizer != "adamw" else None)
-        option("optimizer-impl", spec.optimizer_impl)
-        option("gradient-accumulation", accumulation if accumulation > 1 else None)
-    option("fix", ",".join(spec.fixes) or None)
-    option("alloc-conf", spec.alloc_conf)
-    if spec.gpu_vram_bytes is None:
-        option("gpu", spec.gpu)
-    else:
-        option("gpu-vram", f"{spec.gpu_vram_bytes}b")
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
 
 
@@ -170,11 +156,8 @@ def _imports(plan: Plan) -> list[str]:
     names = ["torch", "transformers"]
     if plan.goal in (Goal.LORA, Goal.QLORA):
         names.append("peft")
-    if plan.optimizer == "adamw-8bit":
-        names.append("bitsandbytes")
-    if plan.optimizer == "torchao-adamw-8bit":
-        names.append("torchao.optim")
-    return [f"import {name}" for name in names]
+    library = {"adamw-8bit": "bitsandbytes", "torchao-adamw-8bit": "torchao.optim"}.get(plan.optimizer)
+    return [f"import {name}" for name in (*names, library) if name]
 
 
 def _optimizer(plan: Plan) -> list[str]:

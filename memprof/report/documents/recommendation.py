@@ -7,6 +7,7 @@ from typing import Any
 
 from memprof.trace.facts import DeviceFacts
 from memprof.trace.plain import Plain
+from memprof.version import __version__
 
 SCHEMA = 1
 
@@ -167,13 +168,13 @@ class Recommendation(Plain):
     """The whole answer. Without a model `largest` is filled, with one the rest."""
 
     device: DeviceFacts
-    goal: str | None
-    model: str | None
-    num_parameters: int | None
-    context_length: int | None
-    effective_batch: int | None
-    chosen: Choice | None
-    reason: str
+    goal: str | None = None
+    model: str | None = None
+    num_parameters: int | None = None
+    context_length: int | None = None
+    effective_batch: int | None = None
+    chosen: Choice | None = None
+    reason: str = ""
     choices: tuple[Choice, ...] = ()
     batch: Bound | None = None
     context: Bound | None = None
@@ -186,7 +187,7 @@ class Recommendation(Plain):
     not_applied: dict[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     schema: int = SCHEMA
-    memprof_version: str = ""
+    memprof_version: str = __version__
     command: str = "recommend"
 
     @property

@@ -5,7 +5,7 @@ All sizes are integer bytes, coverage is a share from 0 to 1. What is not known 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from memprof.corpus import CorpusCount
 from memprof.corpus.frequencies import Frequencies
@@ -114,29 +114,20 @@ def build_vocabulary(
 ) -> Vocabulary:
     """The document on what was counted."""
     frequencies = counted.frequencies
+    # What both have, under the same names.
+    same = {field.name: getattr(counted, field.name) for field in fields(counted) if field.name != "frequencies"}
     return Vocabulary(
         schema=SCHEMA,
         memprof_version=version,
         command="vocab",
         corpus=corpus,
-        files=counted.files,
-        rows=counted.rows,
-        num_bytes=counted.num_bytes,
-        tokenizer=counted.tokenizer,
         tokens=frequencies.total,
         distinct=frequencies.distinct,
         once=dict(frequencies.histogram).get(1, 0),
-        most_common=counted.most_common,
-        vocab_size=counted.vocab_size,
-        unseen=counted.unseen,
-        highest_id=counted.highest_id,
-        unseen_ranges=counted.unseen_ranges,
-        special_unseen=counted.special_unseen,
-        reserved=counted.reserved,
         curve=curve(frequencies),
         caps=caps,
         savings=savings,
-        notes=counted.notes,
+        **same,
     )
 
 

@@ -45,13 +45,10 @@ def _times(diagnosis: Diagnosis) -> str:
 def _diagnosis(diagnosis: Diagnosis) -> list[str]:
     lines = _wrap([f"{diagnosis.title}{_times(diagnosis)}"], "")
     lines += _wrap([f"line {diagnosis.line}, {diagnosis.source}: {diagnosis.message}"], "  ")
-    figures = _figures(diagnosis.figures)
-    if figures:
-        lines += ["", "Figures", *_wrap([figures], "  ")]
-    if diagnosis.explanation:
-        lines += ["", "Why", *_wrap(diagnosis.explanation, "  ")]
-    if diagnosis.where:
-        lines += ["", "Where", *_wrap(diagnosis.where, "  ")]
+    parts = (("Figures", _figures(diagnosis.figures)), ("Why", diagnosis.explanation), ("Where", diagnosis.where))
+    for title, said in parts:
+        if said:
+            lines += ["", title, *_wrap(said, "  ")]
     if diagnosis.tensors:
         first, *others = diagnosis.tensors
         lines += ["", "Which tensor", *_wrap([_tensor(first)], "  ")]
@@ -65,11 +62,11 @@ def _diagnosis(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def _figures(figures: Figures) -> str:
+def _figures(figures: Figures) -> tuple[str, ...]:
     parts = [f"{words} {size.text}" for name, words in _FIGURES if (size := getattr(figures, name)) is not None]
     parts += [f"process {pid} {size.text}" if pid else f"others {size.text}" for pid, size in figures.others]
     where = f" (device {figures.device})" if figures.device is not None else ""
-    return ", ".join(parts) + where if parts else ""
+    return (", ".join(parts) + where,) if parts else ()
 
 
 def _tensor(candidate: Candidate) -> str:

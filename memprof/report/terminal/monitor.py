@@ -59,6 +59,9 @@ class _Lines:
             if self._is_needed:
                 raise
 
+    def pause(self) -> None:
+        """Nothing to take away."""
+
     def say_once(self, notes: Iterable[str]) -> None:
         """Write those that were not written before: the same but for a number counts as the same."""
         for note in notes:
@@ -79,9 +82,6 @@ class JsonView(_Lines):
         """A sample."""
         self.write(json.dumps(sample.to_json() | {"peaks": asdict(peaks)}))
 
-    def pause(self) -> None:
-        """Nothing to take away."""
-
     def close(self, outcome: MonitorOutcome) -> None:
         """How it ended."""
         if outcome.command:
@@ -94,9 +94,6 @@ class QuietView(_Lines):
     def show(self, sample: Sample, peaks: Peaks) -> None:
         """Its notes."""
         self.say_once(sample.notes)
-
-    def pause(self) -> None:
-        """Nothing to take away."""
 
     def close(self, outcome: MonitorOutcome) -> None:
         """How it ended."""

@@ -43,7 +43,7 @@ def plain_line(sample: Sample) -> str:
         count = len(sample.processes)
         parts.append(f"resident {format_bytes(sample.resident_bytes)} in {count} process{'es' if count > 1 else ''}")
     if sample.allocators:
-        parts.append(_allocators(sample))
+        parts.append(f"{_amounts(sample, 'allocated')}; {_amounts(sample, 'reserved')}{_trouble(sample)}")
     parts += [_card(sample, card) for card in sample.cards]
     return "  ".join(parts)
 
@@ -64,11 +64,6 @@ def summary(outcome: MonitorOutcome) -> str:
     ]
     amounts += [f"card {index} {format_bytes(used)}" for index, used in sorted(peaks.cards.items())]
     return f"{line}; peaks: {', '.join(amounts)}" if amounts else line
-
-
-def _allocators(sample: Sample) -> str:
-    """The sums over all allocators; what went wrong in them."""
-    return f"{_amounts(sample, 'allocated')}; {_amounts(sample, 'reserved')}{_trouble(sample)}"
 
 
 def _amounts(sample: Sample, name: str) -> str:
