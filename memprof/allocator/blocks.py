@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 
 from memprof.allocator.stats import Counters
 
@@ -15,78 +16,57 @@ PoolId = tuple[int, int]
 DEFAULT_POOL: PoolId = (0, 0)
 
 
+@dataclass(slots=True, eq=False)
 class Segment:
     """A range that the driver gave: one cudaMalloc, or the address space of one expandable segment."""
 
-    __slots__ = ("address", "expandable", "first", "size", "unit")
-
-    def __init__(self, address: int, size: int, *, expandable: bool = False, unit: int = 0) -> None:
-        self.address = address
-        self.size = size
-        self.expandable = expandable
-        self.unit = unit
-        """Mapping granularity of an expandable segment."""
-        self.first: Block
-        """Its first block. Blocks grow to the right and split off at the right, so this one stays."""
+    address: int
+    size: int
+    expandable: bool = False
+    unit: int = 0
+    """Mapping granularity of an expandable segment."""
+    first: Block = field(init=False)
+    """Its first block. Blocks grow to the right and split off at the right, so this one stays."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A piece of a segment. Its neighbours are linked, so that free ones merge."""
 
-    __slots__ = (
-        "address",
-        "events",
-        "free",
-        "gc_base",
-        "mapped",
-        "next",
-        "owner",
-        "prev",
-        "requested",
-        "segment",
-        "size",
-        "uses",
-    )
-
-    def __init__(
-        self, address: int, size: int, owner: StreamPool, segment: Segment, prev: Block | None, following: Block | None
-    ) -> None:
-        self.address = address
-        self.size = size
-        self.owner = owner
-        self.segment = segment
-        self.prev = prev
-        self.next = following
-        self.requested = 0
-        self.free = False
-        """True when it is in the free blocks of its owner, or unmapped: what may merge and be handed out."""
-        self.mapped = True
-        """False for a stretch of an expandable segment's address space without memory."""
-        self.events = 0
-        """Work of other streams that has to finish before it is free again."""
-        self.uses: set[int] | None = None
-        """Streams given to record_stream."""
-        self.gc_base = 0
-        """Searches of its pool when it became free; garbage collection takes the difference for its age."""
+    address: int
+    size: int
+    owner: StreamPool
+    segment: Segment
+    prev: Block | None
+    next: Block | None
+    requested: int = 0
+    free: bool = False
+    """True when it is in the free blocks of its owner, or unmapped: what may merge and be handed out."""
+    mapped: bool = True
+    """False for a stretch of an expandable segment's address space without memory."""
+    events: int = 0
+    """Work of other streams that has to finish before it is free again."""
+    uses: set[int] | None = None
+    """Streams given to record_stream."""
+    gc_base: int = 0
+    """Searches of its pool when it became free; garbage collection takes the difference for its age."""
 
     def __repr__(self) -> str:
         state = "unmapped" if not self.mapped else "free" if self.free else "active"
         return f"Block({self.address:#x}, {self.size}, {state})"
 
 
+@dataclass(slots=True, eq=False)
 class Pool:
     """Free blocks of one size class: of the default pool, or of a private one. Streams never share blocks."""
 
-    __slots__ = ("calls", "counters", "is_small", "pool_id", "streams", "total")
-
-    def __init__(self, pool_id: PoolId, *, is_small: bool, counters: Counters, total: Counters) -> None:
-        self.pool_id = pool_id
-        self.is_small = is_small
-        self.counters = counters
-        self.total = total
-        self.calls = 0
-        """get_free_blocks_call_count: counted while garbage collection is on."""
-        self.streams: dict[int, StreamPool] = {}
+    pool_id: PoolId
+    is_small: bool
+    counters: Counters
+    total: Counters
+    calls: int = 0
+    """get_free_blocks_call_count: counted while garbage collection is on."""
+    streams: dict[int, StreamPool] = field(default_factory=dict)
 
     def of_stream(self, stream: int) -> StreamPool:
         """The free blocks of `stream`, made on its first use."""

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 
 from memprof.allocator import reclaim
 from memprof.allocator.blocks import ADDRESS_BITS, DEFAULT_POOL, Block, PoolId, StreamPool, absorb_next
-from memprof.allocator.config import UNLIMITED, AllocatorConfig
+from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import Driver, SimulatedDriver
 from memprof.allocator.messages import ONE_EXABYTE, OomReport, OutOfMemory
 from memprof.allocator.pools import PrivatePool, SegmentLayout, layout_of
@@ -36,7 +36,6 @@ class CachingAllocator:
         release: whose texts and rules.
         driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.
         completion: when blocks that other streams used are free again.
-        device: number of the card, for messages.
 
     Raises:
         UsageError: settings that ask for another allocator (backend:cudaMallocAsync).
@@ -50,7 +49,6 @@ class CachingAllocator:
         driver: Driver | None = None,
         *,
         completion: Completion = Completion.IMMEDIATE,
-        device: int = 0,
     ) -> None:
         self.config = config = AllocatorConfig() if config is None else config
         if config.backend != "native":
@@ -62,7 +60,6 @@ class CachingAllocator:
         self.release = release
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
         self.pending = PendingFrees(self._free_block, completion)
-        self.device = device
         self.statistics = Statistics()
         self.expandable = config.expandable_segments and release.has_expandable_segments
         total = self.driver.memory_info()[1] if total_bytes is None else total_bytes
@@ -131,7 +128,7 @@ class CachingAllocator:
         was_split = block.prev is not None or block.next is not None
         remaining = block.size - size
         counters, total = owner.counters, owner.total
-        if remaining and self._splits(home, owner, size, remaining):
+        if remaining and self._splits(owner, size, remaining):
             address = block.address + size
             following = block.next
             rest = Block(address, remaining, owner, block.segment, block, following)
@@ -299,10 +296,8 @@ class CachingAllocator:
         room = self.segment_store.find_room(owner, size) if self.expandable else None
         return room is None or not room.mapped or room.size < size
 
-    def _splits(self, home: PrivatePool, owner: StreamPool, size: int, remaining: int) -> bool:
+    def _splits(self, owner: StreamPool, size: int, remaining: int) -> bool:
         """`should_split`."""
-        if home.no_split:
-            return False
         if owner.is_small or self.expandable:
             return remaining >= MIN_BLOCK
         return size < self.max_split_size and remaining > SPLIT_SLACK
@@ -362,7 +357,6 @@ class CachingAllocator:
             reserved_bytes=counters.reserved_bytes,
             private_pool_bytes=private,
             allowed_bytes=self.allowed_bytes,
-            device=self.device,
         )
 
     # -- streams ---------------------------------------------------------------------------------------------------
@@ -389,12 +383,11 @@ class CachingAllocator:
         """torch.cuda.empty_cache: give back every segment that is wholly free."""
         reclaim.release_cached(self)
 
-    def create_pool(self, pool: PoolId, *, no_split: bool = False, use_on_oom: bool = False) -> None:
+    def create_pool(self, pool: PoolId, *, use_on_oom: bool = False) -> None:
         """A private pool (torch.cuda.MemPool, CUDA graphs), or one more user of it."""
         found = self.pools.get(pool)
         if found is None:
             found = self.pools[pool] = PrivatePool(pool, self.statistics)
-        found.no_split |= no_split
         found.use_on_oom |= use_on_oom
         found.use_count += 1
 
@@ -424,9 +417,7 @@ class CachingAllocator:
 
     def stats(self) -> dict[str, int]:
         """What torch.cuda.memory_stats() would return."""
-        limit = self.config.reported_max_split_size
-        assert (limit == -1) == (self.max_split_size == UNLIMITED)
-        return self.statistics.as_dict(limit)
+        return self.statistics.as_dict(self.config.reported_max_split_size)
 
     def segments(self) -> list[SegmentLayout]:
         """Every segment and its blocks by address, as torch.cuda.memory_snapshot(): one entry per mapped run."""

@@ -79,14 +79,14 @@ def parse_config(text: str, release: Release = LATEST, *, origin: str = VARIABLE
     return _Parser(text, release, origin).parse()
 
 
-def config_from_settings(settings: Mapping[str, object], release: Release = LATEST) -> AllocatorConfig:
+def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
     """The settings that a snapshot reports (`allocator_settings`); defaults where it says nothing.
 
     Raises:
         UsageError: its settings string is one that torch would refuse.
     """
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    config = parse_config(text if isinstance(text, str) else "", release, origin="allocator_settings")
+    config = parse_config(text if isinstance(text, str) else "", origin="allocator_settings")
     changes: dict[str, object] = {}
     # What was in force when the snapshot was taken counts more than the text of the environment.
     limit = settings.get("max_split_size")
@@ -118,29 +118,35 @@ class _Parser:
         self.at = 0
         self.found: dict[str, object] = {}
         self.limited: dict[str, int] = {}
-        self.readers: dict[str, Callable[[str], None]] = {
-            "backend": self._backend,
-            "max_split_size_mb": self._max_split_size,
-            "max_non_split_rounding_mb": self._max_non_split_rounding,
-            "garbage_collection_threshold": self._garbage_collection_threshold,
+        self.readers: dict[str, Callable[[str], object]] = {
+            "backend": lambda key: self._word(key, "native", "cudaMallocAsync"),
+            "max_split_size_mb": self._split_limit,
+            "max_non_split_rounding_mb": self._split_limit,
+            "garbage_collection_threshold": lambda key: self._float(
+                key, "more than 0 and less than 1", lambda value: 0 < value < 1
+            ),
             "roundup_power2_divisions": self._roundup_power2_divisions,
-            "expandable_segments": self._boolean,
-            "release_lock_on_cudamalloc": self._ignored_boolean,
-            "release_lock_on_hipmalloc": self._ignored_boolean,
-            "pinned_use_cuda_host_register": self._ignored_boolean,
-            "pinned_use_hip_host_register": self._ignored_boolean,
-            "pinned_use_background_threads": self._ignored_boolean,
-            "pinned_num_register_threads": self._register_threads,
-            "pinned_reserve_segment_size_mb": self._reserve_segment_size,
-            "pinned_free_catch_all": self._ignored_boolean,
-            "graph_capture_record_stream_reuse": self._ignored_boolean,
+            "expandable_segments": self._flag,
+            "release_lock_on_cudamalloc": self._flag,
+            "release_lock_on_hipmalloc": self._flag,
+            "pinned_use_cuda_host_register": self._flag,
+            "pinned_use_hip_host_register": self._flag,
+            "pinned_use_background_threads": self._flag,
+            "pinned_num_register_threads": lambda key: self._integer(
+                key, "a power of 2 up to 128", lambda value: _is_power_of_2(value) and value <= 128
+            ),
+            "pinned_reserve_segment_size_mb": lambda key: self._integer(key, "MiB, more than 0", bool),
+            "pinned_free_catch_all": self._flag,
+            "graph_capture_record_stream_reuse": self._flag,
         }
         if release.has_large_segment_size:
-            self.readers["large_segment_size_mb"] = self._large_segment_size
+            self.readers["large_segment_size_mb"] = lambda key: self._megabytes(key, 10, inclusive=False)
         if release.has_memory_fraction_setting:
-            self.readers["per_process_memory_fraction"] = self._memory_fraction
+            self.readers["per_process_memory_fraction"] = lambda key: self._float(
+                key, "between 0 and 1", lambda value: 0 <= value <= 1
+            )
         if release.has_preemptive_oom:
-            self.readers["throw_on_cudamalloc_oom"] = self._boolean
+            self.readers["throw_on_cudamalloc_oom"] = self._flag
         if release.has_reserve_setting:
             self.readers["expandable_segments_reserve"] = self._reserve
             self.readers["expandable_segments_reserve_by_class"] = self._reserve_by_class
@@ -154,7 +160,9 @@ class _Parser:
                 hint = f"did you mean {close!r}?" if close else "known: " + ", ".join(sorted(self.readers))
                 raise self._error(f"unknown allocator setting {key!r}", hint)
             self._expect(":", after=key)
-            reader(key)
+            value, field = reader(key), key.removesuffix("_mb")
+            if field in AllocatorConfig.__slots__ and value is not None:  # else it changes nothing that is replayed
+                self.found[field] = value
             if self.at < len(self.tokens):
                 self._expect(",", after=key)
         # torch reads large_segment_size_mb before the settings that it limits, wherever it stands.
@@ -185,13 +193,34 @@ class _Parser:
             raise self._error(f"{key} has no value", allowed)
         return self._take()
 
-    def _integer(self, key: str, allowed: str) -> int:
+    def _integer(self, key: str, allowed: str, accepts: Callable[[int], bool] = lambda value: True) -> int:
         """As std::stoull reads it: digits at the front count, what follows does not, and a minus wraps around."""
-        value = self._value(key, allowed)
-        match = re.match(r"\s*([+-]?)(\d+)", value)
+        text = self._value(key, allowed)
+        match = re.match(r"\s*([+-]?)(\d+)", text)
         if match is None or int(match[2]) > UNLIMITED:
-            raise self._error(f"{key} is {value!r}", allowed)
-        return int(match[1] + match[2]) % (UNLIMITED + 1)
+            raise self._error(f"{key} is {text!r}", allowed)
+        value = int(match[1] + match[2]) % (UNLIMITED + 1)
+        if not accepts(value):
+            raise self._error(f"{key} is {value}", allowed)
+        return value
+
+    def _float(self, key: str, allowed: str, accepts: Callable[[float], bool]) -> float:
+        """As std::stod reads it: what follows the number does not count."""
+        text = self._value(key, allowed)
+        match = re.match(r"\s*[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)", text, re.IGNORECASE)
+        if match is None:
+            raise self._error(f"{key} is {text!r}", allowed)
+        value = float(match[0])
+        if not accepts(value):
+            raise self._error(f"{key} is {value}", allowed)
+        return value
+
+    def _word(self, key: str, *words: str, spelling: str = "") -> str:
+        allowed = " or ".join(words)
+        word = self._value(key, allowed)
+        if word not in words:
+            raise self._error(f"{key} is {word!r}", allowed + spelling)
+        return word
 
     def _error(self, problem: str, hint: str) -> UsageError:
         return UsageError(problem, value=f"{self.origin}={self.text}", hint=hint)
@@ -199,45 +228,12 @@ class _Parser:
     # -- settings --------------------------------------------------------------------------------------------------
 
     def _flag(self, key: str) -> bool:
-        value = self._value(key, "True or False")
-        if value not in ("True", "False"):
-            raise self._error(f"{key} is {value!r}", "True or False, spelt so")
-        return value == "True"
-
-    def _boolean(self, key: str) -> None:
-        self.found[key] = self._flag(key)
-
-    def _ignored_boolean(self, key: str) -> None:
-        self._flag(key)
-
-    def _reserve_segment_size(self, key: str) -> None:
-        if not self._integer(key, "MiB, more than 0"):
-            raise self._error(f"{key} is 0", "MiB, more than 0")
-
-    def _register_threads(self, key: str) -> None:
-        allowed = "a power of 2 up to 128"
-        value = self._integer(key, allowed)
-        if not _is_power_of_2(value) or value > 128:
-            raise self._error(f"{key} is {value}", allowed)
-
-    def _backend(self, key: str) -> None:
-        value = self._value(key, "native or cudaMallocAsync")
-        if value not in ("native", "cudaMallocAsync"):
-            raise self._error(f"{key} is {value!r}", "native or cudaMallocAsync")
-        self.found[key] = value
+        return self._word(key, "True", "False", spelling=", spelt so") == "True"
 
     def _megabytes(self, key: str, least: int, *, inclusive: bool) -> int:
         allowed = f"MiB, {'at least' if inclusive else 'more than'} {least}"
-        value = self._integer(key, allowed)
-        if value < least or (value == least and not inclusive):
-            raise self._error(f"{key} is {value}", allowed)
+        value = self._integer(key, allowed, lambda value: value > least or (inclusive and value == least))
         return min(value, UNLIMITED // MIB) * MIB
-
-    def _max_split_size(self, key: str) -> None:
-        self.found["max_split_size"] = self._split_limit(key)
-
-    def _max_non_split_rounding(self, key: str) -> None:
-        self.found["max_non_split_rounding"] = self._split_limit(key)
 
     def _split_limit(self, key: str) -> int:
         if self.release.has_large_segment_size:  # the limit is that setting, known only at the end
@@ -245,16 +241,16 @@ class _Parser:
             return self.limited[key]
         return self._megabytes(key, LARGE_SEGMENT // MIB, inclusive=self.release.has_unified_settings)
 
-    def _reserve(self, key: str) -> None:
+    def _reserve(self, key: str) -> float | None:
         # torch warns of a value that it cannot read and keeps the default.
         value = self._value(key, "a fraction such as 0.5, or GiB such as 40G")
         match = re.fullmatch(r"([+]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)([Gg]?)", value)
         if match is None or not 0 < float(match[1]) < float("inf"):
-            return
+            return None
         if match[2]:
             self.found["expandable_segments_reserve_bytes"] = int(float(match[1]) * GIB)
-        else:
-            self.found["expandable_segments_reserve"] = float(match[1])
+            return None
+        return float(match[1])
 
     def _reserve_by_class(self, key: str) -> None:
         # Classes are given to streams by calls of the program; streams without one are not touched.
@@ -263,38 +259,10 @@ class _Parser:
             self.at += 1
         self._expect("]", after=key)
 
-    def _large_segment_size(self, key: str) -> None:
-        self.found["large_segment_size"] = self._megabytes(key, 10, inclusive=False)
-
-    def _garbage_collection_threshold(self, key: str) -> None:
-        allowed = "more than 0 and less than 1"
-        value = self._float(key, allowed)
-        if not 0 < value < 1:
-            raise self._error(f"{key} is {value}", allowed)
-        self.found[key] = value
-
-    def _memory_fraction(self, key: str) -> None:
-        allowed = "between 0 and 1"
-        value = self._float(key, allowed)
-        if not 0 <= value <= 1:
-            raise self._error(f"{key} is {value}", allowed)
-        self.found[key] = value
-
-    def _float(self, key: str, allowed: str) -> float:
-        value = self._value(key, allowed)
-        match = re.match(r"\s*[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|inf|nan)", value, re.IGNORECASE)
-        if match is None:  # std::stod: what follows the number does not count
-            raise self._error(f"{key} is {value!r}", allowed)
-        return float(match[0])
-
-    def _roundup_power2_divisions(self, key: str) -> None:
+    def _roundup_power2_divisions(self, key: str) -> tuple[int, ...]:
         allowed = "a power of 2 from 2, or a list such as [256:1,512:2,1024:4,>:8]"
         if self._peek() != "[":
-            value = self._integer(key, allowed)
-            if not _is_power_of_2(value):
-                raise self._error(f"{key} is {value}", allowed)
-            self.found[key] = (value,) * DIVISION_ENTRIES
-            return
+            return (self._integer(key, allowed, _is_power_of_2),) * DIVISION_ENTRIES
         self.at += 1
         table = [0] * DIVISION_ENTRIES
         first, last = True, 0
@@ -319,7 +287,7 @@ class _Parser:
             if self._peek() != "]":
                 self._expect(",", after=str(parts))
         self.at += 1
-        self.found[key] = tuple(table)
+        return tuple(table)
 
 
 def _is_power_of_2(value: int) -> bool:

@@ -17,14 +17,13 @@ class PrivatePool:
         statistics: the device's counters.
     """
 
-    __slots__ = ("large", "no_split", "pool_id", "small", "use_count", "use_on_oom")
+    __slots__ = ("large", "pool_id", "small", "use_count", "use_on_oom")
 
     def __init__(self, pool_id: PoolId, statistics: Statistics) -> None:
         self.pool_id = pool_id
         self.small = Pool(pool_id, is_small=True, counters=statistics.small_pool, total=statistics.all)
         self.large = Pool(pool_id, is_small=False, counters=statistics.large_pool, total=statistics.all)
         self.use_count = int(pool_id == DEFAULT_POOL)
-        self.no_split = False
         self.use_on_oom = False
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
@@ -154,7 +155,7 @@ class _Replay:
                 index = self.between(index)
                 continue
             index += 1
-        identical = self.first is None and _layout(self.final) == _own_layout(self.allocator.segments())
+        identical = self.first is None and _layout(self.final) == _layout(self.allocator.segments())
         if not identical:
             self.differs(len(self.events), "the final layout is another one")
         return Recorded(
@@ -198,10 +199,7 @@ class _Replay:
                 # Nothing but empty_cache gives segments back outside a request.
                 self.allocator.empty_cache()
                 self.flushes.append(self.places[start])
-        left = self.driver.next()
-        if left is not None and self.driver.at < end:
-            self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
-        self.check_driver(start)
+        self.check_driver(start, end)
         return end
 
     def is_own(self, window: list[SnapshotEvent], last: SnapshotEvent) -> bool:
@@ -249,10 +247,7 @@ class _Replay:
         block: Block | None = None
         with contextlib.suppress(OutOfMemory):
             block = self.allocator.malloc(event.size, event.stream, self.pool_of(event))
-        left = self.driver.next()
-        if left is not None and self.driver.at < index:
-            self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
-        self.check_driver(index)
+        self.check_driver(index, index)
         for other in self.events[start:index]:
             if other.action is Action.FREE_COMPLETED:
                 self.complete(other.address)
@@ -290,7 +285,11 @@ class _Replay:
         self.allocator.free(block)
         return int(at_once)
 
-    def check_driver(self, index: int) -> None:
+    def check_driver(self, index: int, end: int) -> None:
+        """Whether the driver was asked for what is recorded before `end`; `index` is where a difference is said."""
+        left = self.driver.next()
+        if left is not None and self.driver.at < end:
+            self.driver.differs(f"{left.action} of {left.size} bytes at {left.address:#x} does not happen")
         if self.driver.problem is not None:
             self.differs(index, self.driver.problem)
 
@@ -325,21 +324,7 @@ _Blocks = tuple[tuple[int, int, str], ...]
 _Layout = list[tuple[int, int, int, bool, bool, _Blocks]]
 
 
-def _layout(segments: list[SnapshotSegment]) -> _Layout:
-    return [
-        (
-            s.address,
-            s.size,
-            s.stream,
-            s.is_small,
-            s.expandable,
-            tuple((b.address, b.size, b.state.value) for b in s.blocks),
-        )
-        for s in segments
-    ]
-
-
-def _own_layout(segments: list[SegmentLayout]) -> _Layout:
+def _layout(segments: Sequence[SnapshotSegment | SegmentLayout]) -> _Layout:
     return [
         (s.address, s.size, s.stream, s.is_small, s.expandable, tuple((b.address, b.size, b.state) for b in s.blocks))
         for s in segments

@@ -162,14 +162,12 @@ class TraceReplay(Replayer):
         config: AllocatorConfig | None = None,
         release: Release = LATEST,
         *,
-        device: str = GPU,
         total_bytes: int | None = None,
     ) -> None:
         total = usable_bytes if total_bytes is None else total_bytes
         other = 0 if total is None or usable_bytes is None else total - usable_bytes
         super().__init__(CachingAllocator(total, config, release, SimulatedDriver(total, other)))
         self.trace = trace
-        self.device = device
         self.live: dict[int, Block] = {}
         """Blocks of the storages that are alive, by storage."""
         self._has_limit = total is not None
@@ -187,27 +185,7 @@ class TraceReplay(Replayer):
 
     def skip(self, end: int | None = None) -> None:
         """Replay as `advance`, but write no timeline: a third faster, for who wants the allocator's state alone."""
-        storages, device, live = self.trace.storages, self.device, self.live
-        malloc, free = self.malloc, self.allocator.free
-        alloc, dead, emptied = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE
-        refused = self.trace.refused
-        begin = self.event
-        events = self.trace.events[begin:end]
-        for time, (kind, ref) in enumerate(events, begin):
-            if kind is alloc:
-                storage = storages[ref]
-                if storage.num_bytes and storage.device == device:
-                    self.event = time
-                    if refused and ref in refused:
-                        self._ask(storage.num_bytes)
-                    else:
-                        live[ref] = malloc(storage.num_bytes)
-            elif kind is dead:
-                if ref in live:
-                    free(live.pop(ref))
-            elif kind is emptied:
-                self.allocator.empty_cache()
-        self.event = begin + len(events)
+        self._play(end, writes=False)
 
     def advance(self, end: int | None = None, *, stop_at_oom: bool = False) -> None:
         """Replay the events that have not been, up to `end` (exclusive; None: all that there are).
@@ -216,27 +194,34 @@ class TraceReplay(Replayer):
             end: an index of the trace's events.
             stop_at_oom: stop after the event of the first out-of-memory error.
         """
-        storages, device, live, blocks = self.trace.storages, self.device, self.live, self.timeline.blocks
+        self._play(end, writes=True, stop_at_oom=stop_at_oom)
+
+    def _play(self, end: int | None, *, writes: bool, stop_at_oom: bool = False) -> None:
+        storages, refused, live, blocks = self.trace.storages, self.trace.refused, self.live, self.timeline.blocks
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
         alloc, dead, emptied = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE
-        refused = self.trace.refused
-        for kind, ref in self.trace.events[self.event : end]:
+        begin = self.event
+        events = self.trace.events[begin:end]
+        for time, (kind, ref) in enumerate(events, begin):
+            asked = False
             if kind is alloc:
                 storage = storages[ref]
-                if storage.num_bytes and storage.device == device:
+                if storage.num_bytes and storage.device == GPU:
+                    asked = True
+                    self.event = time
                     if refused and ref in refused:
                         self._ask(storage.num_bytes)
-                        end_event(grew=True)
-                        continue
-                    block = live[ref] = malloc(storage.num_bytes)
-                    blocks[ref] = block.size
-                    end_event(grew=True)
-                    if stop_at_oom and self.timeline.first_oom is not None:
-                        return
-                    continue
+                    else:
+                        block = live[ref] = malloc(storage.num_bytes)
+                        if writes:
+                            blocks[ref] = block.size
             elif kind is dead:
                 if ref in live:
                     free(live.pop(ref))
             elif kind is emptied:
                 self.allocator.empty_cache()
-            end_event(grew=False)
+            if writes:
+                end_event(grew=asked)
+                if stop_at_oom and self.timeline.first_oom is not None:
+                    return
+        self.event = begin + len(events)

@@ -7,48 +7,38 @@ what was ever added and taken away.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 
+
+@dataclass(slots=True, eq=False)
 class Counters:
     """The counters of one size class, or of both together. Plain attributes, because malloc updates them inline."""
 
-    __slots__ = (
-        "active",
-        "active_bytes",
-        "active_bytes_peak",
-        "active_peak",
-        "allocated_bytes",
-        "allocated_bytes_peak",
-        "allocation",
-        "allocation_peak",
-        "inactive_split",
-        "inactive_split_added",
-        "inactive_split_bytes",
-        "inactive_split_bytes_added",
-        "inactive_split_bytes_peak",
-        "inactive_split_peak",
-        "mallocs",
-        "mallocs_bytes",
-        "mallocs_requested",
-        "requested_bytes",
-        "requested_bytes_peak",
-        "reserved_bytes",
-        "reserved_bytes_added",
-        "reserved_bytes_peak",
-        "segment",
-        "segment_added",
-        "segment_peak",
-    )
-
-    def __init__(self) -> None:
-        self.allocation = self.allocation_peak = self.mallocs = 0
-        self.allocated_bytes = self.allocated_bytes_peak = self.mallocs_bytes = 0
-        self.active = self.active_peak = 0
-        self.active_bytes = self.active_bytes_peak = 0
-        self.requested_bytes = self.requested_bytes_peak = self.mallocs_requested = 0
-        self.segment = self.segment_peak = self.segment_added = 0
-        self.reserved_bytes = self.reserved_bytes_peak = self.reserved_bytes_added = 0
-        self.inactive_split = self.inactive_split_peak = self.inactive_split_added = 0
-        self.inactive_split_bytes = self.inactive_split_bytes_peak = self.inactive_split_bytes_added = 0
+    allocation: int = 0
+    allocation_peak: int = 0
+    allocated_bytes: int = 0
+    allocated_bytes_peak: int = 0
+    mallocs: int = 0
+    mallocs_bytes: int = 0
+    mallocs_requested: int = 0
+    active: int = 0
+    active_peak: int = 0
+    active_bytes: int = 0
+    active_bytes_peak: int = 0
+    requested_bytes: int = 0
+    requested_bytes_peak: int = 0
+    segment: int = 0
+    segment_peak: int = 0
+    segment_added: int = 0
+    reserved_bytes: int = 0
+    reserved_bytes_peak: int = 0
+    reserved_bytes_added: int = 0
+    inactive_split: int = 0
+    inactive_split_peak: int = 0
+    inactive_split_added: int = 0
+    inactive_split_bytes: int = 0
+    inactive_split_bytes_peak: int = 0
+    inactive_split_bytes_added: int = 0
 
     def reserve(self, num_bytes: int, segments: int) -> None:
         """A segment came from the driver (segments=1), or memory was mapped into an expandable one (0)."""
@@ -77,8 +67,8 @@ class Counters:
 
     def reset_peak(self) -> None:
         """Every peak is what there is now."""
-        for name in _PEAKS:
-            setattr(self, name, getattr(self, name.removesuffix("_peak")))
+        for name in _ADDED:
+            setattr(self, f"{name}_peak", getattr(self, name))
 
     def as_dict(self) -> dict[str, tuple[int, int, int]]:
         """(current, peak, ever added) by the name that torch gives."""
@@ -100,42 +90,27 @@ _ADDED = {
     "requested_bytes": "mallocs_requested",
 }
 """torch's counters, and what counts all that was ever added to each."""
-_PEAKS = tuple(name for name in Counters.__slots__ if name.endswith("_peak"))
 
 
+@dataclass(slots=True, eq=False)
 class Statistics:
     """All counters of one device."""
 
-    __slots__ = (
-        "all",
-        "large_pool",
-        "num_alloc_retries",
-        "num_device_alloc",
-        "num_device_free",
-        "num_oom_rejections",
-        "num_ooms",
-        "num_sync_all_streams",
-        "oversize_allocations",
-        "oversize_allocations_added",
-        "oversize_allocations_peak",
-        "oversize_segments",
-        "oversize_segments_added",
-        "oversize_segments_peak",
-        "small_pool",
-    )
-
-    def __init__(self) -> None:
-        self.all = Counters()
-        self.large_pool = Counters()
-        self.small_pool = Counters()
-        self.num_alloc_retries = 0
-        self.num_ooms = 0
-        self.num_sync_all_streams = 0
-        self.num_device_alloc = 0
-        self.num_device_free = 0
-        self.num_oom_rejections = 0
-        self.oversize_allocations = self.oversize_allocations_peak = self.oversize_allocations_added = 0
-        self.oversize_segments = self.oversize_segments_peak = self.oversize_segments_added = 0
+    all: Counters = field(default_factory=Counters)
+    large_pool: Counters = field(default_factory=Counters)
+    small_pool: Counters = field(default_factory=Counters)
+    num_alloc_retries: int = 0
+    num_device_alloc: int = 0
+    num_device_free: int = 0
+    num_oom_rejections: int = 0
+    num_ooms: int = 0
+    num_sync_all_streams: int = 0
+    oversize_allocations: int = 0
+    oversize_allocations_peak: int = 0
+    oversize_allocations_added: int = 0
+    oversize_segments: int = 0
+    oversize_segments_peak: int = 0
+    oversize_segments_added: int = 0
 
     def add_oversize_allocation(self) -> None:
         """A block of at least max_split_size was handed out."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import pkgutil
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from memprof.errors import MemprofError, UsageError
-from memprof.remedy_catalog import check_conflicts, find_remedies, load, options_by_remedy
+from memprof.remedy_catalog import check_conflicts, find_remedies, options_by_remedy
 
 _applied: weakref.WeakKeyDictionary[nn.Module, list[Applied]] = weakref.WeakKeyDictionary()
 """What is switched on in each model, oldest first."""
@@ -144,7 +146,6 @@ class Changes:
             self.on_undo(restore)
         else:
             applied._lost = self.remedy
-            self.on_undo(lambda: None)
         parameter.data = value
 
     def set_module(self, parent: nn.Module, name: str, module: nn.Module) -> None:
@@ -160,13 +161,11 @@ class Changes:
                 parent._modules[name] = before
 
             self.on_undo(restore)
-            parent._modules[name] = module
             for parameter, _ in homes:
                 parameter.data = parameter.data.to("cpu")
         else:
             applied._lost = self.remedy
-            self.on_undo(lambda: None)
-            parent._modules[name] = module
+        parent._modules[name] = module
 
     def result(self, value: Any) -> None:
         """What the user gets from this remedy."""
@@ -205,7 +204,7 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
     applied = Applied(model, [remedy.name for remedy in chosen], undoable)
     try:
         for remedy in chosen:
-            load(remedy.install)(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
+            pkgutil.resolve_name(remedy.install)(model, Changes(applied, remedy.name), **sorted_options[remedy.name])
     except BaseException:
         applied._roll_back()
         raise
@@ -228,7 +227,22 @@ def _refuse_wrappers(model: nn.Module) -> None:
         )
 
 
-def runs_in(module: nn.Module, kind: type) -> bool:
+def at_least(least: int, name: str, value: Any, unit: str = "", hint: str | None = None) -> None:
+    """Raises UsageError unless the option's `value` is a whole number of `least` or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name} must be at least {least}{unit}", value=repr(value), hint=hint)
+
+
+class Forward:
+    """What is put in the place of a module's forward; an object and no closure, so that a deep copy calls its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        self._forward: Any = module.forward
+        functools.update_wrapper(cast(Any, self), self._forward, updated=())
+
+
+def runs_in(module: nn.Module, kind: type[Forward]) -> bool:
     """Whether a forward of class `kind` was put in place of the module's own, here or in what it was copied from."""
     forward = vars(module).get("forward")
     while forward is not None:

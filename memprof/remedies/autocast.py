@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes
+from memprof.remedies.applied import Changes, Forward
 from memprof.remedies.optimizers import refuse_gradients
 
 
@@ -31,7 +30,7 @@ def install(model: nn.Module, changes: Changes) -> None:
         changes.set_data(parameter, parameter.detach().float())
     if halves:
         changes.note(f"{len(halves)} parameters became float32")
-    changes.set_attribute(model, "forward", _Autocast(model, model.forward, dtype))
+    changes.set_attribute(model, "forward", _Autocast(model, dtype))
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.float16:
         changes.result(torch.amp.GradScaler(parameters[0].device.type))
@@ -40,16 +39,14 @@ def install(model: nn.Module, changes: Changes) -> None:
         changes.note(f"forward under autocast to {name}")
 
 
-class _Autocast:
+class _Autocast(Forward):
     """The forward of a model under autocast, for the device that its parameters are on when it is called."""
 
-    def __init__(self, model: nn.Module, forward: Any, dtype: torch.dtype) -> None:
-        functools.update_wrapper(self, forward, updated=())
-        self._model = model
-        self._forward = forward
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(model)
         self._dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        device = next(self._model.parameters()).device.type
+        device = next(self._module.parameters()).device.type
         with torch.autocast(device, dtype=self._dtype):
             return self._forward(*args, **kwargs)

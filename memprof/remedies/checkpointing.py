@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 from memprof.errors import UsageError, unknown_name
-from memprof.remedies.applied import Changes, runs_in
+from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.layers import find_layers, find_modules, without_caches
 
 _aten = torch.ops.aten
@@ -82,19 +81,17 @@ def install(
     for name, module in chosen:
         if runs_in(module, _Checkpointed):
             raise UsageError("activation-checkpointing is already on", value=name)
-        changes.set_attribute(module, "forward", _Checkpointed(module, module.forward, _POLICIES[policy]))
+        changes.set_attribute(module, "forward", _Checkpointed(module, _POLICIES[policy]))
     but = "" if policy == "full" else ", but for matrix products and attention, whose results are kept"
     changes.note(f"{len(chosen)} modules run again in the backward: {chosen[0][0]} to {chosen[-1][0]}{but}")
 
 
-class _Checkpointed:
+class _Checkpointed(Forward):
     """The forward of a layer, checkpointed while the model trains; a key-value cache would be filled twice."""
 
-    def __init__(self, module: nn.Module, forward: Any, contexts: Callable[[], Any]) -> None:
-        functools.update_wrapper(self, forward, updated=())
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any]) -> None:
+        super().__init__(module)
         self._contexts = contexts
-        self._module = module
-        self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._module.training and torch.is_grad_enabled()):

@@ -5,7 +5,6 @@ Two forwards are replaced: the model's, to know when labels are given, and the h
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes
+from memprof.remedies.applied import Changes, Forward, at_least
 from memprof.remedies.head_loss import Rows
 from memprof.remedies.lazy_logits import LazyLogits, Policy
 from memprof.units import GIB, parse_gib
@@ -44,7 +43,9 @@ def install(
         UsageError: an option is out of range; the model has no linear head, or its forward takes no labels; the head
             has hooks, or a forward of its own, which would not see what they expect.
     """
-    rows = Rows(_chunk_size(chunk_size), _bytes("chunk_bytes", CHUNK_BYTES if chunk_bytes is None else chunk_bytes, 1))
+    if chunk_size is not None:
+        at_least(1, "chunk_size", chunk_size, " token", "such as chunk_size=4096")
+    rows = Rows(chunk_size, _bytes("chunk_bytes", CHUNK_BYTES if chunk_bytes is None else chunk_bytes, 1))
     limit = None if threshold == "auto" else _bytes("threshold", threshold, 0)
     name, module = find_head(model, head)
     _check_head(name, module)
@@ -52,7 +53,7 @@ def install(
     labels = _label_argument(model)
     state = _State(rows, limit)
     changes.set_attribute(module, "forward", _HeadForward(module, state))
-    changes.set_attribute(model, "forward", _ModelForward(model.forward, labels, state))
+    changes.set_attribute(model, "forward", _ModelForward(model, labels, state))
     size = f"{chunk_size:,} tokens" if chunk_size is not None else f"{rows.budget_bytes:,} bytes"
     changes.note(f"{name} ({module.in_features} x {module.out_features}): loss in chunks of {size}")
 
@@ -87,19 +88,19 @@ class _State:
         return hidden.numel() // hidden.shape[-1] * weight.shape[0] * hidden.element_size() >= threshold
 
 
-class _HeadForward:
-    """The head's forward; an object and not a closure, so that a deep copy of the model calls its own."""
+class _HeadForward(Forward):
+    """The head's forward."""
 
     def __init__(self, head: nn.Linear, state: _State) -> None:
-        self._head = head
+        super().__init__(head)
         self._state = state
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        head = self._head
+        head = self._module
         weight: torch.Tensor = head.weight
         bias: torch.Tensor | None = head.bias
         if not self._state.applies(input, weight):
-            return type(head).forward(head, input)
+            return self._forward(input)
         kind = input.device.type
         if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
             # As autocast casts the operands of the product that is not made here.
@@ -109,15 +110,14 @@ class _HeadForward:
         return LazyLogits(input, weight, bias, self._state.policy)
 
 
-class _ModelForward:
+class _ModelForward(Forward):
     """The model's forward, which says whether labels are given."""
 
-    def __init__(self, forward: Any, labels: str | None, state: _State) -> None:
-        functools.update_wrapper(self, forward, updated=())
-        self._forward = forward
+    def __init__(self, model: nn.Module, labels: str | None, state: _State) -> None:
+        super().__init__(model)
         self._labels = labels
         self._state = state
-        self._positions = list(inspect.signature(forward).parameters)
+        self._positions = list(inspect.signature(model.forward).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self._positions, args, strict=False)) | kwargs
@@ -190,15 +190,7 @@ def _label_argument(model: nn.Module) -> str | None:
     )
 
 
-def _chunk_size(value: int | None) -> int | None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise UsageError("chunk_size must be at least 1 token", value=repr(value), hint="such as chunk_size=4096")
-    return value
-
-
 def _bytes(name: str, value: int | str, least: int) -> int:
-    if isinstance(value, str):
-        value = parse_gib(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} must be at least {least} bytes", value=repr(value), hint="bytes, or text like '2GiB'")
-    return value
+    num_bytes = parse_gib(value) if isinstance(value, str) else value
+    at_least(least, name, num_bytes, " bytes", "bytes, or text like '2GiB'")
+    return num_bytes

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes
+from memprof.remedies.applied import Changes, Forward
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -38,7 +38,7 @@ def install(model: nn.Module, changes: Changes, *, keep_on_host: str | None = No
     moved = move_strays(model, kept, changes)
     own = [module for module in model.modules() if module is model or not _is_torchs(module)]
     for module in own:
-        changes.set_attribute(module, "forward", _Placed(module, module.forward, kept, module is model))
+        changes.set_attribute(module, "forward", _Placed(module, kept, module is model))
     names = f": {', '.join(moved)}" if moved else ""
     changes.note(f"{len(moved)} tensors were moved{names}; what {len(own)} modules make has the device of their own")
 
@@ -68,13 +68,11 @@ def move_strays(model: nn.Module, kept: tuple[str, ...] = (), changes: Changes |
     return moved
 
 
-class _Placed:
+class _Placed(Forward):
     """The forward of a module, its factories on the module's device; that of the model moves what is held, first."""
 
-    def __init__(self, module: nn.Module, forward: Any, kept: tuple[str, ...], is_model: bool) -> None:
-        functools.update_wrapper(self, forward, updated=())
-        self._module = module
-        self._forward = forward
+    def __init__(self, module: nn.Module, kept: tuple[str, ...], is_model: bool) -> None:
+        super().__init__(module)
         self._kept = kept
         self._is_model = is_model
 

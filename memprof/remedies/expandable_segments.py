@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Callable
 
@@ -69,14 +70,7 @@ def current_settings() -> str:
 
 def split_settings(text: str) -> list[str]:
     """The settings of a string, such as "a:1,b:[c:2,d:3]", one by one: commas in brackets belong to a value."""
-    parts, depth = [""], 0
-    for character in text.replace(" ", ""):
-        depth += (character == "[") - (character == "]")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part for part in parts if part]
+    return re.findall(r"(?:\[[^\]]*\]|[^,])+", text.replace(" ", ""))
 
 
 def _setter() -> Callable[[str], None]:

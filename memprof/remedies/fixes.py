@@ -7,6 +7,7 @@ others change the model, and are the very ones that `memprof.apply` switches on 
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from memprof.remedy_catalog import (
     check_conflicts,
     find_remedies,
     in_force,
-    load,
     why_useless,
 )
 from memprof.spec import Mode, TargetSpec
@@ -116,5 +116,5 @@ def edit_spec(spec: TargetSpec, fix: Fix, target: Mapping[str, Any]) -> TargetSp
     elif remedy.edits and not (remedy.built_so and target.get("vocab_size") is None):
         edited = spec.edit(**{name: value if new == VALUE else new for name, new in remedy.edits.items()})
     elif remedy.edit:
-        edited = load(remedy.edit)(spec, remedy, value, target)
+        edited = pkgutil.resolve_name(remedy.edit)(spec, remedy, value, target)
     return spec.edit(fixes=(*spec.fixes, str(fix))) if edited is None else edited

@@ -71,7 +71,7 @@ class LazyLogits(torch.Tensor):
         shape = [*hidden.shape[:-1], weight.shape[0]]
         if class_dim == 1:
             shape = [shape[0], shape[2], shape[1]]
-        # "meta": it has no memory. What Python asks of its device is answered by `_device`.
+        # "meta": it has no memory. What Python asks of its device is answered by `_HANDLERS`.
         self: LazyLogits = _Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)  # type: ignore[attr-defined]
         self._hidden, self._weight, self._bias, self._policy = hidden, weight, bias, policy
         self._steps, self._class_dim, self._whole = steps, class_dim, None
@@ -116,9 +116,11 @@ class LazyLogits(torch.Tensor):
         hidden = self._hidden if hidden is None else hidden
         return LazyLogits(hidden, self._weight, self._bias, self._policy, steps, self._class_dim)
 
-    def _become(self, other: LazyLogits) -> LazyLogits:
-        """An operation in place."""
-        self._steps = other._steps
+    def _after(self, step: LogitsStep, in_place: bool) -> LazyLogits:
+        """The logits after one more operation."""
+        if not in_place:
+            return self._like(step=step)
+        self._steps = (*self._steps, step)
         return self
 
 
@@ -133,18 +135,6 @@ def _whole(part: Any, reason: str) -> Any:
 def _started(self: LazyLogits) -> bool:
     """Whether the logits exist already, or their vocabulary is not last: then everything goes to them."""
     return self._whole is not None or self._class_dim != -1
-
-
-def _device(self: LazyLogits) -> torch.device:
-    return self._hidden.device
-
-
-def _is_cuda(self: LazyLogits) -> bool:
-    return self._hidden.is_cuda
-
-
-def _is_cpu(self: LazyLogits) -> bool:
-    return self._hidden.is_cpu
 
 
 def _requires_grad(self: LazyLogits) -> bool:
@@ -280,18 +270,13 @@ def _to(self: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return _to_dtype(self, dtype)
 
 
-def _type_as(self: LazyLogits, other: torch.Tensor) -> Any:
-    return _to(self, other)
-
-
 def _arithmetic(kind: str, *, negate: bool = False, in_place: bool = False) -> Callable[..., Any]:
     def operate(self: LazyLogits, value: Any, **kwargs: Any) -> Any:
         if _started(self) or kwargs or not _is_scalar(value):
             return NotImplemented
         if isinstance(value, _Tensor):
             value = value.detach()
-        other = self._like(step=LogitsStep(kind, -value if negate else value))
-        return self._become(other) if in_place else other
+        return self._after(LogitsStep(kind, -value if negate else value), in_place)
 
     return operate
 
@@ -304,13 +289,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _tanh(in_place: bool) -> Callable[..., Any]:
-    def operate(self: LazyLogits) -> Any:
-        if _started(self):
-            return NotImplemented
-        other = self._like(step=LogitsStep("tanh"))
-        return self._become(other) if in_place else other
-
-    return operate
+    return lambda self: NotImplemented if _started(self) else self._after(LogitsStep("tanh"), in_place)
 
 
 def _cross_entropy(
@@ -349,10 +328,10 @@ def _cross_entropy(
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    _Tensor.device.__get__: _device,  # type: ignore[attr-defined]
-    _Tensor.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
-    _Tensor.is_cpu.__get__: _is_cpu,  # type: ignore[attr-defined]
-    _Tensor.is_meta.__get__: lambda self: self._hidden.is_meta,  # type: ignore[attr-defined]
+    **{
+        getattr(_Tensor, name).__get__: lambda self, name=name: getattr(self._hidden, name)
+        for name in ("device", "is_cuda", "is_cpu", "is_meta")
+    },
     _Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
     **{
         func: _plain(func)
@@ -399,7 +378,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _Tensor.half: _cast(torch.float16),
     _Tensor.bfloat16: _cast(torch.bfloat16),
     _Tensor.to: _to,
-    _Tensor.type_as: _type_as,
+    _Tensor.type_as: _to,
     **{
         function: _arithmetic(kind, negate=name.startswith("sub"), in_place=in_place)
         for name, kind in (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes
+from memprof.remedies.applied import Changes, at_least
 
 _CROSS_ENTROPY = (
     functional.cross_entropy,
@@ -45,8 +46,7 @@ def install(
     Raises:
         UsageError: the model normalises over the rows of a batch, or `micro_batch_size` is out of range.
     """
-    if not isinstance(micro_batch_size, int) or isinstance(micro_batch_size, bool) or micro_batch_size < 1:
-        raise UsageError("micro_batch_size must be at least 1", value=repr(micro_batch_size))
+    at_least(1, "micro_batch_size", micro_batch_size)
     if loss is not None and not callable(loss):
         raise UsageError("loss must be a function from outputs and batch to the loss", value=type(loss).__name__)
     for name, module in model.named_modules():
@@ -62,6 +62,7 @@ def install(
     )
 
 
+@dataclass(eq=False)
 class MicroBatches:
     """Forward and backward of a whole batch, some rows at a time.
 
@@ -76,20 +77,12 @@ class MicroBatches:
     are split; all else is given to every micro-batch. `scaler` may be set to a `torch.amp.GradScaler`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        micro_batch_size: int,
-        shift_labels: bool | None,
-        ignore_index: int,
-        loss: Callable[[Any, Any], torch.Tensor] | None,
-    ) -> None:
-        self.model = model
-        self.micro_batch_size = micro_batch_size
-        self.shift_labels = shift_labels
-        self.ignore_index = ignore_index
-        self.scaler: torch.amp.GradScaler | None = None
-        self._loss = loss
+    model: nn.Module = field(repr=False)
+    micro_batch_size: int
+    shift_labels: bool | None
+    ignore_index: int
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    scaler: torch.amp.GradScaler | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One forward and backward of each part; returns the loss of the whole, detached.
@@ -129,8 +122,8 @@ class MicroBatches:
 
     def _forward(self, args: Any, kwargs: Any) -> torch.Tensor:
         outputs = self.model(*args, **kwargs)
-        if self._loss is not None:
-            return self._loss(outputs, kwargs or args)
+        if self.loss is not None:
+            return self.loss(outputs, kwargs or args)
         found = _find_loss(outputs)
         if found is None:
             raise UsageError(

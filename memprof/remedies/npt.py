@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def install_offload(model: nn.Module, changes: Changes) -> None:
                 hint="it is for components in mode dense",
             )
     for component in components:
-        changes.set_attribute(component, "forward", _DeltaOffloaded(component, component.forward))
+        changes.set_attribute(component, "forward", _DeltaOffloaded(component))
     changes.note(f"the weight deltas of {len(components)} NPT components wait in host memory")
 
 
@@ -63,16 +62,10 @@ def _components(model: nn.Module, remedy: str) -> list[NptComponent]:
 class _DeltaOffloaded(Offloaded):
     """The forward of a component; of what autograd saves, tensors as large as the delta go to host memory."""
 
-    def __init__(self, component: NptComponent, forward: Any) -> None:
-        functools.update_wrapper(self, forward, updated=())
-        self._forward = forward
-        self._columns = component.d_ffn
-        self._numbers = 0
-
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         states = hidden[0] if isinstance(hidden, (tuple, list)) else hidden
         # [tokens x d_model x d_ffn]: nothing else that is saved is as large.
-        self._numbers = states.numel() * self._columns
+        self._numbers = states.numel() * self._module.d_ffn
         return super().__call__(hidden, *args, **kwargs)
 
     def _stays(self, tensor: torch.Tensor) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes, runs_in
+from memprof.remedies.applied import Changes, Forward, at_least, runs_in
 from memprof.remedies.layers import find_layers
 
 MIN_BYTES = 1 << 20
@@ -22,26 +21,24 @@ def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -
     Raises:
         UsageError: the model has no layers, or `min_bytes` is negative.
     """
-    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
-        raise UsageError("min_bytes must be at least 0", value=repr(min_bytes))
+    at_least(0, "min_bytes", min_bytes)
     layers = find_layers(model, changes.remedy)
     for name, module in layers:
         if runs_in(module, Offloaded):
             raise UsageError("cpu-offload-activations is already on", value=name)
-        changes.set_attribute(module, "forward", Offloaded(module.forward, min_bytes))
+        changes.set_attribute(module, "forward", Offloaded(module, min_bytes))
     changes.note(f"saved tensors of {len(layers)} layers wait in host memory: {layers[0][0]} to {layers[-1][0]}")
 
 
-class Offloaded:
+class Offloaded(Forward):
     """The forward of a layer, under hooks that move what autograd saves.
 
     Parameters, and views of them, stay: they are on the card anyway. (`torch.autograd.graph.save_on_cpu` copies those
     too.) A tensor that several operators save is copied for each of them.
     """
 
-    def __init__(self, forward: Any, min_bytes: int) -> None:
-        functools.update_wrapper(self, forward, updated=())
-        self._forward = forward
+    def __init__(self, module: nn.Module, min_bytes: int = MIN_BYTES) -> None:
+        super().__init__(module)
         self._min_bytes = min_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes, runs_in
+from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.layers import find_layers, without_caches
 
 
@@ -45,7 +45,7 @@ def install(model: nn.Module, changes: Changes) -> None:
             changes.on_undo(functools.partial(_set, parameter, parameter.device))
             parameter.data = parameter.data.to("cpu")
             moved += parameter.numel() * parameter.element_size()
-        changes.set_attribute(layer, "forward", _Streamed(layer, layer.forward))
+        changes.set_attribute(layer, "forward", _Streamed(layer))
     changes.note(f"{len(layers)} layers, {moved:,} bytes of weights, wait in host memory")
 
 
@@ -79,27 +79,22 @@ class _Fetched:
                 parameter.grad = fresh
 
 
-class _Streamed:
+class _Streamed(Forward):
     """The forward of a layer whose weights come and go."""
-
-    def __init__(self, layer: nn.Module, forward: Any) -> None:
-        functools.update_wrapper(self, forward, updated=())
-        self._layer = layer
-        self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, torch.Tensor)]
         device = next((t.device for t in tensors if t.is_floating_point()), torch.device("cpu"))
         if not torch.is_grad_enabled():
-            with _Fetched(self._layer, device):
+            with _Fetched(self._module, device):
                 return self._forward(*args, **kwargs)
-        if self._layer.training:
+        if self._module.training:
             args, kwargs = without_caches(args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
         shape: list[Any] = []
         # Some input must ask for a gradient, or autograd would not come back here for the weights'.
         wanted = torch.zeros((), device=device, requires_grad=True)
-        outputs = _Layer.apply(wanted, self._layer, self._forward, device, tree, shape, *leaves)
+        outputs = _Layer.apply(wanted, self._module, self._forward, device, tree, shape, *leaves)
         return tree_unflatten(list(outputs), shape[0])
 
 

@@ -9,9 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.remedies.applied import apply
-from memprof.remedies.fixes import Fix, options_of
+from memprof.remedies.fixes import options_of, parse_fixes
 from memprof.remedies.layers import find_layers
-from memprof.remedy_catalog import REMEDIES
 from memprof.spec import TargetSpec
 
 
@@ -29,7 +28,7 @@ def switch_on(
     Raises:
         UsageError: a remedy does not apply to this model.
     """
-    fixes = [Fix(REMEDIES[name], value if equals else None) for name, equals, value in map(_split, spec.fixes)]
+    fixes = parse_fixes(",".join(spec.fixes))
     names = [fix.remedy.name for fix in fixes]
     options = options_of(fixes)
     if any("optimizer" in fix.remedy.options for fix in fixes):
@@ -43,10 +42,6 @@ def switch_on(
         model.to(device)
         applied = apply(model, names, undoable=False, **options)
     return next((result for result in applied.results.values() if hasattr(result, "param_groups")), None)
-
-
-def _split(fix: str) -> tuple[str, str, str]:
-    return fix.partition("=")
 
 
 def _move_but_layers(model: nn.Module, device: str, remedy: str) -> None:

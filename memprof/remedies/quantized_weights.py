@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +14,7 @@ from memprof.remedies.applied import Changes
 from memprof.remedies.chunked_loss import find_head
 from memprof.remedies.optimizers import refuse_gradients
 from memprof.remedies.trained import DEFAULT_RANK, install_lora
+from memprof.workload.quantization import import_quietly
 
 OUTLIER_THRESHOLD = 6.0
 """Activations from this size on stay in half precision: LLM.int8's own, and transformers' default."""
@@ -138,14 +137,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _bitsandbytes(remedy: str) -> Any:
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it speaks of faster kernels for the CPU
     try:
-        return importlib.import_module("bitsandbytes")
+        return import_quietly("bitsandbytes")
     except ImportError as error:
         raise UsageError(
             f"{remedy} needs bitsandbytes", value=str(error).splitlines()[0], hint="pip install bitsandbytes"
         ) from None
-    finally:
-        logger.setLevel(level)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, StackDataset
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes
+from memprof.remedies.applied import Changes, at_least
 
 
 def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int = 1) -> None:
@@ -41,9 +41,8 @@ class StreamedBatches:
     """
 
     def __init__(self, dataset: Any, batch_size: int, model: nn.Module) -> None:
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise UsageError("batch_size must be at least 1", value=repr(batch_size))
-        samples: Any = _Rows(dataset) if isinstance(dataset, Mapping) else dataset
+        at_least(1, "batch_size", batch_size)
+        samples: Any = _rows(dataset) if isinstance(dataset, Mapping) else dataset
         if isinstance(samples, str) or not (
             hasattr(samples, "__getitem__") and hasattr(samples, "__len__") and not isinstance(samples, nn.Module)
         ):
@@ -70,18 +69,9 @@ class StreamedBatches:
         return part.to(parameter.device) if isinstance(part, torch.Tensor) and parameter is not None else part
 
 
-class _Rows(Dataset[Any]):
+def _rows(columns: Mapping[str, Sequence[Any]]) -> Any:
     """A dictionary of tensors, or of lists, as samples."""
-
-    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
-        lengths = {len(column) for column in columns.values()}
-        if len(lengths) > 1:
-            raise UsageError("dataset has columns of different lengths", value=", ".join(map(str, sorted(lengths))))
-        self._columns = columns
-        self._length = lengths.pop() if lengths else 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: column[index] for name, column in self._columns.items()}
+    lengths = {len(column) for column in columns.values()}
+    if len(lengths) > 1:
+        raise UsageError("dataset has columns of different lengths", value=", ".join(map(str, sorted(lengths))))
+    return StackDataset(**columns) if columns else []  # type: ignore[arg-type]  # it takes whatever has indices

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
 
 from torch import nn
 
 from memprof.errors import UsageError
-from memprof.remedies.applied import Changes
+from memprof.remedies.applied import Changes, at_least
+from memprof.workload.adapters import adapting, target_modules
+from memprof.workload.quantization import import_quietly
 
 DEFAULT_RANK = 8
 
@@ -45,33 +46,18 @@ def install_lora(
         UsageError: PEFT is not installed, or does not know what to adapt; the rank is out of range.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import peft
+        peft = import_quietly("peft")
     except ImportError as error:
         raise UsageError("lora needs PEFT", value=str(error).splitlines()[0], hint="pip install peft") from None
-    if not isinstance(lora_rank, int) or isinstance(lora_rank, bool) or lora_rank < 1:
-        raise UsageError("lora_rank must be at least 1", value=repr(lora_rank))
-    targets: str | list[str] | None = None
-    if lora_targets is not None:
-        names = [name.strip() for name in lora_targets.split(",")]
-        targets = "all-linear" if names == ["all-linear"] else names
+    at_least(1, "lora_rank", lora_rank)
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UsageError("lora is already on", value=type(model).__name__)
     _keep_flags(model, changes)
     _keep_modules(model, changes)
-    config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=targets)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Beside the model's own layers and not around the model, so that the caller's object is the one adapted.
-            peft.LoraModel(model, config, "default")
-    except (ValueError, TypeError) as error:
-        raise UsageError(
-            "PEFT cannot adapt this model",
-            value=str(error).strip().splitlines()[0],
-            hint="name the modules to adapt: lora_targets='q_proj,v_proj', or 'all-linear'",
-        ) from None
+    config = peft.LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=target_modules(lora_targets))
+    with adapting("lora_targets='q_proj,v_proj', or 'all-linear'"):
+        # Beside the model's own layers and not around the model, so that the caller's object is the one adapted.
+        peft.LoraModel(model, config, "default")
     trained = [p for p in model.parameters() if p.requires_grad]
     changes.note(f"LoRA of rank {lora_rank}: {sum(p.numel() for p in trained):,} numbers are trained")
 

@@ -11,7 +11,6 @@ from memprof.remedy_catalog.choice import (
     helping,
     in_force,
     ladder,
-    load,
     options_by_remedy,
     tiers,
     why_not_together,
@@ -22,5 +21,5 @@ from memprof.remedy_catalog.table import REMEDIES
 
 __all__ = [
     "REMEDIES", "VALUE", "Numerics", "Remedy", "Tier", "check_conflicts", "find_remedies", "from_outside",
-    "helping", "in_force", "ladder", "load", "options_by_remedy", "tiers", "why_not_together", "why_useless",
+    "helping", "in_force", "ladder", "options_by_remedy", "tiers", "why_not_together", "why_useless",
 ]  # fmt: skip

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from memprof.errors import UsageError, unknown_name
 from memprof.remedy_catalog.remedy import Remedy, Tier
@@ -124,10 +122,3 @@ def options_by_remedy(chosen: Sequence[Remedy], options: Mapping[str, object]) -
     return {
         remedy.name: {name: value for name, value in options.items() if name in remedy.options} for remedy in chosen
     }
-
-
-def load(reference: str) -> Callable[..., Any]:
-    """The function that an entry names as "module:function"."""
-    module, _, name = reference.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from memprof.errors import MemprofError, UsageError
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], None], what: str = "file", *, option: str = "--to") -> None:
-    """Let `write` fill a file that appears at `path` once it is complete, replacing what is there.
+def write_whole(path: Path, data: bytes, what: str = "file", *, option: str = "--to") -> None:
+    """Write `data` to a file that appears at `path` once it is complete, replacing what is there.
 
     Args:
         path: where it shall be.
-        write: is given the open file.
+        data: all of the file.
         what: what errors call it.
         option: where another place can be named.
 
@@ -27,7 +25,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], None], what: str = "fil
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = Path(file.name)
-            write(file)
+            file.write(data)
         temporary.chmod(0o666 & ~_umask())
         os.replace(temporary, path)
         temporary = None

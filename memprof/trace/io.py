@@ -10,7 +10,7 @@ import gzip
 import json
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from memprof.errors import UsageError
 from memprof.trace.events import (
@@ -73,12 +73,8 @@ def save_trace(trace: Trace, path: Path) -> None:
         "storages": trace.storages,
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
-
-    def write(file: IO[bytes]) -> None:
-        with gzip.GzipFile("", fileobj=file, mode="wb", compresslevel=5, mtime=0) as packed:
-            packed.write(json.dumps(document, separators=(",", ":")).encode())
-
-    write_whole(path, write, "capture", option="--save")
+    packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
+    write_whole(path, packed, "capture", option="--save")
 
 
 def load_trace(path: Path) -> Trace:

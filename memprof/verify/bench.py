@@ -7,11 +7,12 @@ nearer to the truth is chance, so that one cannot ask for less.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,16 @@ def _options(remedy: Remedy, model: str, general: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in {**general, **_TRIED_ON.get(model, {})}.items() if name in remedy.options}
 
 
+@contextlib.contextmanager
+def _skipping(found: Verification, remedy: Remedy, specimen: Specimen) -> Iterator[None]:
+    """Where `remedy` does not apply to the model, the reason stands in its place."""
+    try:
+        yield
+    except UsageError as error:
+        found.skipped.setdefault((remedy.name, specimen.name), f"{error.problem} ({error.value})")
+
+
+@quiet_transformers()
 def verify(
     remedies: Sequence[str] = (),
     models: Sequence[str] = (),
@@ -71,13 +82,6 @@ def verify(
     Raises:
         UsageError: an unknown remedy or model, or fewer than one seed.
     """
-    with quiet_transformers():
-        return _verify(remedies, models, seeds, progress)
-
-
-def _verify(
-    remedies: Sequence[str], models: Sequence[str], seeds: int, progress: Callable[[str], None]
-) -> Verification:
     chosen = [remedy for name in remedies for remedy in find_remedies([name])] or list(REMEDIES.values())
     if seeds < 1:
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
@@ -87,12 +91,10 @@ def _verify(
         originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
         for remedy in chosen:
             progress(f"{remedy.name} on {specimen.name}")
-            if remedy.numerics is Numerics.APPROXIMATE or not (models or specimen.is_for(remedy)):
+            if remedy.numerics is Numerics.APPROXIMATE or not (models or specimen.kind == remedy.for_models):
                 continue
-            try:
+            with _skipping(found, remedy, specimen):
                 found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
-            except UsageError as error:
-                found.skipped[remedy.name, specimen.name] = f"{error.problem} ({error.value})"
     if any(remedy.bench == "precision" for remedy in chosen):
         for specimen in specimens:
             if not models and specimen.kind:
@@ -103,16 +105,12 @@ def _verify(
     for remedy in chosen:
         if remedy.bench == "quantized weights":
             progress(f"{remedy.name} on {large.name}")
-            try:
+            with _skipping(found, remedy, large):
                 found.precisions.append(quantized_row(large, remedy.name))
-            except UsageError as error:
-                found.skipped[remedy.name, large.name] = f"{error.problem} ({error.value})"
         if remedy.bench == "optimizer":
             progress("steps of the 8-bit optimizer")
-            try:
+            with _skipping(found, remedy, large):
                 found.optimizers += optimizer_rows(large, remedy.name)
-            except UsageError as error:
-                found.skipped[remedy.name, large.name] = f"{error.problem} ({error.value})"
     _add_peaks(found, chosen, specimens[0] if models else None, progress)
     return found
 
@@ -224,7 +222,8 @@ def _loss(model: nn.Module, batch: dict[str, Any], cap: int | None) -> torch.Ten
 
 
 def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fixed: _Run) -> list[Deviation]:
-    rows = [_deviation(remedy, model, "loss", case, "", exact.loss, original.loss, fixed.loss, 0.0)]
+    row = functools.partial(Deviation, remedy, model)
+    rows = [row("loss", case, "", *_deviation(exact.loss, original.loss, fixed.loss, 0.0))]
     for quantity, parts in (("gradients", "gradients"), (f"parameters after {_STEPS} steps", "parameters")):
         truth, ours = getattr(exact, parts), getattr(fixed, parts)
         theirs = getattr(original, parts)
@@ -241,31 +240,26 @@ def _compare(remedy: str, model: str, case: str, exact: _Run, original: _Run, fi
             shape = ours[name].shape
             cut = tuple(slice(size) for size in shape)  # of a capped vocabulary
             values = truth[name][cut], theirs[name][cut], ours[name]
-            deviations.append(_deviation(remedy, model, quantity, case, name, *values, floor))
+            deviations.append(row(quantity, case, name, *_deviation(*values, floor)))
         rows.append(max(deviations, key=_badness))
     return rows
 
 
 def _deviation(
-    remedy: str,
-    model: str,
-    quantity: str,
-    case: str,
-    tensor: str,
-    exact: torch.Tensor,
-    original: torch.Tensor,
-    fixed: torch.Tensor,
-    floor: float,
-) -> Deviation:
-    """Where float64 has no number (all labels ignored), neither may have one."""
+    exact: torch.Tensor, original: torch.Tensor, fixed: torch.Tensor, floor: float
+) -> tuple[float, float, float]:
+    """What `original` and `fixed` deviate, and what the latter may.
+
+    Where float64 has no number (all labels ignored), neither may have one.
+    """
     nowhere = exact.isnan()
     if not torch.equal(nowhere, fixed.isnan()):
-        return Deviation(remedy, model, quantity, case, tensor, 0.0, math.nan, floor)
+        return 0.0, math.nan, floor
     exact, original, fixed = (part.masked_fill(nowhere, 0) for part in (exact, original, fixed))
     own = float((original - exact).abs().max())
     bound = OWN_ERRORS * own + UNITS * _EPS * float(exact.abs().max()) + floor
     found = float((fixed - exact).abs().max())
-    return Deviation(remedy, model, quantity, case, tensor, own, found, max(bound, 1e-300))
+    return own, found, max(bound, 1e-300)
 
 
 # -- peaks -------------------------------------------------------------------------------------------------------------
@@ -285,9 +279,7 @@ def _add_peaks(
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def both(specimen: Specimen, rows: int, reserved: bool, remedy: Remedy | None) -> _Both:
-        options = {}
-        if remedy is not None:
-            options = _options(remedy, specimen.name, _PEAK_OPTIONS)
+        options = {} if remedy is None else _options(remedy, specimen.name, _PEAK_OPTIONS)
         program = functools.partial(train, specimen, remedy, options, rows)
         name = "of the original" if remedy is None else f"with {remedy.name}"
         progress(f"simulating the peak {name}")
@@ -315,16 +307,14 @@ def _add_peaks(
         key = (specimen.name, rows, reserved)
         if key not in originals:
             originals[key] = both(specimen, rows, reserved, None)
-        try:
-            fixed, measured_fixed, reason = both(specimen, rows, reserved, remedy)
-        except UsageError as error:
-            found.skipped.setdefault((remedy.name, specimen.name), f"{error.problem} ({error.value})")
-            continue
         original, measured, _ = originals[key]
         batch = f"{rows} rows of " if rows > 1 else ""
         workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
         workload += ", reserved" if reserved else ""
-        found.peaks.append(RemedyPeak(remedy.name, workload, original, fixed, device, measured, measured_fixed, reason))
+        with _skipping(found, remedy, specimen):
+            fixed, measured_fixed, reason = both(specimen, rows, reserved, remedy)
+            peak = RemedyPeak(remedy.name, workload, original, fixed, device, measured, measured_fixed, reason)
+            found.peaks.append(peak)
 
 
 _Both = tuple[int, int | None, str]

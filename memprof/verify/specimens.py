@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional
 
 from memprof.errors import UsageError
-from memprof.remedy_catalog import Remedy
 from memprof.spec import TargetSpec
 
 VOCAB = 131
@@ -42,10 +41,6 @@ class Specimen:
     tokens: int = TOKENS
     peak_tokens: int = 512
     kind: str = ""
-
-    def is_for(self, remedy: Remedy) -> bool:
-        """Whether `remedy` is verified on it where no model is named."""
-        return self.kind == remedy.for_models
 
 
 class Handwritten(nn.Module):

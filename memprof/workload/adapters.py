@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 
 from torch import nn
 
 from memprof.errors import UsageError
 from memprof.spec import TargetSpec
 from memprof.workload.models import ModelSource
+from memprof.workload.quantization import import_quietly
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear layer but the head."""
@@ -23,9 +26,7 @@ def require_peft() -> None:
         UsageError: it is not installed, or not with this release of transformers.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import peft  # noqa: F401
+        import_quietly("peft")
     except ImportError as error:
         raise UsageError(
             "--adapter needs PEFT",
@@ -45,29 +46,44 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
     """
     import peft
 
-    targets: str | list[str] | None = None
-    if spec.lora_targets is not None:
-        names = [name.strip() for name in spec.lora_targets.split(",")]
-        targets = ALL_LINEAR if names == [ALL_LINEAR] else names
     rank = spec.lora_rank
     assert rank is not None
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         lora_dropout=spec.lora_dropout,
-        target_modules=targets,
+        target_modules=target_modules(spec.lora_targets),
         task_type=_TASK_TYPES.get(source.task),
     )
+    with adapting(f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"):
+        return peft.get_peft_model(model, config)
+
+
+def target_modules(names: str | None) -> str | list[str] | None:
+    """What PEFT calls the modules of these names (with commas); None: those it knows for the architecture."""
+    if names is None:
+        return None
+    found = [name.strip() for name in names.split(",")]
+    return ALL_LINEAR if found == [ALL_LINEAR] else found
+
+
+@contextlib.contextmanager
+def adapting(example: str) -> Iterator[None]:
+    """Inside, PEFT adapts a model; `example` says how modules are named.
+
+    Raises:
+        UsageError: PEFT does not know which modules to adapt, or the model has none of the names.
+    """
     try:
         with warnings.catch_warnings():
             # Of GPT-2 it says that its weights are transposed, and that it has allowed for it.
             warnings.simplefilter("ignore")
-            return peft.get_peft_model(model, config)
+            yield
     except (ValueError, TypeError) as error:
         raise UsageError(
             "PEFT cannot adapt this model",
             value=str(error).strip().splitlines()[0],
-            hint=f"name the modules to adapt: --lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}",
+            hint=f"name the modules to adapt: {example}",
         ) from None
 
 

@@ -30,7 +30,8 @@ class Feeder:
             "image-classification": self._images,
             "speech-seq2seq": self._speech,
         }
-        self._make = makers.get(source.task) or self._custom()
+        self.host_batch = makers.get(source.task) or self._custom()
+        """Makes a batch in host memory, as a data loader gives it."""
         self._dataset: Batch = {}
 
     def _default_length(self, source: ModelSource) -> int:
@@ -44,17 +45,13 @@ class Feeder:
 
         Each step's batch is then a copy of one, as a DataLoader makes it.
         """
-        example = self._make()
+        example = self.host_batch()
         self._dataset = {
             name: torch.zeros(batches, *value.shape, dtype=value.dtype)
             for name, value in example.items()
             if isinstance(value, torch.Tensor)
         }
         self.assumptions.append(f"{batches:,} batches are held in host memory, made before training.")
-
-    def host_batch(self) -> Batch:
-        """A batch in host memory, as a data loader gives it."""
-        return self._make()
 
     # -- Hugging Face models ----------------------------------------------------------------------------------------
 
@@ -91,7 +88,8 @@ class Feeder:
         names = list(inspect.signature(model.forward).parameters)
         if not names:
             raise UsageError("the model's forward takes no input", value=type(model).__name__, hint=_INPUTS_HINT)
-        first = next((m for m in model.modules() if isinstance(m, _INPUT_LAYERS) and _has_weight(m)), None)
+        layers = (module for module in model.modules() if isinstance(module, _INPUT_LAYERS))
+        first = next((layer for layer in layers if any(True for _ in layer.parameters(recurse=False))), None)
         label_name = next((name for name in names if name in ("labels", "targets", "target", "y")), None)
         if isinstance(first, nn.Embedding):
             self.assumptions.append(f"Input {names[0]!r}: token ids ({self.batch_size}, {self.context_length}).")
@@ -125,7 +123,7 @@ class Feeder:
             loss = outputs.get("loss")
         if isinstance(loss, torch.Tensor):
             return loss
-        tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(_tensors(outputs))
+        tensors = _tensors(outputs)
         scalar = next((t for t in tensors if t.dim() == 0 and t.requires_grad), None)
         if scalar is not None:
             return scalar
@@ -148,10 +146,6 @@ class Feeder:
 
 _INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length) that returns forward's arguments"
 _INPUT_LAYERS = (nn.Embedding, nn.Linear, nn.Conv2d, nn.RNNBase)
-
-
-def _has_weight(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
 
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype:

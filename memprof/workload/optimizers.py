@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,36 +16,19 @@ _LEARNING_RATE = 1e-4
 _MOMENTUM = 0.9
 
 
-def _sgd_with_momentum(parameters: list[nn.Parameter], **options: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, momentum=_MOMENTUM, **options)
-
-
-def _of_bitsandbytes(name: str) -> Callable[..., Optimizer]:
-    def make(parameters: list[nn.Parameter], **options: Any) -> Optimizer:
-        return getattr(require_bitsandbytes(), name)(parameters, **options)  # type: ignore[no-any-return]
-
-    return make
-
-
-def _of_torchao(name: str) -> Callable[..., Optimizer]:
-    def make(parameters: list[nn.Parameter], **options: Any) -> Optimizer:
-        return getattr(require_torchao(), name)(parameters, **options)  # type: ignore[no-any-return]
-
-    return make
-
-
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
-    "sgd-momentum": _sgd_with_momentum,
+    "sgd-momentum": functools.partial(torch.optim.SGD, momentum=_MOMENTUM),
     "adafactor": torch.optim.Adafactor,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
-    "adamw-8bit": _of_bitsandbytes("AdamW8bit"),
-    "paged-adamw-8bit": _of_bitsandbytes("PagedAdamW8bit"),
-    "torchao-adamw-8bit": _of_torchao("AdamW8bit"),
-    "torchao-adamw-4bit": _of_torchao("AdamW4bit"),
+    # Their libraries are asked for when they are made.
+    "adamw-8bit": lambda *args, **options: require_bitsandbytes().AdamW8bit(*args, **options),
+    "paged-adamw-8bit": lambda *args, **options: require_bitsandbytes().PagedAdamW8bit(*args, **options),
+    "torchao-adamw-8bit": lambda *args, **options: require_torchao().AdamW8bit(*args, **options),
+    "torchao-adamw-4bit": lambda *args, **options: require_torchao().AdamW4bit(*args, **options),
 }
 _IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
     None: {},

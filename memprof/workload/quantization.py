@@ -32,15 +32,28 @@ def require_torchao() -> Any:
     return _require("torchao", "torchao.optim")
 
 
-def _require(package: str, module: str) -> Any:
-    loggers = [logging.getLogger(name) for name in (package, "torch.utils._pytree")]
+def import_quietly(module: str) -> Any:
+    """`module`, imported without notices: they speak of kernels that a machine without a card lacks.
+
+    Raises:
+        ImportError: it is not installed, or does not go with this torch.
+    """
+    loggers = [logging.getLogger(name) for name in (module.partition(".")[0], "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:  # they speak of kernels that a machine without a card lacks
+    for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _require(package: str, module: str) -> Any:
+    try:
+        return import_quietly(module)
     except ImportError as error:
         lines = str(error).strip().splitlines() or [""]
         raise UsageError(
@@ -48,9 +61,6 @@ def _require(package: str, module: str) -> Any:
             value=f"{type(error).__name__}: {lines[0]}",
             hint=f"pip install {package}",
         ) from None
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, Any], spec: TargetSpec) -> nn.Module:

@@ -129,14 +129,12 @@ class Workload:
             npt_layers.add_npt(model, self.spec)
         if self.spec.freeze is not None:
             _freeze(model, self.spec.freeze)
-        if self.spec.quantize is not None:  # it is on the card already
-            whole = model if self.spec.adapter is None else adapters.add_qlora(model, self.spec, self.source)
-        else:
-            whole = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
+        add = adapters.add_lora if self.spec.quantize is None else adapters.add_qlora
+        whole = model if self.spec.adapter is None else add(model, self.spec, self.source)
         if self.spec.fixes and self._switch_on is not None:
             # An adapter's parameters are in the model; what wraps it has none of its own.
             self._made = self._switch_on(model, self.spec, functools.partial(optimizer_over, spec=self.spec), device)
-        elif self.spec.quantize is None:
+        elif self.spec.quantize is None:  # else it is on the card already
             whole = whole.to(device)
         return whole, model
 
@@ -262,8 +260,8 @@ def _freeze(model: nn.Module, patterns: str) -> None:
     Raises:
         UsageError: a pattern names no parameter.
     """
-    names = [name for name, _ in model.named_parameters()]
-    frozen: set[str] = set()
+    parameters = dict(model.named_parameters())
+    names = list(parameters)
     for pattern in patterns.split(","):
         matches = fnmatch.filter(names, pattern.strip())
         if not matches:
@@ -272,7 +270,5 @@ def _freeze(model: nn.Module, patterns: str) -> None:
                 value=repr(pattern.strip()),
                 hint=f"the model's are named like {names[0]!r} and {names[-1]!r}; * stands for anything",
             )
-        frozen.update(matches)
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            parameter.requires_grad_(False)
+        for name in matches:
+            parameters[name].requires_grad_(False)

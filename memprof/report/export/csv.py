@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from memprof.errors import MemprofError, UsageError
 from memprof.trace.files import write_whole
@@ -51,14 +51,7 @@ def write_csv(document: Document | Analysis | Comparison, folder: Path) -> None:
     for name, frame in document.frames().items():
         lists = {column: frame[column].map(_cell) for column in frame.select_dtypes("object")}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
-        _write(text, folder / f"{name}.csv")
-
-
-def _write(text: str, path: Path) -> None:
-    def write(file: IO[bytes]) -> None:
-        file.write(text.encode())
-
-    write_whole(path, write, "table", option=OPTION)
+        write_whole(folder / f"{name}.csv", text.encode(), "table", option=OPTION)
 
 
 def _cell(value: Any) -> Any:

@@ -6,6 +6,7 @@ more. Field names as `THCPModule_memorySnapshot` (torch/csrc/cuda/Module.cpp) wr
 
 from __future__ import annotations
 
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def write_snapshot(snapshot: Snapshot, path: Path) -> None:
         MemprofError: it cannot be written.
     """
     data = as_plain(snapshot) | {EXPORT_KEY: {"source": snapshot.source, "version": __version__}}
-    write_whole(path, lambda file: pickle.dump(data, file, protocol=PROTOCOL), "snapshot")
+    write_whole(path, pickle.dumps(data, protocol=PROTOCOL), "snapshot")
 
 
 def as_plain(snapshot: Snapshot) -> dict[str, Any]:
@@ -50,18 +51,12 @@ def as_plain(snapshot: Snapshot) -> dict[str, Any]:
 class _Stacks:
     def __init__(self) -> None:
         self.stacks: dict[int, list[dict[str, Any]]] = {}
-        self.frames: dict[Frame, dict[str, Any]] = {}
+        self._frame = functools.cache(Frame._asdict)
 
     def plain(self, stack: Stack) -> list[dict[str, Any]]:
         known = self.stacks.get(id(stack))
         if known is None:
             known = self.stacks[id(stack)] = [self._frame(frame) for frame in stack]
-        return known
-
-    def _frame(self, frame: Frame) -> dict[str, Any]:
-        known = self.frames.get(frame)
-        if known is None:
-            known = self.frames[frame] = {"filename": frame.filename, "line": frame.line, "name": frame.name}
         return known
 
 

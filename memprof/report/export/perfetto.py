@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from memprof.recording.from_trace import Slice
 from memprof.recording.recording import Recording
@@ -25,11 +25,7 @@ def write_perfetto(recordings: Iterable[tuple[Recording, list[int], list[Slice]]
         MemprofError: it cannot be written.
     """
     text = json.dumps(as_trace_events(recordings), separators=(",", ":"))
-
-    def write(file: IO[bytes]) -> None:
-        file.write(text.encode())
-
-    write_whole(path, write, "trace")
+    write_whole(path, text.encode(), "trace")
 
 
 def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -78,14 +79,7 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
                 Text(chosen.name),
                 Text(_batches(chosen, answer)),
                 Text(f"needs {gib(chosen.needed_bytes)} GiB of the card: {gib(chosen.margin_bytes)} GiB are left"),
-                *([Text(_host(chosen))] if chosen.host_bytes > 0.1 * chosen.needed_bytes else []),
-                Text(f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.bus_seconds)} of it transfers"),
-                *(
-                    [Text(f"the largest {_batch_word(answer)} that fits: {_bound(answer.batch, 1)}")]
-                    if answer.batch
-                    else []
-                ),
-                *([Text(f"the longest context that fits: {_bound(answer.context, 0)}")] if answer.context else []),
+                *(Text(line) for line in _limits(chosen, answer)),
                 below=1,
             ),
             Text(f"Why: {answer.reason}."),
@@ -110,8 +104,14 @@ def _batches(chosen: Choice, answer: Recommendation) -> str:
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
 
 
-def _host(chosen: Choice) -> str:
-    return f"{gib(chosen.host_bytes)} GiB in host memory at the most"
+def _limits(chosen: Choice, answer: Recommendation) -> Iterator[str]:
+    if chosen.host_bytes > 0.1 * chosen.needed_bytes:
+        yield f"{gib(chosen.host_bytes)} GiB in host memory at the most"
+    yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.bus_seconds)} of it transfers"
+    if answer.batch:
+        yield f"the largest {_batch_word(answer)} that fits: {_bound(answer.batch, 1)}"
+    if answer.context:
+        yield f"the longest context that fits: {_bound(answer.context, 0)}"
 
 
 def _batch_word(answer: Recommendation) -> str:
@@ -131,7 +131,6 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     if not explain:
         front = [row for row in rows if row.pareto or row is rows[0]]
         rows = front if len(front) > 2 else rows[:_SHOWN]
-    micro = "batch" if answer.goal == "infer" else "micro-batch"
     cells: list[tuple[str, ...]] = [
         (
             ">" if row is answer.chosen else "",
@@ -145,7 +144,7 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
         )
         for row in rows
     ]
-    headers = ("", f">{micro}", ">needs", ">margin", ">step", ">of it bus", ">verdict", "configuration")
+    headers = ("", f">{_batch_word(answer)}", ">needs", ">margin", ">step", ">of it bus", ">verdict", "configuration")
     left_out = len(answer.choices) - len(rows)
     more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
     what = "Memory against time" if not explain else "All that were run"

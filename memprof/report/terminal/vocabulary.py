@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -129,5 +127,4 @@ def saved(before: Memory, after: Memory) -> int:
     """Bytes of the card; by arithmetic, of what is known."""
     if before.required_bytes is not None and after.required_bytes is not None:
         return before.required_bytes - after.required_bytes
-    total: Callable[[Memory], int] = lambda memory: sum(getattr(memory, name) or 0 for _, name in _FIELDS)  # noqa: E731
-    return total(before) - total(after)
+    return sum((getattr(before, name) or 0) - (getattr(after, name) or 0) for _, name in _FIELDS)

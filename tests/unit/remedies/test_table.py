@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
+import pkgutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
 from memprof.remedies.fixes import edit_spec, parse_fixes
-from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, Tier, in_force, ladder, load, tiers
+from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, Tier, in_force, ladder, tiers
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
 from tests.unit.findings.builder import Builder
@@ -54,8 +55,8 @@ def test_no_other_file_names_remedies():
 @pytest.mark.parametrize("name", REMEDIES)
 def test_what_an_entry_names_is_there(name):
     remedy = REMEDIES[name]
-    assert callable(load(remedy.install))
-    assert not remedy.edit or callable(load(remedy.edit))
+    assert callable(pkgutil.resolve_name(remedy.install))
+    assert not remedy.edit or callable(pkgutil.resolve_name(remedy.edit))
     fields = {field.name for field in dataclasses.fields(TargetSpec)}
     assert {*remedy.edits, *remedy.useless_if} <= fields
     assert all(other in REMEDIES for other in remedy.conflicts)
