@@ -92,6 +92,9 @@ def custom_gpu(total_bytes: int) -> Gpu:
     if total_bytes <= 0:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     model = find_gpu("a100-80gb")
+    sold = [gpu for gpu in _gpus() if f"{total_bytes / GIB:g}" in _sizes_on_the_box(gpu)]
+    least = min(sold, key=lambda gpu: gpu.total_bytes, default=None)
+    less = "" if least is None else f"a card sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
     return Gpu(
         key="custom",
         name=f"custom GPU with {gib(total_bytes)} GiB",
@@ -104,8 +107,13 @@ def custom_gpu(total_bytes: int) -> Gpu:
         l2_bytes=model.l2_bytes,
         capacity_kind="given",
         sources=("given by the user",),
-        note=f"only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
+        note=f"{less}only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
     )
+
+
+def _sizes_on_the_box(gpu: Gpu) -> set[str]:
+    """The GB that its names have."""
+    return set(re.findall(r"(?<![\d.])(\d+)gb\b", " ".join((gpu.key, *gpu.aliases))))
 
 
 def _fold(name: str) -> str:

@@ -96,7 +96,8 @@ class Workload:
             model.eval()
             for step in range(1, spec.steps + 1):
                 progress(f"forward {step} of {spec.steps}")
-                self._infer(device, model, base, feeder, step)
+                for micro_batch in range(1, spec.gradient_accumulation + 1):
+                    self._infer(device, model, base, feeder, step, micro_batch)
         else:
             model.train()
             self._prepare_training(device, model, base)
@@ -209,17 +210,19 @@ class Workload:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
-    def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int) -> None:
-        with device.phase(PhaseKind.INPUTS, step, 1):
+    def _infer(
+        self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int, micro_batch: int
+    ) -> None:
+        with device.phase(PhaseKind.INPUTS, step, micro_batch):
             batch = _moved(feeder.host_batch(), device.name)
             if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
             generate.check(base, self.source.task)
             with torch.no_grad(), self._autocast(device.name):
-                generate.generate(device, model, base, batch, self.spec.new_tokens, step)
+                generate.generate(device, model, base, batch, self.spec.new_tokens, (step, micro_batch))
             return
-        with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast(device.name):
+        with device.phase(PhaseKind.FORWARD, step, micro_batch), torch.no_grad(), self._autocast(device.name):
             outputs = model(**batch)
         del outputs
 

@@ -142,7 +142,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
     entry, outcome = entries[place], outcomes[entries[place].key]
     assert outcome is not None
     longest, too_long = _longest(runs, spec, task, entry, available, outcome)
-    shown = _spec(spec, task, entry, longest or context_length)
+    shown = runs.run(_spec(spec, task, entry, longest), task.name).spec
     return Largest(
         task=task.name,
         model=entry.key,
@@ -153,7 +153,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         first_too_long=too_long,
         next_model=None if after is None else after.key,
         next_needed_bytes=None if failed is None else failed.needed_bytes,
-        command=snippet.command(task.plan, shown, 1),
+        command=snippet.command(shown, 1),
     )
 
 

@@ -332,7 +332,7 @@ def _choice(runs: Simulator, tried: Tried, pareto: bool) -> Choice:
     return Choice(
         name=plan.label(),
         settings=settings,
-        command=snippet.command(plan, outcome.spec, tried.accumulation),
+        command=snippet.command(outcome.spec, tried.accumulation),
         micro_batch=tried.micro_batch,
         accumulation=tried.accumulation,
         needed_bytes=outcome.needed_bytes,

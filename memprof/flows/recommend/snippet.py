@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import pprint
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
+from memprof.command_line import profile_command
 from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
 from memprof.spec import DEFAULT_LORA_RANK, Mode, TargetSpec
 
@@ -50,38 +50,11 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
     }
 
 
-def command(plan: Plan, spec: TargetSpec, accumulation: int) -> str:
-    """`memprof profile` for this configuration, every option of it."""
-    words = ["memprof", "profile", "--model-size" if spec.model_is_size else "--model", spec.model]
-
-    def option(name: str, value: object) -> None:
-        if value is not None:
-            words.extend((f"--{name}", str(value)))
-
-    option("context-length", spec.context_length)
-    option("batch-size", spec.batch_size if spec.batch_size > 1 else None)
-    option("dtype", spec.dtype)
-    option("amp", spec.amp)
-    option("quantize", spec.quantize)
-    option("adapter", spec.adapter)
-    option("lora-rank", spec.lora_rank)
-    option("lora-targets", spec.lora_targets)
-    option("attention", spec.attention)
-    if spec.mode is Mode.INFERENCE:
-        option("mode", spec.mode.value)
-        option("new-tokens", spec.new_tokens)
-        option("steps", spec.steps)
-    else:
-        option("optimizer", spec.optimizer if spec.optimizer != "adamw" else None)
-        option("optimizer-impl", spec.optimizer_impl)
-        option("gradient-accumulation", accumulation if accumulation > 1 else None)
-    option("fix", ",".join(spec.fixes) or None)
-    option("alloc-conf", spec.alloc_conf)
-    if spec.gpu_vram_bytes is None:
-        option("gpu", spec.gpu)
-    else:
-        option("gpu-vram", f"{spec.gpu_vram_bytes}b")
-    return shlex.join(words)
+def command(spec: TargetSpec, accumulation: int) -> str:
+    """`memprof profile` for a run that was made, with all its micro-batches."""
+    if spec.mode is Mode.TRAIN:
+        spec = spec.edit(zero_grad="none", gradient_accumulation=accumulation)
+    return profile_command(spec)
 
 
 # -- parts of a script ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_the_command_is_the_same_run(tiny):
 
     plan = PLANS["lora"]
     spec = _spec(plan, tiny, gpu="rtx-4090")
-    words = shlex.split(command(plan, spec, 2))
+    words = shlex.split(command(spec, 2))
     assert words[:2] == ["memprof", "profile"]
     import typer
 
