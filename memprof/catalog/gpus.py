@@ -94,7 +94,9 @@ def custom_gpu(total_bytes: int) -> Gpu:
     model = find_gpu("a100-80gb")
     sold = [gpu for gpu in _gpus() if f"{total_bytes / GIB:g}" in _sizes_on_the_box(gpu)]
     least = min(sold, key=lambda gpu: gpu.total_bytes, default=None)
-    less = "" if least is None else f"a card sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
+    less = ""
+    if least is not None:
+        less = f"a card sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
     return Gpu(
         key="custom",
         name=f"custom GPU with {gib(total_bytes)} GiB",

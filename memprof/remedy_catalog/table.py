@@ -66,7 +66,8 @@ _TABLE = (
         changes="the forward under autocast: products in bfloat16, parameters in float32",
         cost="8 bits of precision in products; half copies of the weights during the forward",
         install=f"{_IN}.autocast:install", bench="precision", conflicts={"amp-float16": "autocast has one dtype"},
-        edit=f"{_EDITS}:autocast", on=lambda spec: spec.amp == "bfloat16", for_float32=True, ladder=95, outside=60, search=120, tiers=(Tier.AUTOCAST,),
+        edit=f"{_EDITS}:autocast", on=lambda spec: spec.amp == "bfloat16",
+        for_float32=True, ladder=95, outside=60, search=120, tiers=(Tier.AUTOCAST,),
         helps={"activations": 20, "logits and loss": 30},
     ),
     Remedy(

@@ -87,11 +87,11 @@ def recommend_models(
         largest=rows,
         runs=len(runs),
         not_applied=dict(runs.failures),
+        card_note=gpu.note,
         assumptions=(
             "Causal language models of the catalog by their number of parameters, one sequence at a time.",
             "Those that PEFT does not know by itself are left out of LoRA and QLoRA.",
             f"Training with activation checkpointing and a chunked loss. Context lengths in steps of {GRAIN:,} tokens.",
-            *((f"Card: {gpu.note}.",) if gpu.note else ()),
         ),
         memprof_version=__version__,
     )

@@ -297,7 +297,8 @@ def recommend(
         snippets={} if chosen is None else snippet.snippets(chosen.plan, chosen.outcome.spec, chosen.accumulation),
         runs=len(runs),
         not_applied=dict(runs.failures),
-        assumptions=_assumptions(goal, gpu.note, effective_batch, batch),
+        card_note=gpu.note,
+        assumptions=_assumptions(goal, effective_batch, batch),
         memprof_version=__version__,
     )
     return answer, search, dataclasses.replace(found, chosen=chosen)
@@ -370,7 +371,7 @@ def _tier(tried: Tried, search: Search) -> Plan:
     )
 
 
-def _assumptions(goal: Goal, note: str, asked: int | None, batch: int) -> tuple[str, ...]:
+def _assumptions(goal: Goal, asked: int | None, batch: int) -> tuple[str, ...]:
     found = [
         "Times are lower bounds at the card's published rates: compute and transfers one after the other. They rank "
         "configurations; real kernels reach a part of these rates.",
@@ -382,6 +383,4 @@ def _assumptions(goal: Goal, note: str, asked: int | None, batch: int) -> tuple[
         )
         if asked is None:
             found.append(f"{batch} sequences in an optimizer step (no --effective-batch was given).")
-    if note:
-        found.append(f"Card: {note}.")
     return tuple(found)
