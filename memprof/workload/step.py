@@ -96,8 +96,7 @@ class Workload:
             model.eval()
             for step in range(1, spec.steps + 1):
                 progress(f"forward {step} of {spec.steps}")
-                for micro_batch in range(1, spec.gradient_accumulation + 1):
-                    self._infer(device, model, base, feeder, step, micro_batch)
+                self._infer(device, model, base, feeder, step)
         else:
             model.train()
             self._prepare_training(device, model, base)
@@ -210,7 +209,11 @@ class Workload:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
-    def _infer(
+    def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int) -> None:
+        for micro_batch in range(1, self.spec.gradient_accumulation + 1):
+            self._infer_part(device, model, base, feeder, step, micro_batch)
+
+    def _infer_part(
         self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int, micro_batch: int
     ) -> None:
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
