@@ -229,7 +229,7 @@ class TargetSpec:
     workspaces: bool = option(True, "Memory", "Count tensors alone, not what kernels and libraries take beside.")
     """Whether memory that no tensor shows (workspaces, kernel temporaries) is counted."""
     activation_checkpointing: bool = option(False, "Memory", "Recompute each layer's activations in the backward.")
-    gradient_accumulation: int = option(1, "Batch", "Micro-batches per optimizer step.", is_count=True)
+    gradient_accumulation: int = option(1, "Batch", "Micro-batches per step.", is_count=True)
     dataset_batches: int | None = option(
         None, "Batch", "Hold so many batches in host memory, made before training.", metavar="COUNT", is_count=True,
         unset="none, they are streamed",

@@ -63,6 +63,15 @@ def parse_gib(text: str | float) -> int:
     return int(float(match[1]) * unit)
 
 
+def spell_size(num_bytes: int) -> str:
+    """What `parse_gib` reads as `num_bytes`: in GiB, or in the first unit in which it is short."""
+    for unit in ("", "GB", "MiB"):
+        text = f"{num_bytes / _UNITS[unit.lower()]:.5g}"
+        if "e" not in text and parse_gib(text + unit) == num_bytes:
+            return text + unit
+    return f"{num_bytes}b"
+
+
 def parse_count(text: str) -> int:
     """The count in "1.2B", "70M", "125m" or "7000000".
 

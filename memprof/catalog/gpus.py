@@ -93,6 +93,11 @@ def custom_gpu(total_bytes: int) -> Gpu:
     if total_bytes <= 0:
         raise UsageError("the GPU memory must be above zero", value=total_bytes, hint="give GiB, such as 80 or 23.6")
     model = find_gpu("a100-80gb")
+    sold = [gpu for gpu in list_gpus() if f"{total_bytes / GIB:g}" in _sizes_on_the_box(gpu)]
+    least = min(sold, key=lambda gpu: gpu.total_bytes, default=None)
+    less = ""
+    if least is not None:
+        less = f"a card sold with so many GB has less (--gpu {least.key}: {gib(least.total_bytes)} GiB); "
     return replace(
         model,
         key="custom",
@@ -101,8 +106,13 @@ def custom_gpu(total_bytes: int) -> Gpu:
         capacity_kind="given",
         sources=("given by the user",),
         aliases=(),
-        note=f"only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
+        note=f"{less}only the capacity was given; compute capability, speeds and caches are those of the {model.name}",
     )
+
+
+def _sizes_on_the_box(gpu: Gpu) -> set[str]:
+    """The GB that its names have."""
+    return set(re.findall(r"(?<![\d.])(\d+)gb\b", " ".join((gpu.key, *gpu.aliases))))
 
 
 def _fold(name: str) -> str:

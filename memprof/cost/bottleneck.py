@@ -16,6 +16,9 @@ def bottleneck_of(document: Document) -> Bottleneck:
     if document.failure is not None:
         failure = document.failure
         return Bottleneck(peak.stage, peak.step, largest, peak.allocated_bytes, f"fails in {failure.phase}")
+    if any(finding.id == "device-mismatch" for finding in document.findings):
+        text = "stops where tensors of two devices meet"
+        return Bottleneck(peak.stage, peak.step, largest, peak.categories[largest], text)
     if verdict.fits:
         text = f"{largest}, {format_bytes(peak.categories[largest])} ({share:.0%} of the peak), in {peak.stage}"
         return Bottleneck(peak.stage, peak.step, largest, peak.categories[largest], text)

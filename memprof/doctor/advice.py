@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from memprof.catalog import find_model, has_model
+from memprof.command_line import profile_command
 from memprof.doctor.diagnosis import Advice, Candidate, Cause, Figures
-from memprof.remedy_catalog import REMEDIES, Remedy, helping, why_useless
-from memprof.spec import TargetSpec
+from memprof.errors import UsageError
+from memprof.remedies.fixes import Fix, edit_spec
+from memprof.remedy_catalog import Remedy, helping
+from memprof.spec import Mode, TargetSpec
+from memprof.units import GIB, parse_gib
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +21,41 @@ class Known:
     model: str | None = None
     batch_size: int | None = None
     context_length: int | None = None
+    npt: str | None = None
+    card_bytes: int | None = None
+
+    @property
+    def spec(self) -> TargetSpec:
+        """The same for `memprof profile`."""
+        return TargetSpec(
+            model=self.model or "MODEL",
+            batch_size=self.batch_size or 1,
+            context_length=self.context_length,
+            npt=self.npt,
+            gpu_vram_bytes=self.card_bytes,
+        )
 
     def command(self, fix: str = "") -> str:
         """`memprof profile` of it."""
-        words = ["memprof", "profile", "--model", self.model or "MODEL"]
-        if self.batch_size:
-            words += ["--batch-size", str(self.batch_size)]
-        if self.context_length:
-            words += ["--context-length", str(self.context_length)]
-        return shlex.join(words) + (f" --fix {fix}" if fix else "")
+        return profile_command(self.spec.edit(fixes=(fix,) if fix else ()), names_card=False)
+
+    def command_with(self, remedy: Remedy) -> str | None:
+        """`memprof profile` of it with a remedy, in inference if it is for that alone; None if it does not apply.
+
+        Of a run that is not known the batch may be of any size.
+        """
+        dtype = None
+        if self.model is not None and has_model(self.model):
+            dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
+        spec = self.spec if self.batch_size else self.spec.edit(batch_size=2)
+        for mode in Mode:
+            try:
+                edit_spec(spec.edit(mode=mode), Fix(remedy), {"dtype": dtype})
+            except UsageError:
+                continue
+            fixed = spec if remedy.name == "micro-batch" else self.spec
+            return profile_command(fixed.edit(mode=mode, fixes=(remedy.name,)), names_card=False)
+        return None
 
 
 def _only(case: str) -> Remedy:
@@ -43,10 +73,11 @@ def _against(case: str, run: Known) -> tuple[Advice, ...]:
         Advice(
             remedy.words.get(case, remedy.changes)
             + ("" if remedy.cost.startswith("none") else f" (costs: {remedy.cost})"),
-            run.command(remedy.name),
+            command,
             remedy=remedy.name,
         )
         for remedy in helping(case)
+        if (command := run.command_with(remedy)) is not None
     )
 
 
@@ -54,6 +85,10 @@ def steps(
     cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str
 ) -> tuple[Advice, ...]:
     """What to try for `cause`, in order."""
+    if figures.total is not None and figures.total.num_bytes >= GIB:
+        run = replace(run, card_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
+    if tensors and "delta" in tensors[0].role:
+        run = replace(run, npt="dense")
     if cause in _FIXED:
         return _FIXED[cause]
     if source.startswith("torch (MPS)"):
@@ -149,7 +184,6 @@ def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...
 def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
     """A run that takes less, in order; what `_for_tensor` said is left out."""
     said = {step.remedy for step in _for_tensor(tensors, run)}
-    size = TargetSpec(model=run.model or "MODEL", batch_size=run.batch_size or 2)
     listed = (
         Advice(
             "let memprof search: the set of remedies whose step takes least among those that fit", run.command("auto")
@@ -157,11 +191,7 @@ def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
         *_against("doctor: smaller", run),
         Advice("torch.cuda.empty_cache() does not help: torch gives back its cache itself before it raises this error"),
     )
-    return tuple(
-        step
-        for step in listed
-        if not step.remedy or not (step.remedy in said or why_useless(REMEDIES[step.remedy], size))
-    )
+    return tuple(step for step in listed if not step.remedy or step.remedy not in said)
 
 
 _MPS = (
@@ -216,7 +246,7 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         ),
         Advice(
             "batches made one at a time",
-            f"memprof profile --model MODEL --fix {_HOST.name}",
+            f"memprof profile --model MODEL --dataset-batches 100 --fix {_HOST.name}",
             remedy=_HOST.name,
         ),
         Advice("in a container or a job: raise its memory limit", "docker run --memory 64g ...  # sbatch --mem=64G"),

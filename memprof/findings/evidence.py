@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence
 from memprof.ledger.categories import Category
-from memprof.remedy_catalog import REMEDIES, helping, in_force, why_not_together, why_useless
+from memprof.remedy_catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source
 from memprof.units import format_bytes
 
@@ -17,6 +17,7 @@ HALF_DTYPES = ("bfloat16", "float16")
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _INTEGERS = ("int64", "int32")
+_TRAINING = {PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP}
 _COMPUTING = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
 # Names that model code gives to the token embedding and to the head; positions are not part of the vocabulary.
 _VOCABULARY = re.compile(
@@ -68,13 +69,27 @@ def would_help(context: Context, *problems: str) -> tuple[str, ...]:
     spec = context.spec
     on = {fix.partition("=")[0] for fix in context.fixes} & set(REMEDIES)
     on |= set() if spec is None else set(in_force(spec))
+    trace = context.ledger.trace
+    kinds = {phase.kind for phase in trace.phases}
+    # Where no model is known to have computed, or the run was cut short, it may be training.
+    only_computes = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.cut_short
+
+    in_half = any(storage.dtype in HALF_DTYPES for storage in trace.storages)
+
+    def is_of_use(remedy: Remedy) -> bool:
+        if (remedy.training_only and only_computes) or (remedy.for_float32 and in_half):
+            return False
+        if remedy.for_models and (spec is None or spec.npt is None):
+            return False
+        return spec is None or why_useless(remedy, spec) is None
+
     helpful = dict.fromkeys(remedy.name for problem in problems for remedy in helping(problem))
     return tuple(
         name
         for name in helpful
         if name not in on
         and not any(why_not_together(REMEDIES[name], other) for other in on)
-        and (spec is None or why_useless(REMEDIES[name], spec) is None)
+        and is_of_use(REMEDIES[name])
     )
 
 

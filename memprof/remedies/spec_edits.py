@@ -15,7 +15,7 @@ from typing import Any
 
 from memprof.errors import UsageError
 from memprof.remedy_catalog import Remedy
-from memprof.spec import Mode, TargetSpec
+from memprof.spec import TargetSpec
 
 Target = Mapping[str, Any]
 
@@ -27,17 +27,16 @@ def useless(remedy: Remedy, value: object, why: str) -> UsageError:
 
 def half(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
     """Parameters in the dtype that the remedy is named after."""
-    if spec.amp is None and target.get("dtype") in ("float16", "bfloat16"):
+    if target.get("dtype") in ("float16", "bfloat16"):
         raise useless(remedy, f"dtype {target['dtype']}", "the parameters have two bytes each already")
-    return spec.edit(dtype=remedy.name, amp=None)
+    return spec.edit(dtype=remedy.name)
 
 
 def autocast(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
-    """Autocast to the dtype in the remedy's name; another one makes place for it."""
-    dtype = remedy.name.removeprefix("amp-")
-    if spec.amp == dtype:
-        raise UsageError("the remedy is already on", value=remedy.name, hint="leave it out")
-    return spec.edit(amp=dtype, dtype=None)
+    """Autocast to the dtype in the remedy's name."""
+    if target.get("dtype") in ("float16", "bfloat16"):
+        raise useless(remedy, f"dtype {target['dtype']}", "autocast is for parameters in float32")
+    return spec.edit(amp=remedy.name.removeprefix("amp-"), dtype=None)
 
 
 def vocabulary_cap(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec | None:
@@ -58,13 +57,11 @@ def low_rank_npt(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -
 
 
 def micro_batch(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
-    """The same number of sequences in a step, fewer at a time."""
+    """The same number of sequences in a step, fewer at a time, whether it trains or not."""
     size = 1 if value is None else value
     if not 1 <= size < spec.batch_size or spec.batch_size % size:
         divisors = [d for d in range(1, spec.batch_size) if spec.batch_size % d == 0]
         raise useless(remedy, size, f"give one of {', '.join(map(str, divisors))}")
-    if spec.mode is Mode.INFERENCE:
-        return spec.edit(batch_size=size)
     return spec.edit(batch_size=size, gradient_accumulation=spec.gradient_accumulation * (spec.batch_size // size))
 
 

@@ -26,7 +26,9 @@ class Tier(StrEnum):
 
     EXACT = "the same numbers"
     CPU_OPTIMIZER = "the same numbers, the optimizer on the CPU"
+    AUTOCAST = "products in bfloat16"
     QUANTIZED_STATES = "the same numbers but for the optimizer's states"
+    HALF_WEIGHTS = "parameters in bfloat16"
     STREAMED_WEIGHTS = "the same numbers, weights streamed from host memory"
     ADAPTER = "an adapter on the frozen model"
     QUANTIZED_ADAPTER = "an adapter on the frozen model in 4 bits"
@@ -55,6 +57,7 @@ class Remedy:
         training_only: it is of no use where nothing is trained.
         trains_another: what is learnt changes: it is asked only where nothing else is enough.
         accumulates: whether it goes with gradients that add up over micro-batches.
+        for_float32: it is for parameters in float32.
         makes_room_first: it is applied before the model is moved to the card, which need not hold all of it.
         for_models: the models of `memprof verify` that it is for alone; empty: for all others.
         bench: the table of `memprof verify` in which deviations from lower precision stand.
@@ -90,6 +93,7 @@ class Remedy:
     training_only: bool = False
     trains_another: bool = False
     accumulates: bool = True
+    for_float32: bool = False
     makes_room_first: bool = False
     for_models: str = ""
     bench: str = ""

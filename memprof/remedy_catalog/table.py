@@ -19,6 +19,7 @@ _LORA = {
 }
 _EVERY_TIER = tuple(Tier)
 _BUT_STREAMED_WEIGHTS = tuple(tier for tier in Tier if tier is not Tier.STREAMED_WEIGHTS)
+_SAME_UPDATES = (Tier.EXACT, Tier.AUTOCAST, Tier.HALF_WEIGHTS)
 _WEIGHTS = ("parameters", "gradients", "optimizer state")
 _EDITS = "memprof.remedies.spec_edits"
 _IN = "memprof.remedies"
@@ -38,7 +39,7 @@ _TABLE = (
         install=f"{_IN}.device_placement:install",
         options={"keep_on_host": "patterns of names of tensors that stay where they are; * stands for anything"},
         conflicts={"cpu-offload-weights": "its layers are in host memory on purpose"},
-        ladder=10, search=10, tiers=_EVERY_TIER, helps={"device-mismatch": 10},
+        ladder=10, search=10, tiers=_BUT_STREAMED_WEIGHTS, helps={"device-mismatch": 10},
     ),
     Remedy(
         name="bfloat16", numerics=Numerics.APPROXIMATE, saves=(*_WEIGHTS, "activations", "logits and loss"),
@@ -46,7 +47,9 @@ _TABLE = (
         cost="8 bits of precision; updates below 1/256 of a weight are lost without float32 masters",
         install=f"{_IN}.precision:install", bench="precision",
         conflicts={"float16": "a model has one dtype", **_HALF_CONFLICTS}, edit=f"{_EDITS}:half",
-        helps={"doctor: weights": 10, "doctor: smaller": 10},
+        on=lambda spec: spec.dtype == "bfloat16", for_float32=True,
+        ladder=135, search=120, tiers=(Tier.HALF_WEIGHTS,),
+        helps={"parameters": 15, "doctor: weights": 10, "doctor: smaller": 10},
         words={"doctor: smaller": "parameters and activations in half precision, if they are float32 (autocast: "
                "amp-bfloat16)"},
     ),
@@ -56,13 +59,16 @@ _TABLE = (
         cost="numbers above 65,504 overflow and gradients below 6e-8 vanish: scale the loss",
         install=f"{_IN}.precision:install", bench="precision",
         conflicts={"bfloat16": "a model has one dtype", **_HALF_CONFLICTS}, edit=f"{_EDITS}:half",
+        on=lambda spec: spec.dtype == "float16",
     ),
     Remedy(
         name="amp-bfloat16", numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),
         changes="the forward under autocast: products in bfloat16, parameters in float32",
         cost="8 bits of precision in products; half copies of the weights during the forward",
         install=f"{_IN}.autocast:install", bench="precision", conflicts={"amp-float16": "autocast has one dtype"},
-        edit=f"{_EDITS}:autocast", outside=60,
+        edit=f"{_EDITS}:autocast", on=lambda spec: spec.amp == "bfloat16",
+        for_float32=True, ladder=95, outside=60, search=120, tiers=(Tier.AUTOCAST,),
+        helps={"activations": 20, "logits and loss": 30},
     ),
     Remedy(
         name="amp-float16", numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),
@@ -73,7 +79,7 @@ _TABLE = (
             "amp-bfloat16": "autocast has one dtype",
             "optimizer-in-backward": "parameters would be updated with scaled gradients",
         },
-        edit=f"{_EDITS}:autocast",
+        edit=f"{_EDITS}:autocast", on=lambda spec: spec.amp == "float16",
     ),
     Remedy(
         name="vocabulary-cap", numerics=Numerics.DIFFERENT, saves=(*_WEIGHTS, "logits and loss"),
@@ -268,7 +274,7 @@ _TABLE = (
             "8-bit-optimizer": _ONE_OPTIMIZER,
             "cpu-offload-optimizer": _ONE_OPTIMIZER,
         },
-        edits={"optimizer_impl": "fused"}, ladder=70, outside=40, search=70, tiers=(Tier.EXACT,),
+        edits={"optimizer_impl": "fused"}, ladder=70, outside=40, search=70, tiers=_SAME_UPDATES,
         helps={"optimizer-step-temporaries": 10},
     ),
     Remedy(
@@ -296,7 +302,7 @@ _TABLE = (
         install=f"{_IN}.backward_optimizer:install", options={"optimizer": _OPTIMIZER},
         required=("optimizer",), training_only=True, accumulates=False,
         useless_if={"amp": ("float16", "the scaler must see all gradients before a step"), **_NO_OPTIMIZER},
-        ladder=80, search=60, tiers=(Tier.EXACT,),
+        ladder=80, search=60, tiers=_SAME_UPDATES,
     ),
     Remedy(
         name="8-bit-optimizer", numerics=Numerics.APPROXIMATE, saves=("optimizer state",),

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.spec import TargetSpec
+from memprof.spec import DTYPES, TargetSpec
 from memprof.trace.plain import Plain, fields_from_plain, from_plain, json_name, to_plain
 from memprof.version import __version__
 
@@ -39,8 +39,8 @@ class Target(Plain):
 
     @property
     def spec(self) -> TargetSpec:
-        """The spec, with nothing left open."""
-        return self.asked.edit(**{name: getattr(self, name) for name in _BOTH})
+        """The spec, with nothing left open that can be asked for."""
+        return self.asked.edit(**_askable({name: getattr(self, name) for name in _BOTH}))
 
     def to_json(self) -> dict[str, Any]:
         """Both in one object."""
@@ -49,8 +49,13 @@ class Target(Plain):
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Target:
         """The reverse; but for a capture, which keeps both, what turned out counts as asked."""
-        asked = from_plain(TargetSpec, {**values, **values.get("asked", {})})
+        asked = from_plain(TargetSpec, _askable({**values, **values.get("asked", {})}))
         return cls(asked, **fields_from_plain(cls, values))
+
+
+def _askable(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` without a dtype that a model of the user's own has, and no option asks for."""
+    return values if values.get("dtype") in (None, *DTYPES) else {**values, "dtype": None}
 
 
 _BOTH = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]

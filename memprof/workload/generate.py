@@ -19,10 +19,12 @@ EDGE_STEPS = 3
 """Decode steps run on each side of such a point."""
 
 
-def generate(device: Device, model: Any, base: nn.Module, batch: dict[str, Any], new_tokens: int, step: int) -> None:
+def generate(
+    device: Device, model: Any, base: nn.Module, batch: dict[str, Any], new_tokens: int, at: tuple[int, int]
+) -> None:
     """Run a prompt and `new_tokens` greedy tokens, as `model.generate` calls the model.
 
-    `base` is the model itself, `model` that or an adapter's wrapper of it.
+    `base` is the model itself, `model` that or an adapter's wrapper of it; `at` counts step and micro-batch from 1.
 
     Raises:
         UsageError: the model has no KV cache to decode with.
@@ -34,14 +36,14 @@ def generate(device: Device, model: Any, base: nn.Module, batch: dict[str, Any],
     if "logits_to_keep" in parameters:
         # generate() asks for the last position's logits alone.
         arguments["logits_to_keep"] = 1
-    with device.phase(PhaseKind.FORWARD, step, 1):
+    with device.phase(PhaseKind.FORWARD, *at):
         outputs = model(**batch, **arguments)
         token = outputs.logits[:, -1:].argmax(-1)
         cache = outputs.past_key_values
         del outputs
     if cache is None:
         raise UsageError("--new-tokens needs a model with a KV cache", value=type(base).__name__)
-    with device.phase(PhaseKind.DECODE, step, 1):
+    with device.phase(PhaseKind.DECODE, *at):
         # The prompt's forward has given the first token.
         done, since_jump = 1, 0
         while done < new_tokens:

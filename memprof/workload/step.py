@@ -208,16 +208,22 @@ class Workload:
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
     def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int) -> None:
-        with device.phase(PhaseKind.INPUTS, step, 1):
+        for micro_batch in range(1, self.spec.gradient_accumulation + 1):
+            self._infer_part(device, model, base, feeder, step, micro_batch)
+
+    def _infer_part(
+        self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int, micro_batch: int
+    ) -> None:
+        with device.phase(PhaseKind.INPUTS, step, micro_batch):
             batch = _moved(feeder.host_batch(), device.name)
             if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
             generate.check(base, self.source.task)
             with torch.no_grad(), self._autocast(device.name):
-                generate.generate(device, model, base, batch, self.spec.new_tokens, step)
+                generate.generate(device, model, base, batch, self.spec.new_tokens, (step, micro_batch))
             return
-        with device.phase(PhaseKind.FORWARD, step, 1), torch.no_grad(), self._autocast(device.name):
+        with device.phase(PhaseKind.FORWARD, step, micro_batch), torch.no_grad(), self._autocast(device.name):
             outputs = model(**batch)
         del outputs
 

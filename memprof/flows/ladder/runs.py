@@ -38,8 +38,13 @@ class LadderRun:
 
     @property
     def fits(self) -> bool:
-        """It came to its end on the card."""
-        return bool(self.document.verdict.fits)
+        """It came to its end on the card, as a real one would."""
+        return bool(self.document.verdict.fits) and not self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whatever the card has, a real run ends where tensors of two devices meet."""
+        return any(finding.id == "device-mismatch" for finding in self.document.findings)
 
     @property
     def is_answer(self) -> bool:
@@ -126,7 +131,7 @@ class Runs(abc.ABC):
             device_used_bytes=run.needed_bytes,
             host_peak_bytes=document.host_peak_bytes,
             saved_bytes=before.needed_bytes - run.needed_bytes if before is not None else 0,
-            fits=document.verdict.fits,
+            fits=None if run.is_stopped else document.verdict.fits,
             next_bottleneck=bottleneck_of(document),
             cost=cost_of(run.work, self.original.work, numerics, fixes[-1].remedy.cost if fixes else ""),
         )

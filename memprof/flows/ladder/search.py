@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.ladder.climb import next_step, why
 from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES, tiers
+from memprof.remedy_catalog import REMEDIES, helping, tiers, why_not_together
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
@@ -31,13 +31,18 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
         return with_ladder(runs, (), "it fits as it is: nothing is to be changed")
     not_applied: dict[str, str] = {}
     least: tuple[LadderRun, list[Fix]] | None = None
-    for given_up, names in tiers() if sets is None else sets:
+    sets = tiers() if sets is None else sets
+    if runs.original.is_stopped and not _mends(names for _, names in sets):
+        return with_ladder(runs, (), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
+    for given_up, names in sets:
         left = [name for name in names if name not in runs.on_now()]
         everything, run = _all_of(runs, left, not_applied)
         if run is None:
             continue
         if run.is_answer:
-            chosen = _cheaper(runs, _needed(runs, _enough(runs, everything, not_applied)), everything)
+            # What does not go with the rest may be cheaper than what it does not go with.
+            all_of_it = [*everything, *(Fix(REMEDIES[name]) for name in left if _conflicts(name, everything))]
+            chosen = _cheaper(runs, _needed(runs, _enough(runs, everything, all_of_it, not_applied)), all_of_it)
             for fix in chosen:
                 not_applied.pop(fix.remedy.name, None)
             steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
@@ -47,14 +52,27 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
     if least is None:
         return with_ladder(runs, (), "no remedy applies to this run", not_applied)
     needed = format_bytes(least[0].needed_bytes)
-    return with_ladder(
-        runs, [least[1]], f"nothing fits: the least that any set needs is {needed}, with all of these", not_applied
-    )
+    why_none = f"nothing fits: the least that any set needs is {needed}"
+    if least[0].is_stopped:
+        why_none = f"{_MISMATCH} with each set: the findings say where"
+    return with_ladder(runs, [least[1]], f"{why_none}, with all of these", not_applied)
 
 
-def _enough(runs: Runs, everything: list[Fix], not_applied: dict[str, str]) -> list[Fix]:
-    """One fix after another against what is in the way, until it fits; all of them if nothing less does."""
-    left = [fix.remedy.name for fix in everything]
+_MISMATCH = "tensors of two devices meet"
+
+
+def _mends(sets: Iterable[Sequence[str]]) -> bool:
+    """Whether something in these is against a device mismatch."""
+    return any(remedy.name in names for remedy in helping("device-mismatch") for names in sets)
+
+
+def _conflicts(name: str, fixes: Sequence[Fix]) -> bool:
+    return any(why_not_together(REMEDIES[name], fix.remedy.name) for fix in fixes)
+
+
+def _enough(runs: Runs, everything: list[Fix], among: list[Fix], not_applied: dict[str, str]) -> list[Fix]:
+    """One fix of `among` after another against what is in the way, until it fits; `everything` if nothing less does."""
+    left = [fix.remedy.name for fix in among]
     fixes: list[Fix] = []
     run = runs.original
     asked: dict[str, int] = {}
@@ -77,13 +95,13 @@ def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
     return fixes
 
 
-def _cheaper(runs: Runs, fixes: list[Fix], everything: list[Fix]) -> list[Fix]:
+def _cheaper(runs: Runs, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
     """With what makes a step longer replaced by, or joined by, what makes it shorter and fits as well.
 
     One may make another cheaper: what is computed again need not wait in host memory.
     """
     best = runs.with_fixes(fixes)
-    others = [fix for fix in everything if fix not in fixes]
+    others = [fix for fix in among if fix not in fixes]
     for dear in [fix for fix in fixes if _price(runs, fix, fixes) > CHEAPER * best.seconds]:
         rest = [fix for fix in fixes if fix is not dear]
         for other in others:

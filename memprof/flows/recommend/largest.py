@@ -80,11 +80,11 @@ def recommend_models(
         largest=rows,
         runs=len(runs),
         not_applied=dict(runs.failures),
+        card_note=gpu.note,
         assumptions=(
             "Causal language models of the catalog by their number of parameters, one sequence at a time.",
             "Those that PEFT does not know by itself are left out of LoRA and QLoRA.",
             f"Training with activation checkpointing and a chunked loss. Context lengths in steps of {GRAIN:,} tokens.",
-            *((f"Card: {gpu.note}.",) if gpu.note else ()),
         ),
     )
 
@@ -133,7 +133,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
     entry, outcome = entries[place], outcomes[entries[place].key]
     assert outcome is not None
     longest, too_long = _longest(runs, spec, task, entry, outcome)
-    shown = _spec(spec, task, entry, longest or context_length)
+    shown = runs.run(_spec(spec, task, entry, longest), task.name).spec
     return Largest(
         task=task.name,
         model=entry.key,

@@ -291,7 +291,8 @@ def recommend(
         snippets={} if chosen is None else snippet.snippets(chosen.plan, chosen.outcome.spec, chosen.accumulation),
         runs=len(runs),
         not_applied=dict(runs.failures),
-        assumptions=_assumptions(goal, gpu.note, effective_batch, batch),
+        card_note=gpu.note,
+        assumptions=_assumptions(goal, effective_batch, batch),
     )
     return answer, search, dataclasses.replace(found, chosen=chosen)
 
@@ -356,7 +357,7 @@ def _reason(chosen: Tried | None, found: Found, search: Search) -> str:
     return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
 
 
-def _assumptions(goal: Goal, note: str, asked: int | None, batch: int) -> tuple[str, ...]:
+def _assumptions(goal: Goal, asked: int | None, batch: int) -> tuple[str, ...]:
     found = [
         "Times are lower bounds at the card's published rates: compute and transfers one after the other. They rank "
         "configurations; real kernels reach a part of these rates.",
@@ -368,6 +369,4 @@ def _assumptions(goal: Goal, note: str, asked: int | None, batch: int) -> tuple[
         )
         if asked is None:
             found.append(f"{batch} sequences in an optimizer step (no --effective-batch was given).")
-    if note:
-        found.append(f"Card: {note}.")
     return tuple(found)

@@ -21,10 +21,10 @@ from memprof.trace.facts import Target, target_to_json
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What a run needs and takes. `spec` is the run as it was made: where that makes it fit, with expandable segments.
+    """What a run needs and takes.
 
     Attributes:
-        spec: what was run.
+        spec: the run as it was made: its length said, and where that makes it fit, with expandable segments.
         needed_bytes: of the card, the context included, so that nothing is ever refused.
         fits: it came to its end on the card.
         host_bytes: the most in host memory.
@@ -117,7 +117,7 @@ class Simulator:
         assert target is not None and state is not None
         where = verdict.oom_stage or ""
         return SimulatedRun(
-            spec=spec,
+            spec=spec.edit(context_length=target.context_length),
             needed_bytes=verdict.required_bytes,
             fits=bool(verdict.fits) and document.host_peak_bytes <= HOST_BYTES,
             host_bytes=document.host_peak_bytes,

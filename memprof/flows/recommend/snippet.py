@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import pprint
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
+from memprof.command_line import profile_command
 from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
-from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
+from memprof.spec import DEFAULT_LORA_RANK, Mode, TargetSpec
 
 _CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -50,24 +50,11 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
     }
 
 
-_OPTIONS = (
-    "context_length", "batch_size", "dtype", "amp", "quantize", "adapter", "lora_rank", "lora_targets", "attention",
-    "mode", "new_tokens", "steps", "optimizer", "optimizer_impl", "gradient_accumulation",
-)  # fmt: skip
-"""Fields of a spec that a configuration may set."""
-
-
 def command(spec: TargetSpec, accumulation: int) -> str:
-    """`memprof profile` for this configuration, every option of it."""
-    words = ["memprof", "profile", "--model-size" if spec.model_is_size else "--model", spec.model]
-    default, spec = TargetSpec(model=spec.model), spec.edit(gradient_accumulation=accumulation)
-    values = {name: getattr(spec, name) for name in _OPTIONS if getattr(spec, name) != getattr(default, name)}
-    values |= {"fix": ",".join(spec.fixes) or None, "alloc_conf": spec.alloc_conf}
-    values |= {"gpu": spec.gpu} if spec.gpu_vram_bytes is None else {"gpu_vram": f"{spec.gpu_vram_bytes}b"}
-    for name, value in values.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
+    """`memprof profile` for a run that was made, with all its micro-batches."""
+    if spec.mode is Mode.TRAIN:
+        spec = spec.edit(zero_grad="none", gradient_accumulation=accumulation)
+    return profile_command(spec)
 
 
 # -- parts of a script ------------------------------------------------------------------------------------------------

@@ -185,6 +185,8 @@ class Recommendation(Plain):
     runs: int = 0
     """Simulated runs that were made."""
     not_applied: dict[str, str] = field(default_factory=dict)
+    card_note: str = ""
+    """What to know about the card's figures."""
     assumptions: tuple[str, ...] = ()
     schema: int = SCHEMA
     memprof_version: str = __version__

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.ladder import Cost, Rung
 from memprof.report.documents.report import Document
 from memprof.report.terminal.cells import Unit, unit_for
@@ -25,16 +26,15 @@ def render_ladder(document: Document) -> RenderableType:
     rungs = document.ladder
     unit = unit_for(rungs[0].peak_allocated_bytes)
     added = [_added(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
-    cells = [(names[-1], *_cells(rung, unit, first=rung is rungs[0])) for names, rung in zip(added, rungs, strict=True)]
+    cells = [(names[0], *_cells(rung, unit, first=rung is rungs[0])) for names, rung in zip(added, rungs, strict=True)]
     first = max(len(name) for names in added for name in names)
     header, *rows = aligned((" " * first, *_HEADERS), cells)
     lines = [header]
     for names, line, rung in zip(added, rows, rungs, strict=True):
-        lines += [Text(name) for name in names[:-1]]
         host = f"; {format_bytes(rung.host_peak_bytes)} in host memory" if rung.host_peak_bytes > MIN_HOST_BYTES else ""
         if (rung.cost.host_bytes or 0) > rung.peak_allocated_bytes * _CPU_WORK:
             host += f"; the CPU reads and writes {format_bytes(rung.cost.host_bytes or 0)} in a step"
-        lines += [line, dim(f"    then: {rung.next_bottleneck.text}{host}")]
+        lines += [line, *map(Text, names[1:]), dim(f"    then: {rung.next_bottleneck.text}{host}")]
     legend = (
         f"{unit.name}. saved: device memory, against the row above. compute, bus: more than as it is. step: the least "
         "time that it takes at this card's published rates, compute and transfers one after the other."
@@ -44,7 +44,7 @@ def render_ladder(document: Document) -> RenderableType:
     ]
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
-    costs = {rung.added: rung.cost.note for rung in rungs if rung.added is not None and rung.cost.note}
+    costs = {name: REMEDIES[name].cost for rung in rungs for name in map(_name, rung.remedies) if name in REMEDIES}
     if costs:
         notes = [Text(f"{remedy}: {note}") for remedy, note in costs.items()]
         parts.append(section("What they cost", *notes, below=1))
@@ -54,10 +54,16 @@ def render_ladder(document: Document) -> RenderableType:
     return Group(*parts)
 
 
+def _name(fix: str) -> str:
+    return fix.partition("=")[0]
+
+
 def _added(rung: Rung, before: Rung | None) -> list[str]:
+    """Lines of a row's first cell; what stands beside the first is of all of them."""
     if before is None:
         return ["as it is"]
-    return ["+ " + name for name in rung.remedies if name not in before.remedies]
+    added = [name for name in rung.remedies if name not in before.remedies]
+    return ["+ " + added[0], *(f"  and {name}" for name in added[1:])]
 
 
 def _cells(rung: Rung, unit: Unit, *, first: bool) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -38,7 +39,8 @@ def _scripts(answer: Recommendation) -> str:
 
 def _view(answer: Recommendation, *, explain: bool) -> RenderableType:
     """Everything but the scripts."""
-    parts: list[RenderableType] = [heading(_title(answer)), Text("")]
+    note = [dim(f"The card: {answer.card_note}.")] if answer.card_note else []
+    parts: list[RenderableType] = [heading(_title(answer)), *note, Text("")]
     if answer.largest:
         parts += _largest(answer)
     else:
@@ -66,6 +68,11 @@ def _title(answer: Recommendation) -> str:
     )
 
 
+def _command(command: str) -> Text:
+    """To paste, however long it is."""
+    return Text(" \\\n  ".join(textwrap.wrap(command, 100, break_long_words=False, break_on_hyphens=False)))
+
+
 # -- a configuration --------------------------------------------------------------------------------------------------
 
 
@@ -83,8 +90,8 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
                 below=1,
             ),
             Text(f"Why: {answer.reason}."),
-            Text(f"Check: {chosen.command}"),
-            Text(""),
+            Text("Check", style="bold"),
+            indented(_command(chosen.command), below=1),
         ]
     else:
         parts.append(section(Text("Nothing fits", style="bold red"), Text(answer.reason), below=1))
@@ -175,7 +182,7 @@ def _largest(answer: Recommendation) -> list[RenderableType]:
         f"GiB at {answer.context_length:,} tokens, one sequence at a time. Context: the longest that fits with this "
         "model; all: that it allows. Next larger: needs too much (more: its weights alone do)."
     )
-    commands = [Text(row.command) for row in answer.largest if row.model is not None]
+    commands = [_command(row.command) for row in answer.largest if row.model is not None]
     return [
         indented(*aligned(headers, cells), below=1),
         indented(dim(legend), below=1),

@@ -10,6 +10,7 @@ from rich.text import Text
 from memprof.findings import Evidence, Finding, Severity
 from memprof.ledger.caught import CaughtError
 from memprof.ledger.ledger import LiveTensor
+from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.cells import Unit, at_stage, shape_text, unit_for
@@ -342,8 +343,14 @@ def _finding(number: int, finding: Finding) -> RenderableType:
     if len(finding.evidence) > MAX_EVIDENCE:
         lines.append(dim(f"   and {len(finding.evidence) - MAX_EVIDENCE} more (--json lists all)"))
     if finding.remedies:
-        lines.append(Text("   would help: " + ", ".join(finding.remedies), style="green"))
+        lines.append(Text("   would help: " + ", ".join(map(_as_fix, finding.remedies)), style="green"))
     return Group(*lines)
+
+
+def _as_fix(name: str) -> str:
+    """A remedy as `--fix` takes it; N is for the user to say."""
+    remedy = REMEDIES.get(name)
+    return f"{name}=N" if remedy is not None and remedy.main_option in remedy.required else name
 
 
 def _evidence(evidence: Evidence) -> Text:

@@ -61,7 +61,7 @@ def test_the_tensor_of_given_sizes_comes_first():
     assert (first.shape, first.dtype, first.role, first.exact) == ((1, 131072, 151936), "bfloat16", "logits", True)
     assert first.num_bytes == LOGITS
     assert found.steps[0].remedy == "chunked-loss"
-    assert "--model qwen3-4b --batch-size 1 --context-length 131072" in found.steps[0].command
+    assert "--model qwen3-4b --context-length 131072 --gpu-vram 80" in found.steps[0].command
 
 
 @pytest.mark.parametrize(
