@@ -74,6 +74,9 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.PARAMETERS
         kind = trace.phases[storage.phase].kind
         birth = births[index]
+        if storage.module != NONE and trace.modules[storage.module].class_name == "DistributedDataParallel":
+            if trace.op(storage) == "aten.empty" and len(storage.shape) == 1:
+                return Category.COMMUNICATION  # its buckets of gradients
         if kind in (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION):
             span = span_at(birth)
             if span is not None and span.is_logits_or_loss:
