@@ -166,9 +166,15 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
     """The token embeddings and heads by storage: matrices with one row for each word, by the name of the parameter.
 
     Known by their names, or as the weight of a module that is an embedding or the head. Numbered modules (layers,
-    experts) have none: `layers.0.attn.head.weight` is a projection.
+    experts) have none: `layers.0.attn.head.weight` is a projection. A model that reads no tokens has none either.
     """
     roles = (ModuleRole.EMBEDDING, ModuleRole.HEAD)
+    if not (
+        any(module.role in roles for module in trace.modules)
+        or "aten.embedding" in trace.ops
+        or any(storage.dtype in _INTEGERS and len(storage.shape) == 2 for storage in trace.storages)
+    ):
+        return {}
     weights = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
     return {
         index: name

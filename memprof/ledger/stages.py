@@ -42,6 +42,11 @@ class Span:
         """Whether what is made here is counted as logits and loss."""
         return self.name.removeprefix(_EVALUATION) in ("logits", "loss")
 
+    @property
+    def is_after_layers(self) -> bool:
+        """Whether a model that reads tokens is here between its last layer and its head, if it has one."""
+        return self.name.removeprefix(_EVALUATION) in ("final norm", "before the head")
+
 
 def spans(trace: Trace) -> list[Span]:
     """The stages of a run, in order; stretches in which no memory moved are left out.

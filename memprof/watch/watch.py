@@ -148,7 +148,7 @@ class Watch(ABC):
             self._failed = (id(error), self.current_phase)
 
     def _patch_moves(self) -> None:
-        """A module that is moved has weights, be it called or not: averages of weights, models whose parts are called."""
+        """A module that is moved has weights, be it called or not: an average, a model whose parts are called."""
         original = nn.Module._apply
         inside = False
 

@@ -153,7 +153,7 @@ def judged_after_the_step(steps: int) -> None:
         out = model(x)
         functional.cross_entropy(out, y).backward()
         optimizer.step()
-        _, predicted = out.max(1)
+        _, predicted = out.max(1)  # kept until the next step's  # noqa: RUF059
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 8])
