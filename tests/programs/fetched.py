@@ -462,7 +462,6 @@ PROGRAMS = (
         commit="98a00d4",
         driver=True,
         command="maml.py",
-        known="fast weights belong to no category",
     ),
     Program(
         name="guided-diffusion",
