@@ -242,8 +242,6 @@ class Recorder:
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor`'s storage has a role. The first name stays, so that a tied weight keeps its own; what has none yet
         may get one, and what a model is fed with may turn out to be trained."""
-        """`tensor`'s storage has a role. The first name stays, so that a tied weight keeps its own; what has none yet
-        may get one, and what a model is fed with may turn out to be trained."""
         for part in parts_of_sparse(tensor) or [tensor]:
             index = self.index_of(part)
             if index != NONE:
