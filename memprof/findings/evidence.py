@@ -181,9 +181,15 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
     """The token embeddings and heads by storage: matrices with one row for each word, by the name of the parameter.
 
     Known by their names, or as the weight of a module that is an embedding or the head. Numbered modules (layers,
-    experts) have none: `layers.0.attn.head.weight` is a projection.
+    experts) have none: `layers.0.attn.head.weight` is a projection. A model that reads no tokens has none either.
     """
     roles = (ModuleRole.EMBEDDING, ModuleRole.HEAD)
+    if not (
+        any(module.role in roles for module in trace.modules)
+        or "aten.embedding" in trace.ops
+        or any(storage.dtype in _INTEGERS and len(storage.shape) == 2 for storage in trace.storages)
+    ):
+        return {}
     weights = {f"{module.path}.weight" for module in trace.modules if module.role in roles}
     return {
         index: name
@@ -203,11 +209,16 @@ def vocabulary(context: Context) -> int | None:
     return max((storages[index].shape[0] for index in vocabulary_tables(context.ledger.trace)), default=None)
 
 
+def is_sequence(storage: Storage) -> bool:
+    """Whether an input of this shape may be features of tokens, and not a batch of images."""
+    return storage.dtype != "bool" and len(storage.shape) <= 3
+
+
 def input_shapes(context: Context) -> set[tuple[int, ...]]:
     """Shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
 
-    Known from the specification, from integer inputs, from float inputs less their last dimension, and from what an
-    embedding gave out.
+    Known from the specification, from integer inputs, from float inputs [batch, tokens, features] less the last
+    dimension, and from what an embedding gave out.
     """
     shapes: set[tuple[int, ...]] = set()
     if context.spec is not None and context.context_length is not None:
@@ -217,9 +228,15 @@ def input_shapes(context: Context) -> set[tuple[int, ...]]:
     for storage, category in zip(trace.storages, context.ledger.categories, strict=True):
         if category is Category.INPUTS and storage.dtype in _INTEGERS:
             shapes.add(storage.shape)
-        elif storage.op in embedding or (category is Category.INPUTS and storage.dtype != "bool"):
+        elif storage.op in embedding or (category is Category.INPUTS and is_sequence(storage)):
             shapes.add(storage.shape[:-1])
     return {shape for shape in shapes if shape}
+
+
+def feature_maps(trace: Trace) -> set[tuple[int, ...]]:
+    """Heights and widths of what convolutions make of images: no rows and columns of matrices."""
+    convolutions = {number for number, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
+    return {storage.shape[-2:] for storage in trace.storages if storage.op in convolutions and len(storage.shape) == 4}
 
 
 def token_counts(context: Context) -> set[int]:

@@ -16,7 +16,8 @@ from memprof.units import MIB, format_bytes
 
 MIN_BYTES = 256 * MIB
 MIN_SHARE = 0.05
-"""Found when what is free of the most that is reserved is at least both, and always when the run would fit without."""
+"""Found when the most that is reserved is more than the most that tensors take by at least both, and always when the
+run would fit without. Blocks that are kept for the next step when a peak is over are no fragmentation."""
 
 MIN_GAIN = 0.1
 """Expandable segments are no remedy if they save less than this share of it, unless the run then fits."""
@@ -37,8 +38,8 @@ class _Pinned(NamedTuple):
 
 @rule(80)
 def find(context: Context) -> list[Finding]:
-    """`num_bytes` is what is free of the reserved memory: if the run would fit without it, when the card refuses a
-    request; else when most is reserved (after the event that first reaches it).
+    """`num_bytes` is what is free of the reserved memory when the card refuses a request, if the run would fit without
+    it; else by how much the peak of what is reserved exceeds the peak of what is allocated.
     """
     ledger = context.ledger
     run, out = ledger.run, ledger.out_of_memory
@@ -48,7 +49,7 @@ def find(context: Context) -> list[Finding]:
         segments, owners = run.layout_at_oom()
     else:
         event, stage, reserved = ledger.peak_reserved_event, ledger.peak_reserved_stage, ledger.peak_reserved_bytes
-        gap = reserved - run.timeline.allocated[event]
+        gap = reserved - ledger.peak_bytes
         if gap < MIN_BYTES or gap < MIN_SHARE * reserved:
             return []
         segments, owners = run.layout_at(event)
@@ -61,12 +62,12 @@ def find(context: Context) -> list[Finding]:
             remedies = would_help(context, "fragmentation")
         evidence.append(_evaluated(run, other))
     evidence += _pinned(ledger.trace, segments, owners)
-    title = (
-        f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in "
-        f"{stage_text(stage)} are free ({percent(gap, reserved)})"
-    )
+    title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
+    share, most = percent(gap, reserved), format_bytes(ledger.peak_bytes)
     if decides:
-        title += f" when the card is full; allocated memory alone, at most {format_bytes(ledger.peak_bytes)}, would fit"
+        title += f"free ({share}) when the card is full; allocated memory alone, at most {most}, would fit"
+    else:
+        title += f"never in use ({share}): tensors take at most {most}"
     return [Finding("fragmentation", Severity.WARNING, title, gap, tuple(evidence), remedies)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import half_dtype, percent, plural, tensors_evidence, would_help
+from memprof.findings.evidence import half_dtype, parameters, percent, plural, tensors_evidence, would_help
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
 from memprof.trace.events import PhaseKind, Role
@@ -12,7 +12,8 @@ MIN_STATE_SHARE = 0.01
 """Of the peak: below it the state's precision does not matter (SGD without momentum, LoRA)."""
 
 MIN_TEMPORARIES_SHARE = 0.05
-"""Of the peak."""
+MIN_TEMPORARIES_BYTES = 64 << 20
+"""Found when they take more than both: that share of the peak, and so much."""
 
 
 @rule(130)
@@ -28,6 +29,8 @@ def _float32_state(context: Context) -> list[Finding]:
     if half is None:
         return []
     trace = ledger.trace
+    # A state is its own parameter's: with some layers in float32 (norms, a router), so is theirs.
+    full = {trace.storages[index].shape for index in parameters(trace) if trace.storages[index].dtype == "float32"}
     # Step counters are float32 scalars whatever the precision.
     state = [
         index
@@ -35,6 +38,7 @@ def _float32_state(context: Context) -> list[Finding]:
         if owner.role is Role.OPTIMIZER_STATE
         and trace.storages[index].dtype == "float32"
         and trace.storages[index].shape
+        and trace.storages[index].shape not in full
     ]
     most = lives.most(state)
     extra = most.num_bytes // 2
@@ -62,7 +66,7 @@ def _step_temporaries(context: Context) -> list[Finding]:
         and trace.phases[trace.storages[index].phase].kind is PhaseKind.OPTIMIZER_STEP
     ]
     num_bytes = lives.sum_bytes(temporaries)
-    if num_bytes <= MIN_TEMPORARIES_SHARE * ledger.peak_bytes:
+    if num_bytes <= max(MIN_TEMPORARIES_BYTES, MIN_TEMPORARIES_SHARE * ledger.peak_bytes):
         return []
     title = (
         f"The optimizer step decides the peak: {plural(len(temporaries), 'temporary tensor')}, "

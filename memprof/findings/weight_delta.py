@@ -6,6 +6,7 @@ import math
 
 from memprof.findings.evidence import (
     computing,
+    feature_maps,
     file_and_line,
     format_shape,
     module_pattern,
@@ -68,7 +69,7 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
 
     The matrix is [d x f] with d and f dimensions of parameters, and d before f as one of three layouts that einsum and
     bmm give: [..., d, f], [..., tokens * d, f] or, if [d x f] is a parameter's own shape, [tokens, d * f]. Kept out:
-    tensors as large as a parameter (gradients of experts, casts of weights), logits, and S x S scores.
+    tensors as large as a parameter (gradients of experts, casts of weights), logits, S x S scores, and maps of images.
     """
     trace = context.ledger.trace
     owned = parameters(trace)
@@ -85,6 +86,7 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
     words = vocabulary(context)
     sizes.discard(words or 0)
     counts = {count for count in token_counts(context) if count >= MIN_TOKENS}
+    maps = feature_maps(trace)
     lengths = {context.context_length} if context.context_length else set()
     computes = computing(trace)
     result: dict[int, tuple[int, int, int]] = {}
@@ -97,6 +99,7 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
             or storage.hidden
             or index in trace.owners
             or shape[-1] == words
+            or shape[-2:] in maps
         ):
             continue
         *leading, rows, columns = shape

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import math
+import re
+from collections import defaultdict
 from enum import StrEnum
 
 from memprof.ledger.stages import Span
@@ -27,6 +30,8 @@ class Category(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
+_BESIDE = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER, PhaseKind.OPTIMIZER_STEP)
+_KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
 _TIED = (ModuleRole.HEAD, ModuleRole.EMBEDDING)
 _OF_ROLE = {
     Role.PARAMETER: Category.PARAMETERS,
@@ -45,6 +50,10 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     first_forward = next((s.begin for s in spans if s.kind is PhaseKind.FORWARD), len(trace.events))
     weights = {trace.storages[index].shape for index, owner in trace.owners.items() if owner.role is Role.PARAMETER}
     births = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC}
+    deaths = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.FREE}
+    copies = _copies_of_weights(trace, deaths)
+    fed = _ForTheNext(trace)
+    words = _words(trace)
     gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
 
     # A script that is measured without --detail has no lines outside its modules: what is made there is its own.
@@ -57,19 +66,32 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
         position = bisect.bisect_right(begins, time) - 1
         return spans[position] if position >= 0 and time < spans[position].end else None
 
+    def is_logits(storage: Storage, time: int) -> bool:
+        """Whether `storage`, which is made at `time` or of what was, is of the logits or the loss."""
+        span = span_at(time)
+        if span is None:
+            return False
+        # A head that is no module of its own (an einsum, a module of the program's): one value for each word.
+        return span.is_logits_or_loss or (
+            span.is_after_layers and len(storage.shape) > 1 and storage.shape[-1] == words and not storage.hidden
+        )
+
     def of(index: int, storage: Storage) -> Category:
         owner = trace.owners.get(index)
         if owner is not None:
             return _OF_ROLE[owner.role]
         if storage.hidden:
             return Category.LIBRARY_WORKSPACE
+        if index in copies:
+            return Category.PARAMETERS
         kind = trace.phases[storage.phase].kind
         birth = births[index]
+        if storage.module != NONE and _is_bucket(trace, storage):
+            return Category.COMMUNICATION
         if kind in (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION):
-            span = span_at(birth)
-            if span is not None and span.is_logits_or_loss:
+            if is_logits(storage, birth):
                 return Category.LOGITS_AND_LOSS
-            if "cache_utils.py" in (trace.source_line(storage) or ""):
+            if _KV_CACHE.search(trace.source_line(storage) or ""):
                 return Category.KV_CACHE
             return Category.ACTIVATIONS if index in outlives else Category.TEMPORARIES
         if kind is PhaseKind.BACKWARD:
@@ -77,10 +99,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
                 # Of a tied weight: the head's part, before the embedding's is added and the sum becomes `.grad`.
                 return Category.GRADIENTS
             if storage.forward_event != NONE:
-                span = span_at(storage.forward_event)
-                if span is not None and span.is_logits_or_loss:
-                    return Category.LOGITS_AND_LOSS
-                return Category.TEMPORARIES
+                return Category.LOGITS_AND_LOSS if is_logits(storage, storage.forward_event) else Category.TEMPORARIES
             # A module that runs inside the backward pass is being recomputed.
             recomputed = storage.module != NONE and storage.source != NONE
             return Category.ACTIVATIONS if recomputed and index in outlives else Category.TEMPORARIES
@@ -91,11 +110,98 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.INPUTS if storage.module == NONE and by_program(storage) else Category.TEMPORARIES
         if kind in (PhaseKind.OPTIMIZER_STEP, PhaseKind.ZERO_GRAD, PhaseKind.OPTIMIZER, PhaseKind.MODEL):
             return Category.TEMPORARIES
-        if birth < first_forward and by_program(storage):
+        if storage.module != NONE:  # after a backward pass within a module
+            return Category.ACTIVATIONS if index in outlives else Category.TEMPORARIES
+        if by_program(storage) and (birth < first_forward or fed.step(birth, deaths.get(index))):
             return Category.INPUTS
         return Category.UNATTRIBUTED
 
     return [of(index, storage) for index, storage in enumerate(trace.storages)]
+
+
+def _is_bucket(trace: Trace, storage: Storage) -> bool:
+    """Whether DistributedDataParallel made it for gradients."""
+    maker = trace.modules[storage.module].class_name
+    return maker == "DistributedDataParallel" and trace.op(storage) == "aten.empty" and len(storage.shape) == 1
+
+
+def _words(trace: Trace) -> int | None:
+    """Rows of the largest embedding of a model that has no module for its logits; None if there is no such model."""
+    roles = {module.role for module in trace.modules}
+    if ModuleRole.HEAD in roles:
+        return None
+    tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
+    owners = trace.owners.items()
+    return max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
+
+
+def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
+    """Weights that no module has: a moving average, a checkpoint that was loaded, the fast weights of MAML.
+
+    One line makes them, outside every model's parts, in shapes of parameters alone: at least half of these shapes and
+    as many tensors as half of the parameters, in one phase that they outlive.
+    """
+    shapes: dict[Role, list[tuple[int, ...]]] = {Role.PARAMETER: [], Role.BUFFER: []}
+    for index, owner in trace.owners.items():
+        if owner.role in shapes:
+            shapes[owner.role].append(trace.storages[index].shape)
+    weights = set(shapes[Role.PARAMETER])
+    buffers = {*shapes[Role.BUFFER], ()}
+    ends: dict[int, int] = {}
+    begun = NONE
+    for time, event in enumerate(trace.events):
+        if event.kind is EventKind.PHASE:
+            ends[begun], begun = time, event.ref
+    made: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    never = len(trace.events)
+    for index, storage in enumerate(trace.storages):
+        if (
+            trace.phases[storage.phase].kind in _BESIDE
+            and (storage.module == NONE or trace.modules[storage.module].role is ModuleRole.ROOT)
+            and storage.source != NONE
+            and not storage.hidden
+            and index not in trace.owners
+            and deaths.get(index, never) > ends.get(storage.phase, never - 1)
+        ):
+            made[storage.source, storage.op, storage.phase].append(index)
+    result: set[int] = set()
+    for (_, op, _), members in made.items():
+        own = {trace.storages[index].shape for index in members}
+        known, others = weights, buffers
+        if trace.ops[op] == "torch.load":  # storages without a shape
+            known, others = _flat(weights), _flat(buffers)
+        if (
+            own <= known | others
+            and 2 * len(own & known) >= len(known)
+            and len(members) >= max(2, len(shapes[Role.PARAMETER]) / 2)
+        ):
+            result.update(members)
+    return result
+
+
+def _flat(shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    return {(math.prod(shape),) for shape in shapes}
+
+
+class _ForTheNext:
+    """Tells what is made between two steps for the next one: batches, targets, noise."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._begins: list[int] = []
+        """The first forward of each step."""
+        seen: set[int] = set()
+        for time, event in enumerate(trace.events):
+            if event.kind is EventKind.PHASE:
+                phase = trace.phases[event.ref]
+                if phase.kind is PhaseKind.FORWARD and phase.step not in seen:
+                    seen.add(phase.step)
+                    self._begins.append(time)
+
+    def step(self, birth: int, death: int | None) -> bool:
+        """Whether what lives so long is there when a step begins, and gone when the second after it does."""
+        first = bisect.bisect(self._begins, birth)
+        last = len(self._begins) if death is None else bisect.bisect(self._begins, death)
+        return last - first == 1
 
 
 def _outlives_its_module(trace: Trace) -> set[int]:

@@ -42,6 +42,11 @@ class Span:
         """Whether what is made here is counted as logits and loss."""
         return self.name.removeprefix(_EVALUATION) in ("logits", "loss")
 
+    @property
+    def is_after_layers(self) -> bool:
+        """Whether a model that reads tokens is here between its last layer and its head, if it has one."""
+        return self.name.removeprefix(_EVALUATION) in ("final norm", "before the head")
+
 
 def spans(trace: Trace) -> list[Span]:
     """The stages of a run, in order; stretches in which no memory moved are left out.
@@ -54,7 +59,8 @@ def spans(trace: Trace) -> list[Span]:
     for begin, end in pairwise(boundaries):
         phase = trace.phases[trace.events[begin].ref]
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
-            result += _ForwardSpans(trace, begin, end).spans
+            goes_on = end < len(trace.events) and trace.phases[trace.events[end].ref] == phase
+            result += _ForwardSpans(trace, begin, end, goes_on=goes_on).spans
         else:
             name = _WHOLE_PHASE[phase.kind]
             span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
@@ -70,13 +76,25 @@ def _has(trace: Trace, span: Span, kind: EventKind) -> bool:
     return any(trace.events[time].kind is kind for time in range(span.begin, span.end))
 
 
+def _tree(modules: list[Module], root: int) -> list[Module]:
+    """A root and what is below it: they stand together in the table."""
+    following = (index for index in range(root + 1, len(modules)) if modules[index].role is ModuleRole.ROOT)
+    return modules[root : next(following, len(modules))]
+
+
+def _reads_tokens(modules: list[Module]) -> bool:
+    return any(module.role in (ModuleRole.EMBEDDING, ModuleRole.HEAD) for module in modules)
+
+
 class _ForwardSpans:
     """Cuts one forward phase at the entries and exits of layers and head."""
 
-    def __init__(self, trace: Trace, begin: int, end: int) -> None:
+    def __init__(self, trace: Trace, begin: int, end: int, *, goes_on: bool = False) -> None:
         self._trace = trace
         self._phase = trace.phases[trace.events[begin].ref]
+        self._goes_on = goes_on
         self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
+        self._reads_tokens = _reads_tokens(trace.modules)
         self.spans: list[Span] = []
         self._begin = begin
         self._seen_layer = ""
@@ -92,6 +110,8 @@ class _ForwardSpans:
             module = trace.modules[event.ref]
             if module.role is ModuleRole.NORM and depth == 0:
                 self._saw_norm = True
+            if module.role is ModuleRole.ROOT and event.kind is EventKind.ENTER and not self._left_root:
+                self._reads_tokens = _reads_tokens(_tree(trace.modules, event.ref))
             if module.role is ModuleRole.ROOT and event.kind is EventKind.EXIT and not self._seen_head:
                 # What follows the model's own code is the loss; with a head, what follows the head is.
                 self._gap(time + 1, None)
@@ -118,19 +138,22 @@ class _ForwardSpans:
 
     def _gap(self, end: int, following: Module | None) -> None:
         """Code between layers and head, named after where it lies."""
-        if self._seen_head or self._left_root:
-            name = "loss" if self._trains else "output"
-        elif not self._stacks:
-            name = "own code"  # of a model without a stack of layers, beside its children
-        elif not self._seen_layer:
-            name = "embedding"
-        elif following is None or following.role is ModuleRole.HEAD:
-            name = "final norm" if self._saw_norm else "before the head"
-        elif following.stack == self._seen_layer:
+        over = self._seen_head or self._left_root
+        if not over and following is not None and following.stack and following.stack == self._seen_layer:
             # Between two layers of a stack the old hidden states are let go: still the layer's doing.
             self.spans[-1] = replace(self.spans[-1], end=end)
             self._begin = end
             return
+        if self._left_root and self._goes_on and not self._seen_head:
+            name = "own code"  # of the program, between two models: an encoder and a decoder
+        elif over:
+            name = "loss" if self._trains else "output"
+        elif not self._stacks or not self._reads_tokens:
+            name = "own code"  # of a model that is no language model, beside its children
+        elif not self._seen_layer:
+            name = "embedding"
+        elif following is None or following.role is ModuleRole.HEAD:
+            name = "final norm" if self._saw_norm else "before the head"
         else:
             name = f"{self._stack_name(following.stack)}embedding"
         self._add(name, end)
@@ -142,8 +165,13 @@ class _ForwardSpans:
         elif module.role is ModuleRole.CHILD:
             self._add(f"{module.path} {module.class_name}", end)
         else:
+            index = int(module.path.removeprefix(f"{module.stack}.").partition(".")[0])
+            last = self.spans[-1] if self.spans else None
+            if self._seen_layer and last is not None and (last.stack, last.index) == (module.stack, index):
+                self.spans[-1] = replace(last, end=end)  # a layer of several modules
+                self._begin = end
+                return
             self._seen_layer = module.stack
-            index = int(module.path.rpartition(".")[2])
             self._add(f"{self._stack_name(module.stack)}layer {index}", end, module.stack, index)
 
     def _stack_name(self, stack: str) -> str:

@@ -117,7 +117,7 @@ class _Merge:
         if self._modules:  # what a module makes and another model is given is no input
             claims = [claim for claim in claims if claim.owner.role is not Role.INPUT]
         if claims:
-            claim = claims[0]
+            claim = next((one for one in claims if one.owner.name), claims[0])
             trace.owners[index] = Owner(*claim.owner)
             shape, dtype = claim.shape, claim.dtype
             if claim.on_host:

@@ -68,6 +68,8 @@ _PLUMBING = frozenset(
     )
 )
 """Packages whose lines say nothing of what the program was doing."""
+_GENERATED = re.compile(r"/torchinductor_[^/]*/|^<eval_with_key>|^<torch")
+"""Code that torch.compile and torch.fx write, and nobody reads."""
 _SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autograd/", "/torch/_", "/torch/functional.py")
 
 _OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
@@ -150,7 +152,7 @@ def package_of(filename: str) -> str:
     if found:
         return found[1]
     plain = filename.replace("\\", "/")
-    if any(tree in plain for tree in _SOURCE_TREES):
+    if any(tree in plain for tree in _SOURCE_TREES) or _GENERATED.search(plain):
         return "torch"
     return "python" if _STANDARD.search(filename) else ""
 

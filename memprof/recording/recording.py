@@ -87,16 +87,13 @@ class Recording:
         return self.requested[event], self.allocated[event], self.reserved[event]
 
     def peak(self, column: str = "allocated") -> tuple[int, int]:
-        """The largest value of a column, and the last event that reached it."""
+        """The largest value of a column, and the first event that reached it."""
         values: array[int] = getattr(self, column)
         before = self.start[("requested", "allocated", "reserved").index(column)]
         highest = max(values, default=before)
         if highest < before or not values:
             return before, BEFORE
-        last = len(values) - 1
-        while values[last] != highest:
-            last -= 1
-        return highest, last
+        return highest, values.index(highest)
 
     def alive(self, event: int) -> list[Life]:
         """Blocks in use after `event`, in order of birth."""

@@ -97,6 +97,8 @@ class Autocast:
         self._policies: dict[Any, frozenset[str] | None] = {}
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._caches_with_gradient = _caches_with_gradient()
+        self.nodes_without_gradients = 0
+        """Autograd nodes of weights that were cast while gradients were off."""
 
     def clear_cache(self) -> None:
         """The outermost autocast region ended: the half copies of weights are dropped."""
@@ -200,7 +202,9 @@ class Autocast:
             return tensor.to(dtype)
         known = self._cache.get(id(tensor))
         if known is None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() or self._caches_with_gradient):
+            wanted = torch.is_grad_enabled()
+            self.nodes_without_gradients += self._caches_with_gradient and not wanted
+            with torch.set_grad_enabled(wanted or self._caches_with_gradient):
                 known = self._cache[id(tensor)] = (tensor, tensor.to(dtype))
         return known[1]
 

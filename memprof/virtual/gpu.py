@@ -77,7 +77,7 @@ class VirtualGpu(Watch):
         self._watches_kernels = False
         self._passes_kernels = passes_kernels
         self._watches_quantized = False
-        self._growth = GrowthWatch(self.recorder)
+        self._growth = GrowthWatch(self.recorder, lambda: self._function_mode.autocast.nodes_without_gradients)
         self._children = children.Children()
         self._refused: Failure | None = None
         self._context_bytes = context_bytes

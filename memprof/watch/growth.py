@@ -8,7 +8,7 @@ calls, then ever more rarely), and only where a sum grew twice in a row are the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,14 +36,19 @@ class GrowthWatch:
 
     Args:
         recorder: of the run; what is found goes into its trace.
+        not_kept: autograd nodes made so far that keep nothing for a backward, such as casts of weights under no_grad.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, not_kept: Callable[[], int]) -> None:
         self._recorder = recorder
+        self._not_kept = not_kept
         self._search = Search(recorder)
         self._phase = PhaseKind.OTHER
         self._loop_begin = NONE
         """The first storage of the first step."""
+        self._step = 0
+        """The last that began, and `_ended` the last whose end was seen."""
+        self._ended = 0
         self._steps = _Looks()
         self._calls: dict[int, _Looks] = {}
         """Of calls without a backward between them, by module."""
@@ -62,6 +67,7 @@ class GrowthWatch:
         """A phase was recognised."""
         before, self._phase = self._phase, kind
         if kind is PhaseKind.BACKWARD:
+            self._step_begins()
             self._calls.clear()
             self._outputs.clear()
         if before is PhaseKind.OPTIMIZER_STEP and kind is not PhaseKind.OPTIMIZER_STEP:
@@ -70,11 +76,12 @@ class GrowthWatch:
     def call_begins(self, module: nn.Module, index: int) -> None:
         """A module is called from outside all others, not in a backward pass."""
         trace = self._recorder.trace
+        self._step_begins()
         if self._loop_begin == NONE:
             self._loop_begin = len(trace.storages)
         if not self._calls:
             self._calls_begin = len(trace.storages)
-        self._call = (len(trace.events), index, self._recorder.caller(), module.training, _sequence_number())
+        self._call = (len(trace.events), index, self._recorder.caller(), module.training, self._nodes())
 
     def call_returned(self, result: Any) -> None:
         """That call returns `result`."""
@@ -84,7 +91,7 @@ class GrowthWatch:
         with torch._C.DisableTorchFunction():
             outputs = {self._recorder.index_of(tensor) for tensor in _tensors(result)} - {NONE}
         trace = self._recorder.trace
-        nodes = _sequence_number() - number
+        nodes = self._nodes() - number
         made = tuple(sorted(outputs))
         trace.forwards.append(Forward(begin, len(trace.events), module, source, training, nodes, made))
         self._outputs |= outputs
@@ -101,10 +108,22 @@ class GrowthWatch:
 
     # -- what is done -----------------------------------------------------------------------------------------------
 
+    def _nodes(self) -> int:
+        """Autograd nodes so far that a backward may come to."""
+        return _sequence_number() - self._not_kept()
+
+    def _step_begins(self) -> None:
+        step = self._recorder.phase.step
+        if step > self._step:
+            self._step = step
+            self._search.step_began()
+
     def _step_ended(self) -> None:
-        if self._loop_begin == NONE:
+        # A step may have several optimizers, and an optimizer may be interrupted by its closure: one look a step.
+        step = self._recorder.phase.step
+        if self._loop_begin == NONE or step == self._ended:
             return
-        self._search.step_ended()
+        self._ended = step
         if self._steps.is_due():
             self._explain(self._steps.grown(self._held(self._loop_begin)), self._loop_begin)
             if not self._has_sums and self._steps.count in (2, _Looks.FIRST):

@@ -67,12 +67,13 @@ class Search:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._step_ends: list[int] = []
-        """Autograd's sequence number at the end of each step."""
+        self._step_begins: list[int] = []
+        """Autograd's sequence number where each step begins: what a program computes after its optimizer's step of the
+        outputs that it still has is of the same step as they."""
 
-    def step_ended(self) -> None:
-        """A step has ended."""
-        self._step_ends.append(torch._C._autograd._get_sequence_nr())
+    def step_began(self) -> None:
+        """A step begins."""
+        self._step_begins.append(torch._C._autograd._get_sequence_nr())
 
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
         """Who keeps these storages (by index, with what their counterparts have in common), the fullest first.
@@ -112,7 +113,9 @@ class Search:
                 if value.grad_fn is None or id(value.grad_fn) in seen:
                     continue
                 seen.add(id(value.grad_fn))
-                if len(self._steps_of(_nodes([value], _SUM_NODES))) < len(self._step_ends):
+                steps = self._steps_of(_nodes([value], _SUM_NODES))
+                # What is summed after the optimizer's step lacks the last one.
+                if min(steps, default=2) > 1 or len(steps) < max(len(self._step_begins) - 1, 2):
                     continue
                 found = _Found(value, 0, set(), [name])
                 result.append(self._holder(found, {self._recorder.index_of(value)} - {NONE}, [value], variables))
@@ -131,7 +134,7 @@ class Search:
     def _steps_of(self, nodes: list[Any]) -> set[int]:
         """The steps in which these nodes were made."""
         numbers = [node._sequence_nr() for node in nodes]
-        return {bisect.bisect_left(self._step_ends, n + 1) for n in numbers if n < _IN_FORWARD_ORDER}
+        return {bisect.bisect_right(self._step_begins, n) for n in numbers if n < _IN_FORWARD_ORDER}
 
     def _holder(self, found: _Found, storages: set[int], roots: list[torch.Tensor], variables: _Variables) -> Holder:
         held, kind = found.held, ""

@@ -91,25 +91,27 @@ class ModuleTracker:
 
     def _add_tree(self, root: nn.Module) -> None:
         stacks = dict(_stacks(root))
-        head = _head(root, stacks)
+        reads_tokens = any(isinstance(module, nn.Embedding) for module in root.modules())
+        head = _head(root, stacks, reads_tokens=reads_tokens)
+        layers = {path: stack for stack, modules in stacks.items() for path in _layers(stack, modules)}
+        above = {"", *(stack[:end] for stack in stacks for end in range(len(stack)) if stack[end] == ".")}
         for path, module in root.named_modules():
             if module in self._known:
                 continue
-            stack, _, item = path.rpartition(".")
             role = ModuleRole.OTHER
             if module is root:
                 role = ModuleRole.ROOT
             elif module is head:
                 role = ModuleRole.HEAD
-            elif stack in stacks and item.isdecimal():
+            elif path in layers:
                 role = ModuleRole.LAYER
-            elif not stacks and "." not in path:
+            elif path.rpartition(".")[0] in above and path not in above and not (stacks and reads_tokens):
                 role = ModuleRole.CHILD
             elif isinstance(module, nn.Embedding):
                 role = ModuleRole.EMBEDDING
             elif "norm" in type(module).__name__.lower():
                 role = ModuleRole.NORM
-            self._add(module, path, role, stack if role is ModuleRole.LAYER else "")
+            self._add(module, path, role, layers.get(path, "") if role is ModuleRole.LAYER else "")
 
 
 def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -127,8 +129,18 @@ def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
         yield from _stacks(child, f"{path}.")
 
 
-def _head(root: nn.Module, stacks: dict[str, nn.Module]) -> nn.Module | None:
-    """The module that produces the logits: what the model says, else the last Linear outside its layers."""
+def _layers(path: str, stack: nn.Module) -> Iterator[str]:
+    """What is called of a stack: its members, or what is in them where they are bare lists of modules."""
+    for name, member in stack.named_children():
+        if isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+            yield from _layers(f"{path}.{name}", member)
+        else:
+            yield f"{path}.{name}"
+
+
+def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) -> nn.Module | None:
+    """The module that produces the logits: what the model says, else of one that reads tokens the last Linear outside
+    its layers that has an output for each word, or is a part of the model by itself (a classifier)."""
     getter = getattr(root, "get_output_embeddings", None)
     if callable(getter):
         try:
@@ -137,12 +149,13 @@ def _head(root: nn.Module, stacks: dict[str, nn.Module]) -> nn.Module | None:
             head = None
         if isinstance(head, nn.Module):
             return head
-    if not stacks:
+    if not stacks or not reads_tokens:
         return None
+    words = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
     last = None
     for path, module in root.named_modules():
         inside = any(path == stack or path.startswith(stack + ".") for stack in stacks)
-        if isinstance(module, nn.Linear) and not inside:
+        if isinstance(module, nn.Linear) and not inside and (module.out_features in words or "." not in path):
             last = module
     return last
 

@@ -24,6 +24,7 @@ from memprof.trace.events import (
     Owner,
     Phase,
     PhaseKind,
+    Role,
     Storage,
     Trace,
 )
@@ -239,11 +240,14 @@ class Recorder:
             return NONE
 
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor`'s storage has a role. The first role stays, so that a tied weight keeps its first name."""
+        """`tensor`'s storage has a role. The first name stays, so that a tied weight keeps its own; what has none yet
+        may get one, and what a model is fed with may turn out to be trained."""
         for part in parts_of_sparse(tensor) or [tensor]:
             index = self.index_of(part)
             if index != NONE:
-                self.trace.owners.setdefault(index, owner)
+                known = self.trace.owners.setdefault(index, owner)
+                if not known.name and (owner.name or known.role is Role.INPUT):
+                    self.trace.owners[index] = owner
 
     def made_outside_modules(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in memory of this run that no module's code allocated."""

@@ -113,6 +113,7 @@ class Watch(ABC):
         libraries = self.phases.of_imports().items()
         self._stack.enter_context(watch_imports({name: partial(self._replace, found) for name, found in libraries}))
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
+        self._patch_moves()
         self._patch_backward()
         # Before the phases' own: who is told that a step was made may end the run.
         for handle in (register_optimizer_step_post_hook(self._name_optimizer_state), *self.phases.hooks()):
@@ -146,6 +147,25 @@ class Watch(ABC):
         if self._failed is None or self._failed[0] != id(error):  # the innermost phase knows best
             self._failed = (id(error), self.current_phase)
 
+    def _patch_moves(self) -> None:
+        """A module that is moved has weights, be it called or not: an average, a model whose parts are called."""
+        original = nn.Module._apply
+        inside = False
+
+        def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return original(module, *args, **kwargs)
+            inside = True
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                inside = False
+                self._claim_unnamed(module.parameters(), Role.PARAMETER)
+                self._claim_unnamed(module.buffers(), Role.BUFFER)
+
+        self._patches.set(nn.Module, "_apply", _apply)
+
     def _patch_backward(self) -> None:
         original = torch.autograd.graph._engine_run_backward
 
@@ -167,8 +187,18 @@ class Watch(ABC):
 
     # -- names ------------------------------------------------------------------------------------------------------
 
+    def _claim_unnamed(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
+        """Their role is known, and their names not yet."""
+        for tensor in tensors:
+            for part in (tensor, *self.parts(tensor)):
+                self.claim(part, Owner(role, ""))
+
     def _name_parameters(self) -> None:
-        """Claim the parameters, gradients and buffers of the run's models."""
+        """Claim the parameters, gradients and buffers of the run's models, and what its optimizers step on."""
+        for optimizer in self.phases.optimizers:
+            for group in optimizer.param_groups:
+                self._claim_unnamed(group["params"], Role.PARAMETER)
+                self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
         for root in [root for known in self._roots if (root := known()) is not None]:
             for name, parameter in root.named_parameters():
                 for part in (parameter, *self.parts(parameter)):

@@ -178,7 +178,6 @@ PROGRAMS = (
         command="train.py --compile=False --eval_iters=2 --gradient_accumulation_steps=2",
         data=_nanogpt,
         findings=frozenset({"logits-explosion", "fragmentation"}),
-        known="evaluation under no_grad and autocast is said to keep gradients",
     ),
     Program(
         name="nanoGPT bench",
@@ -194,7 +193,6 @@ PROGRAMS = (
         commit="3adf61e1",
         command="sample.py --num_samples=2 --max_new_tokens=20",
         before=_GPT2_TOKENS + _NANOGPT_CHECKPOINT,
-        known="evaluation under no_grad and autocast is said to keep gradients",
         at_most={"inputs": 0.05},
     ),
     Program(
@@ -205,7 +203,6 @@ PROGRAMS = (
         command="chargpt.py",
         data=_char_gpt,
         path=("../..",),
-        known="fragmentation is judged after the peak is gone",
     ),
     Program(
         name="minGPT adder",
@@ -224,7 +221,6 @@ PROGRAMS = (
         before=_GPT2_TOKENS + _ONE_OF_HELLASWAG,
         options="--gpu a100-80gb",
         findings=frozenset({"fragmentation", "logits-explosion"}),
-        known="evaluation under no_grad and autocast is said to keep gradients",
     ),
     Program(
         name="llm.c train_gpt2",
@@ -242,7 +238,6 @@ PROGRAMS = (
         **_EXAMPLES,
         folder="dcgan",
         command="main.py --dataset fake --accel --niter 1 --workers 0",
-        known="the last step's graph is taken for every step's",
     ),
     Program(
         name="examples vae",
@@ -274,7 +269,6 @@ PROGRAMS = (
         data=_mnist("../data"),
         findings=frozenset({"optimizer-step-temporaries"}),
         not_stages=frozenset({"embedding"}),
-        known="stages of a language model in a model of images",
     ),
     Program(
         name="examples mnist_forward_forward",
@@ -282,7 +276,6 @@ PROGRAMS = (
         folder="mnist_forward_forward",
         command="main.py --epochs 2 --train_size 256 --test_size 64",
         data=_mnist("data"),
-        known="a module's parameters are inputs where its forward is called directly",
     ),
     Program(
         name="examples gcn",
@@ -307,7 +300,6 @@ PROGRAMS = (
         folder="super_resolution",
         command="main.py --accel --upscale_factor 3 --batchSize 4 --nEpochs 1 --threads 0",
         data=_bsds,
-        known="a target that is moved to the card belongs to no category",
     ),
     Program(
         name="examples fast_neural_style",
@@ -325,7 +317,6 @@ PROGRAMS = (
         command="main.py",
         before=_ANY_CIFAR,
         data=lambda home: data.cifar(home / "data"),
-        known="the last step's graph is taken for every step's; fragmentation is judged after the peak is gone",
     ),
     Program(
         name="examples word_language_model",
@@ -354,7 +345,6 @@ PROGRAMS = (
         command="gpt_train.py",
         data=lambda home: data.write(home / "the-verdict.txt", data.words(4000)),
         findings=frozenset({"attention-scores", "optimizer-step-temporaries"}),
-        known="fragmentation is judged after the peak is gone",
     ),
     Program(
         name="book training speed",
@@ -427,7 +417,6 @@ PROGRAMS = (
         before=_ANY_CIFAR,
         data=lambda home: data.cifar(home / "../../data"),
         not_stages=frozenset({"embedding"}),
-        known="stages of a language model in a model of images",
     ),
     Program(
         name="tutorial birnn",
@@ -463,7 +452,6 @@ PROGRAMS = (
         driver=True,
         command="vae.py VanillaVAE",
         at_most={"logits and loss": 0.05},
-        known="the decoder is called logits and loss",
     ),
     Program(
         name="pytorch-vae vq", repository="AntixK/PyTorch-VAE", commit="a6896b9", driver=True, command="vae.py VQVAE"
@@ -474,7 +462,6 @@ PROGRAMS = (
         commit="98a00d4",
         driver=True,
         command="maml.py",
-        known="fast weights belong to no category",
     ),
     Program(
         name="guided-diffusion",
@@ -492,7 +479,6 @@ PROGRAMS = (
         driver=True,
         command="nanochat_train.py",
         findings=frozenset({"logits-explosion", "fragmentation"}),
-        known="float32 state of float32 parameters is called float32 state of bfloat16 ones",
     ),
     Program(
         name="vit-pytorch vit",
@@ -501,7 +487,6 @@ PROGRAMS = (
         driver=True,
         command="vit.py vit",
         layers=True,
-        known="layers in a list of lists are no stages",
     ),
     Program(
         name="vit-pytorch simple",
@@ -510,7 +495,6 @@ PROGRAMS = (
         driver=True,
         command="vit.py simple",
         layers=True,
-        known="layers in a list of lists are no stages",
     ),
     Program(
         name="vit-pytorch distill",
@@ -527,7 +511,6 @@ PROGRAMS = (
         command="x_transformer.py",
         findings=frozenset({"fragmentation"}),
         layers=True,
-        known="layers in a list of lists are no stages",
     ),
     Program(
         name="denoising-diffusion",
@@ -535,7 +518,6 @@ PROGRAMS = (
         commit="faed4db",
         driver=True,
         command="diffusion.py",
-        known="fragmentation is judged after the peak is gone",
         not_stages=frozenset({"embedding", "logits"}),
     ),
     Program(
@@ -546,7 +528,6 @@ PROGRAMS = (
         command="diffusion_trainer.py",
         data=lambda home: data.images(home / "pictures", classes=1, each=120),
         not_stages=frozenset({"embedding", "logits"}),
-        known="stages of a language model in a model of images",
     ),
     Program(
         name="mamba-minimal", repository="johnma2006/mamba-minimal", commit="03de542", driver=True, command="mamba.py"
@@ -578,7 +559,6 @@ PROGRAMS = (
         data=lambda home: data.images(home / "pictures"),
         findings=frozenset({"optimizer-step-temporaries"}),
         at_most={"inputs": 0.05},
-        known="the average of the weights is called inputs",
     ),
     Program(
         name="accelerate cv",
@@ -588,7 +568,6 @@ PROGRAMS = (
         command="cv_example.py --data_dir pictures",
         before=_TIMM_WITHOUT_WEIGHTS,
         data=_pets,
-        known="fragmentation is judged after the peak is gone",
     ),
     Program(
         name="gan wgan_gp",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tests.programs.program import Right
 
 _ADAM = frozenset({"optimizer-step-temporaries"})
-_MOVED = "what is moved to the card, or made there, beside the model belongs to no category"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +20,15 @@ OWN = {
     "curriculum": Own(),
     "ddpm": Own(),
     "detection": Own(),
-    "direct_forward": Own(known="a module's parameters are inputs where its forward is called directly"),
+    "direct_forward": Own(),
     "distillation": Own(),
     "dqn": Own(),
     "evaluation": Own(),
-    "gan": Own(known="the last step's graph is taken for every step's"),
+    "gan": Own(),
     "gnn": Own(),
     "lbfgs": Own(),
-    "maml": Own(known=_MOVED),
-    "moco": Own(known=_MOVED),
+    "maml": Own(),
+    "moco": Own(),
     "multi_task": Own(),
     "ppo": Own(),
     "resume": Own(findings=_ADAM),
@@ -37,7 +36,7 @@ OWN = {
     "seq2seq": Own(findings=_ADAM),
     "sparse": Own(known="a sparse gradient ends the run"),
     "speech_ctc": Own(),
-    "super_resolution": Own(known=_MOVED),
+    "super_resolution": Own(),
     "unet": Own(),
     "wgan_gp": Own(),
 }

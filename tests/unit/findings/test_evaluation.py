@@ -167,6 +167,17 @@ def test_losses_that_keep_the_graphs_of_evaluation() -> None:
 class TestSilentOn:
     """What is as it should be."""
 
+    def test_without_gradients_in_autocast(self) -> None:
+        """The half copies of the weights are made with a gradient even here, for the rest of the region."""
+
+        def program() -> None:
+            net = model()
+            for x in batches(3):
+                with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+                    net(x)
+
+        assert not found(program)
+
     @pytest.mark.parametrize("keep", ["cpu", "argmax", "last", "two"])
     def test_loops_that_keep_little(self, keep: str) -> None:
         def program() -> None:

@@ -13,7 +13,7 @@ MIB = 1 << 20
 WIDE, NARROW = 128 * MIB // 4, 8 * MIB // 4
 
 
-def pinned(pieces: int = 4, size: int = WIDE) -> Builder:
+def pinned(pieces: int = 4, size: int = WIDE, last: int = 4 * WIDE) -> Builder:
     """Each wide tensor dies and leaves a narrow one in its segment; then something comes that none of them holds."""
     b = Builder()
     b.phase(PhaseKind.FORWARD)
@@ -24,7 +24,7 @@ def pinned(pieces: int = 4, size: int = WIDE) -> Builder:
         b.new(size - NARROW, line="model.py:3 fill")
     fillers = [i for i, s in enumerate(b.trace.storages) if s.shape == (size - NARROW,)]
     b.free(*fillers)
-    b.new(size)
+    b.new(last)
     return b
 
 
@@ -36,7 +36,8 @@ def one(context: Context) -> Finding:
 def test_says_what_is_free_and_what_pins_it() -> None:
     finding = one(pinned().context())
     assert finding.id == "fragmentation" and finding.num_bytes == 4 * 120 * MIB
-    assert "480.00 MiB of the 640.00 MiB" in finding.title and "75%" in finding.title
+    assert "480.00 MiB of the 1.00 GiB" in finding.title and "47%" in finding.title
+    assert "tensors take at most 544.00 MiB" in finding.title
     kept, evaluated, segments = finding.evidence
     assert kept.num_bytes == 480 * MIB and "in 4 segments" in kept.text
     assert segments.text.startswith("4 segments of 128.00 MiB: 120.00 MiB free each; pinned by")
@@ -55,7 +56,7 @@ def test_expandable_segments_are_evaluated_and_not_only_named() -> None:
 
 
 def test_the_verdict_before_and_after() -> None:
-    context = pinned().context(600 * MIB)
+    context = pinned(last=WIDE).context(600 * MIB)
     assert context.ledger.out_of_memory is not None
     finding = one(context)
     assert "would fit" in finding.title
@@ -91,6 +92,16 @@ def test_a_parameter_is_named_as_one() -> None:
 
 def test_nothing_to_say_of_little() -> None:
     assert not find(pinned(pieces=1).context())  # 120 MiB
+
+
+def test_silent_on_what_is_kept_for_the_next_step() -> None:
+    """Activations are gone when the optimizer asks for one segment more: most is reserved then, and most of it free."""
+    b = Builder()
+    b.phase(PhaseKind.FORWARD)
+    b.free(*[b.new(WIDE) for _ in range(8)])
+    b.phase(PhaseKind.OPTIMIZER_STEP)
+    b.new(WIDE + 1, owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+    assert not find(b.context())
 
 
 def test_no_remedy_where_segments_expand_already() -> None:

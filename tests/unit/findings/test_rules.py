@@ -171,6 +171,14 @@ class TestWeightDelta:
             b.new(*shape)
         assert not of(b.context(vocab_size=128256, context_length=512), "weight-delta-per-token")
 
+    def test_silent_on_maps_of_images(self) -> None:
+        b = Builder()
+        b.parameter("attention.weight", 256, 256)
+        b.inputs(2, 128)
+        b.new(4, 64, 256, 256, op="aten.convolution", dtype="bfloat16")
+        b.new(4, 64, 256, 256, op="aten.silu", dtype="bfloat16")
+        assert not of(b.context(), "weight-delta-per-token")
+
     def test_silent_on_gradients_of_as_many_experts_as_tokens(self) -> None:
         b = Builder()
         b.parameter("experts.up", 256, 4096, 2048)
@@ -311,10 +319,22 @@ class TestOptimizer:
 
     def test_temporaries_that_decide_the_peak(self) -> None:
         b = self.stepped("bfloat16", "bfloat16")
-        roots = [b.new(2048, 512, dtype="bfloat16", op="aten._foreach_sqrt") for _ in range(4)]
+        roots = [b.new(2048, 16 * 512, dtype="bfloat16", op="aten._foreach_sqrt") for _ in range(4)]
         b.free(*roots)
         (finding,) = of(b.context(), "optimizer-step-temporaries")
-        assert finding.num_bytes == 8 * MIB and finding.remedies[0] == "fused-optimizer"
+        assert finding.num_bytes == 128 * MIB and finding.remedies[0] == "fused-optimizer"
+
+    def test_silent_on_little(self) -> None:
+        b = self.stepped("bfloat16", "bfloat16")
+        b.new(2048, 4 * 512, dtype="bfloat16", op="aten._foreach_sqrt")
+        assert not of(b.context(), "optimizer-step-temporaries")
+
+    def test_each_state_is_judged_by_its_own_parameter(self) -> None:
+        b = training(16, 1000, dtype="bfloat16", layers=4)
+        b.parameter("router.weight", 2048, 256)
+        b.phase(PhaseKind.OPTIMIZER_STEP)
+        b.new(2048, 256, op="aten.zeros_like", owner=(Role.OPTIMIZER_STATE, "exp_avg"))
+        assert not of(b.context(), "float32-optimizer-state")
 
     def test_silent_when_the_peak_is_elsewhere(self) -> None:
         b = self.stepped("bfloat16", "bfloat16")

@@ -131,11 +131,37 @@ def window(steps: int) -> None:
         last.append(out.detach())
 
 
+def adversarial(steps: int) -> None:
+    """The step of the one optimizer lies between `fake` and its use by the other."""
+    maker, judge = nn.Linear(64, 1000).cuda(), nn.Linear(1000, 1).cuda()
+    first, second = torch.optim.Adam(judge.parameters()), torch.optim.Adam(maker.parameters())
+    for _ in range(steps):
+        fake = maker(batch()[0])
+        output = judge(fake.detach())
+        output.mean().backward()
+        first.step()
+        output = judge(fake)
+        output.mean().backward()
+        second.step()
+
+
+def judged_after_the_step(steps: int) -> None:
+    model = nn.Linear(64, 1000).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        x, y = batch()
+        out = model(x)
+        functional.cross_entropy(out, y).backward()
+        optimizer.step()
+        _, predicted = out.max(1)  # kept until the next step's  # noqa: RUF059
+
+
 @pytest.mark.parametrize("steps", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     "train",
     [
         plain, longer_batches, accumulation, averaged_weights, mixed_precision, second_order, window,
+        adversarial, judged_after_the_step,
         pytest.param(lambda steps: plain(steps, Experts()), id="experts"),
         pytest.param(lambda steps: plain(steps, Lazy()), id="lazy"),
     ],

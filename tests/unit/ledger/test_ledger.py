@@ -159,6 +159,41 @@ def test_an_owner_decides(build: Builder, role: Role, category: Category) -> Non
     assert categories(build_ledger(build.trace), owned) == [category]
 
 
+def test_copies_of_weights_are_parameters(build: Builder) -> None:
+    """A checkpoint, an average and MAML's fast weights; not a batch that has the shape of one weight."""
+    build.phase(PhaseKind.MODEL)
+    for name in ("a", "b", "c"):
+        build.alloc((ord(name) - 90) * KIB, role=Role.PARAMETER, name=name)
+    sizes = [7 * KIB, 8 * KIB, 9 * KIB]
+    loaded = [build.alloc(size, "torch.load", source="train.py:1 main") for size in sizes]
+    batch = build.alloc(sizes[0], "aten.randn", source="train.py:3 main")
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.alloc(KIB)
+    build.phase(PhaseKind.OTHER)
+    fast = [build.alloc(size, "aten.sub", source="train.py:4 main") for size in sizes]
+    passing = [build.alloc(size, "aten.mul", source="train.py:4 main") for size in sizes]
+    build.free(*passing)
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    ledger = build_ledger(build.trace)
+    assert set(categories(ledger, *loaded, *fast)) == {Category.PARAMETERS}
+    assert categories(ledger, batch) == [Category.INPUTS]
+    assert Category.PARAMETERS not in categories(ledger, *passing)
+
+
+def test_what_is_made_between_steps_for_the_next(build: Builder) -> None:
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    build.alloc(KIB)
+    build.phase(PhaseKind.OTHER, 1)
+    target, kept = build.alloc(KIB, "aten._to_copy"), build.alloc(KIB, "aten.mul")
+    for step in (2, 3):
+        build.phase(PhaseKind.FORWARD, step, 1)
+        build.phase(PhaseKind.OTHER, step)
+        if step == 2:
+            build.free(target)
+    ledger = build_ledger(build.trace)
+    assert categories(ledger, target, kept) == [Category.INPUTS, Category.UNATTRIBUTED]
+
+
 def test_categories_without_an_owner(build: Builder) -> None:
     build.phase(PhaseKind.OTHER)
     before = build.alloc(KIB)

@@ -28,6 +28,8 @@ def test_no_frames():
             (f"{SITE}/transformers/models/llama/modeling_llama.py:216 forward", "train.py:3 step"),
             f"{SITE}/transformers/models/llama/modeling_llama.py:216 forward",
         ),
+        (("/tmp/torchinductor_me/ab/cabcdef.py:310 call", "model.py:12 forward"), "/home/me/model.py:12 forward"),
+        (("<eval_with_key>.3:5 forward", "model.py:12 forward"), "/home/me/model.py:12 forward"),
         (("/usr/lib/python3.12/contextlib.py:81 inner", "train.py:3 step"), "/home/me/train.py:3 step"),
     ],
 )

@@ -126,8 +126,8 @@ def test_a_sum_in_an_object() -> None:
 def test_graphs_are_counted() -> None:
     summed, listed = only(run(in_a_sum)), only(run(in_a_list))
     # Of each step the loss, log-softmax, the linear layer and its transposed weight; the nodes of the two parameters
-    # are those of all steps. One loss has been summed when the second step ends, two are kept when the third does.
-    assert (summed.nodes, summed.node_steps) == (1 + 4 + 2, 2)
+    # are those of all steps. Two losses have been summed, or are kept, when the third step ends.
+    assert (summed.nodes, summed.node_steps) == (2 * (1 + 4) + 2, 2)
     assert (listed.nodes, listed.node_steps) == (2 * 4 + 2, 2)
     assert only(run(in_one_tensor)).nodes == 0
 
