@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from enum import StrEnum
 
-from memprof.ledger.stages import Span
+from memprof.ledger.stages import Span, words_of
 from memprof.trace.events import NONE, EventKind, ModuleRole, PhaseKind, Role, Storage, Trace
 
 
@@ -53,7 +53,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     deaths = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.FREE}
     copies = _copies_of_weights(trace, deaths)
     fed = _ForTheNext(trace)
-    words = _words(trace)
+    words = words_of(trace)
     gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
 
     # A script that is measured without --detail has no lines outside its modules: what is made there is its own.
@@ -123,16 +123,6 @@ def _is_bucket(trace: Trace, storage: Storage) -> bool:
     """Whether DistributedDataParallel made it for gradients."""
     maker = trace.modules[storage.module].class_name
     return maker == "DistributedDataParallel" and trace.op(storage) == "aten.empty" and len(storage.shape) == 1
-
-
-def _words(trace: Trace) -> int | None:
-    """Rows of the largest embedding of a model that has no module for its logits; None if there is no such model."""
-    roles = {module.role for module in trace.modules}
-    if ModuleRole.HEAD in roles:
-        return None
-    tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
-    owners = trace.owners.items()
-    return max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
 
 
 def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:

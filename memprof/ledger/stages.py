@@ -56,11 +56,12 @@ def spans(trace: Trace) -> list[Span]:
     boundaries = [time for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE]
     boundaries.append(len(trace.events))
     result: list[Span] = []
+    heads = _lone_heads(trace)
     for begin, end in pairwise(boundaries):
         phase = trace.phases[trace.events[begin].ref]
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
             goes_on = end < len(trace.events) and trace.phases[trace.events[end].ref] == phase
-            result += _ForwardSpans(trace, begin, end, goes_on=goes_on).spans
+            result += _ForwardSpans(trace, begin, end, heads, goes_on=goes_on).spans
         else:
             name = _WHOLE_PHASE[phase.kind]
             span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
@@ -76,6 +77,30 @@ def _has(trace: Trace, span: Span, kind: EventKind) -> bool:
     return any(trace.events[time].kind is kind for time in range(span.begin, span.end))
 
 
+def words_of(trace: Trace) -> int | None:
+    """Rows of the largest embedding of a model that has no module for its logits; None if there is no such model."""
+    roles = {module.role for module in trace.modules}
+    if ModuleRole.HEAD in roles:
+        return None
+    tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
+    owners = trace.owners.items()
+    return max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
+
+
+def _lone_heads(trace: Trace) -> dict[int, Module]:
+    """Heads that the program calls itself, as a loop over chunks does: a module alone that makes one value a word."""
+    words = words_of(trace)
+    if words is None:
+        return {}
+    makers = {storage.module for storage in trace.storages if len(storage.shape) > 1 and storage.shape[-1] == words}
+    roots = [index for index, module in enumerate(trace.modules) if module.role is ModuleRole.ROOT and index in makers]
+    return {
+        index: trace.modules[index]._replace(role=ModuleRole.HEAD)
+        for index in roots
+        if len(_tree(trace.modules, index)) == 1
+    }
+
+
 def _tree(modules: list[Module], root: int) -> list[Module]:
     """A root and what is below it: they stand together in the table."""
     following = (index for index in range(root + 1, len(modules)) if modules[index].role is ModuleRole.ROOT)
@@ -89,7 +114,7 @@ def _reads_tokens(modules: list[Module]) -> bool:
 class _ForwardSpans:
     """Cuts one forward phase at the entries and exits of layers and head."""
 
-    def __init__(self, trace: Trace, begin: int, end: int, *, goes_on: bool = False) -> None:
+    def __init__(self, trace: Trace, begin: int, end: int, heads: dict[int, Module], *, goes_on: bool = False) -> None:
         self._trace = trace
         self._phase = trace.phases[trace.events[begin].ref]
         self._goes_on = goes_on
@@ -107,7 +132,7 @@ class _ForwardSpans:
             event = trace.events[time]
             if event.kind not in (EventKind.ENTER, EventKind.EXIT):
                 continue
-            module = trace.modules[event.ref]
+            module = heads.get(event.ref, trace.modules[event.ref])
             if module.role is ModuleRole.NORM and depth == 0:
                 self._saw_norm = True
             if module.role is ModuleRole.ROOT and event.kind is EventKind.ENTER and not self._left_root:

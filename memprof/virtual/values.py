@@ -113,7 +113,10 @@ class Values:
             self.set_uniform(tensor, value.as_strided((), ()) if value.dim() else value)
             return
         flat = torch.empty(_num_elements(tensor), dtype=tensor.dtype)
-        flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(value)
+        # Each element of an expanded tensor is written once.
+        sizes = [size if stride else 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True)]
+        once = value[tuple(slice(size) for size in sizes)]
+        flat.as_strided(sizes, tensor.stride(), tensor.storage_offset()).copy_(once)
         self._keep(tensor.untyped_storage()._cdata, flat)
 
     def is_uniform(self, tensor: torch.Tensor) -> bool:
@@ -312,6 +315,8 @@ class Values:
 
     def write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         """`func` changes `target` in place: follow it, or forget what `target` holds."""
+        if not target.numel():  # nothing changes
+            return
         address, packet = target.untyped_storage()._cdata, func.overloadpacket
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         others = self._known([*args[1:], *kwargs.values()])

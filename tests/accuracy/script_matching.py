@@ -41,6 +41,8 @@ class Matching(NamedTuple):
     isin: int
     """Of the virtual card's rest: comparisons and reductions of `torch.isin`, one kernel on the CPU
     (TensorCompare.cpp)."""
+    deep_copies: int
+    """Of the virtual card's rest: storages that copy.deepcopy copies, on the CPU outside of every operator."""
     rest_virtual: Counter[tuple[str, int]]
     """Of the virtual card's, by operator and bytes."""
 
@@ -68,7 +70,8 @@ def match(cpu: list[Change], virtual: list[Change]) -> Matching:
         explained=Counter(reason for reason in reasons if reason is not None),
         rest_cpu=Counter((_op(c), c.num_bytes) for c, why in zip(rest, reasons, strict=True) if why is None),
         isin=_isin(alone),
-        rest_virtual=Counter((c.op, c.num_bytes) for c in alone if not _isin(alone)),
+        deep_copies=sum(c.op == "aten.clone" for c in alone),
+        rest_virtual=Counter((c.op, c.num_bytes) for c in alone if not _isin(alone) and c.op != "aten.clone"),
     )
 
 

@@ -66,15 +66,16 @@ def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, TargetSpe
     counters = {
         "init": None,
         "synchronize": None,
-        "reset_peak_memory_stats": None,
         "memory_allocated": 3 * MIB,
-        "max_memory_allocated": 5 * MIB,
         "memory_reserved": 30 * MIB,
         "current_device": 0,
         "mem_get_info": (7 << 30, 8 << 30),
     }
     for name, value in counters.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda card=None, value=value: value)
+    stats = {"allocated_bytes": {"all": {"peak": 5 * MIB}}}
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda card: stats, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", lambda card: None, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
     snapshot = {"device_traces": [HISTORY], "segments": [], "allocator_settings": {}}

@@ -64,7 +64,9 @@ class TestDoesNotFit:
         assert "micro-batch" not in finding.remedies  # the batch is 1 already
 
     def test_names_the_layer(self) -> None:
-        (finding,) = of(training(4096, 1000, layers=4).context(60 * MIB), "does-not-fit")
+        b = training(4096, 1000, layers=4)
+        b.phase(PhaseKind.BACKWARD)
+        (finding,) = of(b.context(60 * MIB), "does-not-fit")
         assert "layer 2 of step 1" in finding.title
         assert finding.remedies[0] == "activation-checkpointing"
 
@@ -148,6 +150,9 @@ class TestWeightDelta:
         (finding,) = of(b.context(), "weight-delta-per-token")
         assert finding.num_bytes == 4 * 512 * 4096 * 14336 * 4
         assert "448.00 GiB" in finding.title and "npt.py:13" in finding.title
+        assert finding.remedies == ("micro-batch",)  # of another model than memprof's NPT
+        spec = TargetSpec(model="x", npt="dense", batch_size=4)
+        (finding,) = of(b.context(spec=spec), "weight-delta-per-token")
         assert finding.remedies == ("low-rank-npt", "micro-batch")
 
     @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 
 from memprof.spec import Mode, TargetSpec
+from memprof.trace.events import PhaseKind
 from memprof.units import MIB
 from tests.unit.findings.builder import Builder
 from tests.unit.findings.test_rules import head_and_loss, of, training
@@ -44,7 +45,9 @@ def test_logits(known: dict[str, object], left_out: tuple[str, ...]) -> None:
 def test_checkpointing_that_is_on() -> None:
     def asked(**changes: object) -> tuple[str, ...]:
         spec = TargetSpec(model="x", batch_size=2).edit(**changes)
-        (finding,) = of(training(4096, 1000, layers=4).context(50 * MIB, spec=spec), "does-not-fit")
+        b = training(4096, 1000, layers=4)
+        b.phase(PhaseKind.BACKWARD)
+        (finding,) = of(b.context(50 * MIB, spec=spec), "does-not-fit")
         return finding.remedies
 
     assert asked()[:2] == ("activation-checkpointing", "micro-batch")

@@ -74,7 +74,7 @@ def test_what_cannot_be_is_said(text, problem, hint):
         ("freeze=*", {"adapter": "lora"}, "do not go together"),
         ("chunked-loss", {"mode": Mode.INFERENCE}, "does not apply"),
         ("optimizer-in-backward", {"gradient_accumulation": 2}, "does not apply"),
-        ("optimizer-in-backward", {"amp": "float16"}, "does not apply"),
+        ("optimizer-in-backward", {"amp": "float16"}, "do not go together"),
         ("optimizer-in-backward", {"optimizer": "none"}, "does not apply"),
         ("cpu-offload-weights", {"activation_checkpointing": True}, "do not go together"),
     ],

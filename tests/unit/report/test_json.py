@@ -126,4 +126,11 @@ def test_what_is_none(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):
         Document.from_json({**values, **changes})
     with pytest.raises(UsageError):
-        Document.from_json({**values, "target": {**values["target"], "dtype": "float3"}})
+        Document.from_json({**values, "target": {**values["target"], "optimizer": "adamv"}})
+
+
+def test_a_dtype_that_no_option_asks_for_comes_back() -> None:
+    """A model of the user's own may have any."""
+    values = {"command": "profile", "target": {"model": "./net.py:net", "dtype": "float64"}}
+    target = Facts.from_json(values).target
+    assert (target.asked.dtype, target.dtype) == (None, "float64")
