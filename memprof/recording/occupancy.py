@@ -31,7 +31,7 @@ _SIZE_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks alive at a moment that have the same line, module, category or size class."""
+    """Blocks of one category alive at a moment that have the same line, module or size class."""
 
     key: str
     allocated_bytes: int
@@ -39,8 +39,8 @@ class Group:
     requested_bytes: int
     count: int
     category: Category
-    """That of most of their bytes; `op` and `module` likewise."""
     op: str
+    """That of most of their bytes; `module` likewise."""
     module: str
 
 
@@ -105,30 +105,29 @@ class Fragmentation:
 
 
 def group(lives: list[Life], by: str) -> list[Group]:
-    """`lives` by one of BY, largest first."""
-    members: dict[str, list[Life]] = defaultdict(list)
+    """`lives` by one of BY, and by category, largest first."""
+    members: dict[tuple[str, Category], list[Life]] = defaultdict(list)
     for life in lives:
-        members[_key(life, by)].append(life)
+        members[_key(life, by), life.category].append(life)
     found = []
-    for key, own in members.items():
-        weights: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    for (key, category), own in members.items():
+        weights: list[Counter[str]] = [Counter(), Counter()]
         for life in own:
-            values = (life.category, life.origin.op, _NUMBER.sub("*", life.origin.module))
-            for counter, value in zip(weights, values, strict=True):
+            for counter, value in zip(weights, (life.origin.op, _NUMBER.sub("*", life.origin.module)), strict=True):
                 counter[value] += life.size
-        category, op, module = (counter.most_common(1)[0][0] for counter in weights)
+        op, module = (counter.most_common(1)[0][0] for counter in weights)
         found.append(
             Group(
                 key=key,
                 allocated_bytes=sum(life.size for life in own),
                 requested_bytes=sum(life.requested for life in own),
                 count=len(own),
-                category=Category(category),
+                category=category,
                 op=op,
                 module=module,
             )
         )
-    return sorted(found, key=lambda one: (-one.allocated_bytes, one.key))
+    return sorted(found, key=lambda one: (-one.allocated_bytes, one.key, one.category))
 
 
 def _key(life: Life, by: str) -> str:

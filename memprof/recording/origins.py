@@ -58,6 +58,7 @@ _PLUMBING = frozenset(
         "functorch",
         "triton",
         "einops",
+        "einx",
         "opt_einsum",
         "jaxtyping",
         "beartype",
@@ -68,8 +69,8 @@ _PLUMBING = frozenset(
     )
 )
 """Packages whose lines say nothing of what the program was doing."""
-_GENERATED = re.compile(r"/torchinductor_[^/]*/|^<eval_with_key>|^<torch")
-"""Code that torch.compile and torch.fx write, and nobody reads."""
+_GENERATED = re.compile(r"/torchinductor_[^/]*/|^<eval_with_key>|^<torch|^<string>")
+"""Code that torch.compile, torch.fx, einx and dataclasses write, and nobody reads."""
 _SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autograd/", "/torch/_", "/torch/functional.py")
 
 _OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
@@ -84,7 +85,7 @@ _WRAPPERS = frozenset(
     ("wrapper", "wrapped", "wrapped_func", "new_forward", "decorate_context", "inner", "decorator", "_fn")
 )
 """Functions that stand between a module's call and its own forward."""
-_MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl", "_slow_forward"))
+MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl", "_slow_forward"))
 _MODEL_BUILDING = frozenset(
     (
         "__init__",
@@ -102,6 +103,7 @@ _MODEL_BUILDING = frozenset(
         "load_model",
         "materialize",
         "_init_weights",
+        "_broadcast_coalesced_reshape",  # the replicas of nn.DataParallel
     )
 )
 _LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|\w*loss\w*|logsumexp", re.IGNORECASE)
@@ -168,7 +170,8 @@ def _source(python: list[Frame]) -> str:
 
 def _last_resort(python: list[Frame], op: str) -> str:
     if python:
-        return f"{python[0].filename}:{python[0].line} {python[0].name}"
+        own = next((frame for frame in python if frame.filename == "<string>"), python[0])  # `python -c`
+        return f"{own.filename}:{own.line} {own.name}"
     return f"operator {op}" if op else NO_FRAMES
 
 
@@ -180,10 +183,10 @@ def _modules(python: list[Frame]) -> tuple[list[str], Frame | None]:
     chain: list[str] = []
     innermost: Frame | None = None
     for index, (inner, outer) in enumerate(pairwise(python)):
-        if outer.name not in _MODULE_CALLS or inner.name in _MODULE_CALLS:
+        if outer.name not in MODULE_CALLS or inner.name in MODULE_CALLS:
             continue
         at = index
-        while at > 0 and python[at].name in _WRAPPERS and python[at - 1].name not in _MODULE_CALLS:
+        while at > 0 and python[at].name in _WRAPPERS and python[at - 1].name not in MODULE_CALLS:
             at -= 1
         inner = python[at]
         stem = inner.filename.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
@@ -226,7 +229,7 @@ def _category(
     if part is Part.BACKWARD:
         return Category.LOGITS_AND_LOSS if _LOSS_NODES.search(op) else None
     for frame in python:
-        if frame.name in _MODULE_CALLS:
+        if frame.name in MODULE_CALLS:
             break
         if _KV_CACHE.search(frame.filename) or _KV_CACHE.search(frame.name):
             return Category.KV_CACHE
@@ -241,8 +244,20 @@ def _category(
     return None
 
 
-def guess(origin: Origin, *, outlives: bool) -> Category:
-    """The use of a block, from its origin and whether it outlives the part of the step in which it was made."""
+def calls_of(origin: Origin) -> list[tuple[str, str]]:
+    """The calls of modules that `origin` lies in, outermost first: the line that calls, and the file that is called."""
+    chain = origin.module.split(" > ") if origin.in_module else []
+    return [(outer, line.partition(":")[0]) for outer, line in zip(["", *chain], chain, strict=False)]
+
+
+def guess(origin: Origin, *, outlives: bool, saved: bool = False) -> Category:
+    """The use of a block.
+
+    Args:
+        origin: where it comes from.
+        outlives: whether it outlives the call of a module that made it, or the part of the step outside of modules.
+        saved: whether a forward made it, and the backward pass gave it back.
+    """
     if origin.category is not None:
         return origin.category
     if not outlives:
@@ -251,4 +266,4 @@ def guess(origin: Origin, *, outlives: bool) -> Category:
         return Category.OPTIMIZER_STATE
     if origin.part is Part.BACKWARD:
         return Category.ACTIVATIONS if origin.in_module else Category.GRADIENTS
-    return Category.ACTIVATIONS if origin.in_module else Category.UNATTRIBUTED
+    return Category.ACTIVATIONS if origin.in_module or saved else Category.UNATTRIBUTED

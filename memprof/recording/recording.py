@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from memprof.allocator import Recorded, replay_snapshot
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
-from memprof.recording.origins import UNKNOWN, Origin, Part, guess, origin_of
+from memprof.recording.origins import UNKNOWN, Origin, Part, calls_of, guess, origin_of
 from memprof.trace.snapshot import Action, BlockState, Snapshot, SnapshotEvent, SnapshotSegment, Stack
 
 NEVER = 1 << 62
@@ -227,22 +227,25 @@ class _Walk:
             for life in found.lives:
                 life.category = life.origin.category or Category.UNATTRIBUTED
             return
-        ends = _part_ends(found.lives, len(found.events))
+        parts, ends = _parts(found.lives, len(found.events))
+        _end_calls(found.lives, ends)
         refused = [index for index, event in enumerate(found.events) if event.action is Action.OOM]
         for life in found.lives:
             # What an out-of-memory error ended would have lived on.
             following = bisect_left(refused, life.born)
             cut = following < len(refused) and refused[following] < life.freed
             outlives = life.born == BEFORE or life.freed > ends[life.born] or cut
-            life.category = guess(life.origin, outlives=outlives)
+            saved = outlives and BEFORE < life.freed < len(parts) and parts[life.freed] is Part.BACKWARD
+            life.category = guess(life.origin, outlives=outlives, saved=saved)
 
 
-def _part_ends(lives: list[Life], count: int) -> array[int]:
-    """For every event, the one that a block must live beyond to outlive the part of the step that it lies in.
+def _parts(lives: list[Life], count: int) -> tuple[list[Part | None], array[int]]:
+    """For every event, the part of the step that it lies in, and the event that a block must live beyond to outlive it.
 
     That is the first allocation of the next part; of a backward pass its own last, as an optimizer may allocate nothing
     before the gradients are freed.
     """
+    parts: list[Part | None] = [None] * count
     ends = array("q", [count]) * count
     following = count
     part: Part | None = None
@@ -253,6 +256,25 @@ def _part_ends(lives: list[Life], count: int) -> array[int]:
         if life.origin is not UNKNOWN and life.origin.part is not part:
             part = life.origin.part
             end = life.born if part is Part.BACKWARD else following
+        parts[life.born : following] = [part] * (following - life.born)
         following = life.born
         ends[life.born] = end
-    return ends
+    return parts, ends
+
+
+def _end_calls(lives: list[Life], ends: array[int]) -> None:
+    """Let `ends` be no later than the next allocation outside the module's call that the event lies in."""
+    running: list[tuple[tuple[str, str], list[int]]] = []
+    for life in lives:
+        if life.born == BEFORE or life.origin is UNKNOWN:
+            continue
+        calls = calls_of(life.origin)
+        same = 0
+        while same < min(len(calls), len(running)) and running[same][0] == calls[same]:
+            same += 1
+        for _, births in running[same:]:
+            for birth in births:
+                ends[birth] = min(ends[birth], life.born)
+        running[same:] = [(call, []) for call in calls[same:]]
+        if running:
+            running[-1][1].append(life.born)

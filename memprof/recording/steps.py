@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from memprof.ledger.categories import Category
-from memprof.recording.origins import package_of
+from memprof.recording.origins import MODULE_CALLS, package_of
 from memprof.recording.recording import BEFORE, NEVER, Life, Recording, Steps
 from memprof.trace.snapshot import Frame, Stack
 
@@ -33,7 +33,6 @@ CANDIDATES = 10
 
 _BUILDING = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
 _ROOTS = frozenset(("<module>", "_run_code", "_bootstrap", "_bootstrap_inner", "run_path", "main"))
-_MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
                 break
             length += 1
         common = common[:length]
-    return common is None or any(frame.name in _MODULE_CALLS for frame in common)
+    return common is None or any(frame.name in MODULE_CALLS for frame in common)
 
 
 def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:

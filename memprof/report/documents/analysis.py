@@ -49,6 +49,8 @@ class BlockRow:
     category: str
     frames: tuple[str, ...]
     """The Python lines of its stack, innermost first."""
+    alike: int = 1
+    """Blocks of this size, line, operator and category, of which it is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class DeviceReport:
     """No events were recorded: only the state at the end is known."""
     start: Amounts
     peak: Amounts
-    """The last event at which most is allocated."""
+    """The first event at which most is allocated."""
     peak_requested_bytes: int
     peak_reserved_bytes: int
     peak_reserved_event: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -166,20 +167,29 @@ def _moment(recording: Recording, question: Question) -> Moment:
     what, event = moment_of(recording, question.at)
     alive = recording.alive(event)
     groups = group(alive, question.by)
-    largest = sorted(alive, key=lambda life: (-life.size, life.born, life.address))
     return Moment(
         what=what,
         amounts=_amounts(recording, event),
         pending_bytes=sum(life.size for life in alive if life.freed <= event),
         by=question.by,
         groups=tuple(groups[: question.top]),
-        blocks=tuple(_block(life) for life in largest[: question.top]),
+        blocks=_largest(alive, question.top),
         num_groups=len(groups),
         num_blocks=len(alive),
     )
 
 
-def _block(life: Life) -> BlockRow:
+def _largest(lives: Sequence[Life], most: int) -> tuple[BlockRow, ...]:
+    alike = Counter(_kind(life) for life in lives)
+    largest = sorted(lives, key=lambda life: (-life.size, life.born, life.address))
+    return tuple(_block(life, alike[_kind(life)]) for life in largest[:most])
+
+
+def _kind(life: Life) -> tuple[object, ...]:
+    return life.size, life.origin.source, life.origin.op, life.category
+
+
+def _block(life: Life, alike: int) -> BlockRow:
     lines = [f"{frame.filename}:{frame.line} {frame.name}" for frame in life.stack if frame.filename.endswith(".py")]
     return BlockRow(
         address=life.address,
@@ -192,6 +202,7 @@ def _block(life: Life) -> BlockRow:
         module=life.origin.module,
         category=life.category.value,
         frames=tuple(lines[:MAX_FRAMES]),
+        alike=alike,
     )
 
 
@@ -213,7 +224,6 @@ def _fragmentation(found: Fragmentation, event: int, top: int) -> FragmentationR
 
 
 def _pinned(segment: SegmentUse) -> PinnedSegment:
-    largest = sorted(segment.live, key=lambda life: (-life.size, life.address))
     pool = "small" if segment.is_small else "large"
     return PinnedSegment(
         address=segment.address,
@@ -223,7 +233,7 @@ def _pinned(segment: SegmentUse) -> PinnedSegment:
         pool=pool if segment.pool_id == DEFAULT_POOL else f"{pool}, private {segment.pool_id}",
         stream=segment.stream,
         expandable=segment.expandable,
-        blocks=tuple(_block(life) for life in largest[:MAX_PINS]),
+        blocks=_largest(segment.live, MAX_PINS),
     )
 
 
@@ -265,8 +275,8 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
     earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
     if earlier and any(event.action is not Action.SNAPSHOT for event in recording.events):
         reasons.append(
-            f"{len(earlier):,} blocks were recorded earlier than the first event ({len(recording.events):,} are kept): "
-            "the ring buffer was full (raise max_entries), or the history was started again"
+            f"{len(earlier):,} of the blocks were recorded before the first event ({len(recording.events):,} are kept): the "
+            "ring buffer was full (raise max_entries), or the history was started again"
         )
     if recording.orphans:
         reasons.append(f"{recording.orphans:,} events do not fit to what went before: parts of the trace are lost")

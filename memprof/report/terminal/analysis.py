@@ -83,8 +83,10 @@ def _device(device: DeviceReport, *, replay: bool, many: bool) -> RenderableType
 
 
 def _where(device: DeviceReport, event: int) -> str:
+    if device.state_only:
+        return "now"
     if event < 0:
-        return "before the first event" if device.events else "now"
+        return "before the first event"
     return f"event {event:,}"
 
 
@@ -201,17 +203,17 @@ def _blocks(device: DeviceReport) -> RenderableType:
     blocks = device.moment.blocks
     unit = unit_for(blocks[0].allocated_bytes, smallest=1)
     made = table(f">{unit.name}", ">x", "|life in events", "~what it is")
-    for same in _alike(blocks):
-        block = same[0]
-        life = _life(block) if len(same) == 1 else f"{_life(block).split(' ')[0]}, …"
-        made.add_row(unit.amount(block.allocated_bytes), str(len(same)), life, _what(block))
+    for block in _kinds(blocks):
+        life = _life(block) if block.alike == 1 else f"{_life(block).split(' ')[0]}, …"
+        made.add_row(unit.amount(block.allocated_bytes), f"{block.alike:,}", life, _what(block))
     return section("\nLargest blocks", made)
 
 
-def _alike(blocks: tuple[BlockRow, ...]) -> list[list[BlockRow]]:
-    found: dict[tuple[object, ...], list[BlockRow]] = {}
+def _kinds(blocks: tuple[BlockRow, ...]) -> list[BlockRow]:
+    """The first of each kind."""
+    found: dict[tuple[object, ...], BlockRow] = {}
     for block in blocks:
-        found.setdefault((block.allocated_bytes, block.source, block.op, block.category), []).append(block)
+        found.setdefault((block.allocated_bytes, block.source, block.op, block.category), block)
     return list(found.values())
 
 
@@ -246,12 +248,12 @@ def _fragmentation(device: DeviceReport) -> RenderableType:
     parts: list[RenderableType] = [section("\nFragmentation", made)]
     shown = at_peak if at_peak.nearly_empty else at_end
     if shown.nearly_empty:
-        parts.append(_pins(shown, "peak" if shown is at_peak and not one_moment else "end"))
+        parts.append(_pins(shown, "" if one_moment else " at the peak" if shown is at_peak else " at the end"))
     return Group(*parts)
 
 
 def _pins(found: FragmentationRow, when: str) -> RenderableType:
-    title = Text(f"  Nearly empty segments at the {when}, and what keeps them:")
+    title = Text(f"  Nearly empty segments{when}, and what keeps them:")
     alike = Counter(_pin(segment) for segment in found.nearly_empty)
     shown = alike.most_common()[:MAX_PINS]
     lines = [f"{f'{count} x ' if count > 1 else ''}{line}" for line, count in shown]
@@ -268,19 +270,17 @@ def _bullets(sentences: Sequence[str], indent: int = 2) -> RenderableType:
 
 
 def _pin(segment: PinnedSegment) -> str:
+    shown = _kinds(segment.blocks)[:3]
     pins = [
-        f"{format_bytes(same[0].allocated_bytes)}{_times(same)} {_short(same[0].source)}"
-        for same in _alike(segment.blocks)
+        f"{format_bytes(block.allocated_bytes)}{f' x{block.alike:,}' if block.alike > 1 else ''} {_short(block.source)}"
+        for block in shown
     ]
+    named = sum(block.allocated_bytes * block.alike for block in shown)
     return (
         f"{format_bytes(segment.size_bytes)} ({segment.pool}), {format_bytes(segment.used_bytes)} in use: "
-        + "; ".join(pins[:3])
-        + ("; …" if len(pins) > 3 else "")
+        + "; ".join(pins)
+        + ("; …" if named < segment.used_bytes else "")
     )
-
-
-def _times(same: list[BlockRow]) -> str:
-    return f" x{len(same)}" if len(same) > 1 else ""
 
 
 def _leaks(device: DeviceReport) -> RenderableType:

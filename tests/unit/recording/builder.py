@@ -20,7 +20,7 @@ def stack(*lines: str, op: str = "", main: bool = True) -> Stack:
             continue
         place, _, name = line.partition(" ")
         file, _, number = place.rpartition(":")
-        frames.append(Frame(file if file.startswith(("/", "C:")) else f"/home/me/{file}", int(number), name))
+        frames.append(Frame(file if file.startswith(("/", "C:", "<")) else f"/home/me/{file}", int(number), name))
     return (*frames, MAIN) if main else tuple(frames)
 
 

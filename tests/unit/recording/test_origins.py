@@ -30,6 +30,7 @@ def test_no_frames():
         ),
         (("/tmp/torchinductor_me/ab/cabcdef.py:310 call", "model.py:12 forward"), "/home/me/model.py:12 forward"),
         (("<eval_with_key>.3:5 forward", "model.py:12 forward"), "/home/me/model.py:12 forward"),
+        (("<string>:3 op1", f"{SITE}/einx/op.py:9 call", "model.py:12 forward"), "/home/me/model.py:12 forward"),
         (("/usr/lib/python3.12/contextlib.py:81 inner", "train.py:3 step"), "/home/me/train.py:3 step"),
     ],
 )
@@ -78,6 +79,7 @@ def test_backward_is_named_by_its_node():
         (stack(f"{SITE}/torch/nn/modules/module.py:900 _apply", "train.py:3 main"), "parameters"),
         # Built inside a call is an activation, for all that is known.
         (stack("model.py:12 forward", "call", "train.py:9 __init__"), None),
+        (stack(f"{SITE}/torch/nn/parallel/replicate.py:95 _broadcast_coalesced_reshape", "call"), "parameters"),
         (stack(f"{SITE}/transformers/cache_utils.py:70 update", "model.py:12 forward", "call"), "KV cache"),
         (stack(f"{SITE}/torch/nn/functional.py:3000 cross_entropy", "train.py:5 step"), "logits and loss"),
         (stack("train.py:40 train", op="_to_copy"), "inputs"),

@@ -13,6 +13,7 @@ from memprof.recording.refusals import refusals
 from memprof.recording.steps import find_leaks, find_steps
 from memprof.recording.what_if import what_if
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
+from memprof.trace.snapshot import Frame
 from tests.unit.recording.builder import (
     ACTIVATION,
     GRADIENT,
@@ -53,6 +54,45 @@ def test_categories_are_guessed_from_stacks_and_lives():
     assert of[ACTIVATION] == "activations"
     assert of[OPTIMIZER] == "optimizer state"
     assert of[GRADIENT] == "gradients"
+
+
+def test_a_forward_alone_leaves_activations():
+    """No backward follows: what outlives the call of a module is an activation all the same."""
+    program = Program()
+    block, head = ("block.py:20 forward", "call"), ("head.py:3 forward", "call")
+    inside = program.malloc(4 * MIB, stack("block.py:19 forward", "call", "net.py:7 forward", "call"))
+    result = program.malloc(5 * MIB, stack(*block, "net.py:7 forward", "call"))
+    program.free(inside)
+    program.free(program.malloc(6 * MIB, stack(*head, "net.py:9 forward", "call")), result)
+    found = only(program)
+    assert [life.category for life in found.lives] == ["temporaries", "activations", "temporaries"]
+
+
+def test_what_the_backward_frees_was_saved_outside_modules_too():
+    program = Program()
+    saved = program.malloc(4 * MIB, stack("attention.py:3 attend", op="mul_Tensor"))
+    other = program.malloc(4 * MIB, stack("attention.py:9 attend", op="mul_Tensor"))
+    gradients = [program.malloc(3 * MIB, GRADIENT)]
+    program.free(saved)
+    gradients.append(program.malloc(2 * MIB, GRADIENT))
+    program.malloc(MIB, INPUT)
+    program.free(other)
+    found = only(program)
+    assert [life.category for life in found.lives[:2]] == ["activations", "unattributed"]
+
+
+def test_a_row_has_one_category():
+    """Blocks of one line that are for different things are different rows; a kind is counted as a whole."""
+    program = Program()
+    line = "model.py:12 forward", "call"
+    for _ in range(12):
+        program.malloc(3 * MIB, stack(*line))
+    program.malloc(2 * MIB, (Frame("", 0, "at::cuda::getCUDABlasLtWorkspace()"), *stack(*line)))
+    found = only(program)
+    groups = group(found.alive(found.end), "frame")
+    assert [(one.category, one.count) for one in groups] == [("activations", 12), ("library workspace", 1)]
+    document = build_analysis([found], Origin("a", "b", "measured", ""), Question(top=2))
+    assert [block.alike for block in document.devices[0].moment.blocks] == [12, 12]
 
 
 def test_groups():
