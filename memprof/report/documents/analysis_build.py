@@ -275,8 +275,8 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
     earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
     if earlier and any(event.action is not Action.SNAPSHOT for event in recording.events):
         reasons.append(
-            f"{len(earlier):,} of the blocks were recorded before the first event ({len(recording.events):,} are kept): the "
-            "ring buffer was full (raise max_entries), or the history was started again"
+            f"{len(earlier):,} blocks are from before the first event ({len(recording.events):,} are kept): "
+            "the ring buffer was full (raise max_entries), or the history was started again"
         )
     if recording.orphans:
         reasons.append(f"{recording.orphans:,} events do not fit to what went before: parts of the trace are lost")
