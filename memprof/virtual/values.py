@@ -25,6 +25,7 @@ import torch
 
 from memprof.virtual import stand_ins
 from memprof.virtual.calls import OVERWRITES, tensors_of
+from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow
 
 _aten = torch.ops.aten
 
@@ -53,7 +54,7 @@ class Values:
     """The shadows of the tensors on the virtual GPU, by the address of their storage."""
 
     def __init__(self, assume: Callable[[str], None]) -> None:
-        self._flat: dict[int, torch.Tensor] = {}
+        self._shadows: dict[int, Shadow] = {}
         self._uniform: dict[int, torch.Tensor] = {}
         """The value of every element."""
         self._shares: dict[int, float] = {}
@@ -67,15 +68,15 @@ class Values:
 
     def drop(self, address: int) -> None:
         """The storage at `address` died, or its contents are no longer known."""
-        flat = self._flat.pop(address, None)
-        if flat is not None:
-            self._held_bytes -= flat.nbytes
+        shadow = self._shadows.pop(address, None)
+        if shadow is not None:
+            self._held_bytes -= shadow.num_bytes
         self._uniform.pop(address, None)
         self._shares.pop(address, None)
 
     def knows(self, address: int) -> bool:
         """Whether something is known of the storage at `address`."""
-        return address in self._flat or address in self._uniform or address in self._shares
+        return address in self._shadows or address in self._uniform or address in self._shares
 
     def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """What the whole of `storage` holds, in memory of its own; None if that is not known."""
@@ -84,7 +85,8 @@ class Values:
             if value != 0 and storage.nbytes() > MAX_TENSOR_BYTES:
                 return None
             self._spell_out(storage)
-        return self._flat.get(storage._cdata)
+        shadow = self._shadows.get(storage._cdata)
+        return None if shadow is None else shadow.flat()
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
@@ -96,14 +98,20 @@ class Values:
         if uniform is not None and uniform.dtype == tensor.dtype:
             return uniform.expand(tensor.shape)
         flat = self.flat(tensor.untyped_storage())
-        if flat is None:
-            return None
-        view = torch.empty(0, dtype=tensor.dtype)
-        return view.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return None if flat is None else Geometry.of(tensor).view(flat)
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same in memory that the program may write to; what it writes is what the tensor holds."""
-        return None if self.flat(tensor.untyped_storage()) is None else self.get(tensor)
+        flat = self._own(tensor.untyped_storage())
+        return None if flat is None else self.get(tensor)
+
+    def _own(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """What the whole of `storage` holds, to be changed: what was put off still reads what it held before."""
+        flat, shadow = self.flat(storage), self._shadows.get(storage._cdata)
+        if flat is not None and shadow is not None and shadow.is_awaited:
+            flat = flat.clone()
+            self._shadows[storage._cdata] = Shadow(shadow.num_bytes, flat)
+        return flat
 
     def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`tensor`, which owns its whole storage, is known to hold `value` (same shape and dtype)."""
@@ -112,12 +120,7 @@ class Values:
         if value.numel() == 1 or (value.dim() and not any(value.stride())):
             self.set_uniform(tensor, value.as_strided((), ()) if value.dim() else value)
             return
-        flat = torch.empty(_num_elements(tensor), dtype=tensor.dtype)
-        # Each element of an expanded tensor is written once.
-        sizes = [size if stride else 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True)]
-        once = value[tuple(slice(size) for size in sizes)]
-        flat.as_strided(sizes, tensor.stride(), tensor.storage_offset()).copy_(once)
-        self._keep(tensor.untyped_storage()._cdata, flat)
+        self._keep(tensor.untyped_storage(), Geometry.of(tensor).spread(value))
 
     def is_uniform(self, tensor: torch.Tensor) -> bool:
         """Whether all elements are known to be alike."""
@@ -133,10 +136,16 @@ class Values:
             else:
                 self._uniform[address] = torch.full((), value, dtype=tensor.dtype)
 
-    def _keep(self, address: int, flat: torch.Tensor) -> None:
-        self.drop(address)
-        self._flat[address] = flat
-        self._held_bytes += flat.nbytes
+    def _keep(
+        self,
+        storage: torch.UntypedStorage,
+        flat: torch.Tensor | None,
+        make: Callable[[], torch.Tensor | None] | None = None,
+    ) -> Shadow:
+        self.drop(storage._cdata)
+        shadow = self._shadows[storage._cdata] = Shadow(storage.nbytes(), flat, make)
+        self._held_bytes += shadow.num_bytes
+        return shadow
 
     def _spell_out(self, storage: torch.UntypedStorage) -> None:
         """One value for all elements becomes a value for each; zeros take no memory until they are written."""
@@ -144,7 +153,7 @@ class Values:
         flat = _untouched(storage.nbytes() // value.element_size(), value.dtype)
         if value != 0:
             flat.fill_(value)
-        self._keep(storage._cdata, flat)
+        self._keep(storage, flat)
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of this dtype and size is worth keeping, and there is room for it."""
@@ -166,19 +175,22 @@ class Values:
             kwargs: its keyword arguments.
             made: meta tensors like its results, where they are there.
         """
-        known_args = self._known(args)
-        known_kwargs = self._known({k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")})
-        if known_args is None or known_kwargs is None:
+        if not self._all_known((args, kwargs)):
             return None
         if not self._affords(func, [*tensors_of([*args, *kwargs.values()]), *made]):
             return None
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if "device" in kwargs:
-            known_kwargs["device"] = torch.device("cpu")
+            kwargs["device"] = torch.device("cpu")
         try:
+            args, kwargs = self._known((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
-                return self._draw(func, known_args, known_kwargs)
-            return func(*known_args, **known_kwargs)
-        except (RuntimeError, IndexError, NotImplementedError):
+                return self._draw(func, args, kwargs)
+            return func(*args, **kwargs)
+        except (LookupError, RuntimeError, NotImplementedError):
             # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.
             return None
 
@@ -187,9 +199,10 @@ class Values:
         if all(is_small(tensor) for tensor in tensors):
             return True
         work = max(tensor.numel() for tensor in tensors)
-        linear = torch.Tag.pointwise in func.tags or func.overloadpacket in stand_ins.LINEAR
-        if not linear and not (work <= MODERATE_ELEMENTS and all(is_small(t) or _is_integer(t) for t in tensors)):
-            return False
+        moderate = work <= MODERATE_ELEMENTS and all(is_small(t) or _is_integer(t) for t in tensors)
+        return (moderate or _is_linear(func)) and self._pay(work)
+
+    def _pay(self, work: int) -> bool:
         if self._work + work > MAX_WORK:
             self.assume("Masks and indices made late in the run are not computed: there were too many large ones.")
             return False
@@ -205,34 +218,94 @@ class Values:
             result = func(*args, **kwargs)
         return None if any(part.is_floating_point() for part in tensors_of(result)) else result
 
-    def _known(self, value: Any) -> Any:
+    def _all_known(self, value: Any) -> bool:
+        """Whether something is known of every tensor in `value`, without computing what was put off."""
         if isinstance(value, torch.Tensor):
-            return self.get(value)
-        if isinstance(value, (list, tuple)):
-            parts = [self._known(part) for part in value]
-            if any(part is None and original is not None for part, original in zip(parts, value, strict=True)):
-                return None
-            return parts
+            if not value.is_meta or not value.numel():
+                return True
+            address = value.untyped_storage()._cdata
+            return address in self._shadows or address in self._uniform
         if isinstance(value, dict):
-            items = {key: self._known(part) for key, part in value.items()}
-            if any(items[key] is None and part is not None for key, part in value.items()):
-                return None
-            return items
+            value = list(value.values())
+        if isinstance(value, (list, tuple)):
+            for part in value:
+                if not self._all_known(part):
+                    return False
+        return True
+
+    def _known(self, value: Any) -> Any:
+        """`value` with the real tensors in place of those on the card.
+
+        Raises:
+            LookupError: one of them is not known.
+        """
+        if isinstance(value, (torch.Tensor, Later)):
+            known = value.read() if isinstance(value, Later) else self.get(value)
+            if known is None:
+                raise LookupError
+            return known
+        if isinstance(value, (list, tuple)):
+            return [self._known(part) for part in value]
+        if isinstance(value, dict):
+            return {key: self._known(part) for key, part in value.items()}
+        return value
+
+    def _put_off(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> bool:
+        """Compute large floating-point `output` when something reads it: most, such as positions, decide nothing."""
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if is_small(output) or _is_integer(output) or drawn or not _is_linear(func) or not self.wants(output):
+            return False
+        given: list[Shadow] = []
+        work = max(tensor.numel() for tensor in [*tensors_of([*args, *kwargs.values()]), output])
+        try:
+            args, kwargs = self._later((args, kwargs), given)
+        except LookupError:
+            return False
+        steps = 1 + max((shadow.steps for shadow in given), default=0)
+        if steps > MOST_STEPS:
+            return False
+        geometry = Geometry.of(output)
+
+        def make() -> torch.Tensor | None:
+            known = self._call(func, args, kwargs) if self._pay(work) else None
+            return None if known is None or known.shape != geometry.size else geometry.spread(known)
+
+        self._keep(output.untyped_storage(), None, make).steps = steps
+        for shadow in given:
+            shadow.is_awaited = True
+        return True
+
+    def _later(self, value: Any, given: list[Shadow]) -> Any:
+        """`value` with what stands for its tensors when they are gone; the shadows that are yet to be read."""
+        if isinstance(value, torch.Tensor):
+            shadow = self._shadows.get(value.untyped_storage()._cdata) if value.is_meta else None
+            if shadow is None:
+                return self._known(value) if value.is_meta else value.clone()
+            given.append(shadow)
+            return Later(shadow, Geometry.of(value))
+        if isinstance(value, (list, tuple)):
+            return [self._later(part, given) for part in value]
+        if isinstance(value, dict):
+            return {key: self._later(part, given) for key, part in value.items()}
         return value
 
     def learn(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
         packet = func.overloadpacket
         if packet in stand_ins.UNIFORM:
-            value = self._known(stand_ins.UNIFORM[packet](args, kwargs))
+            value = stand_ins.UNIFORM[packet](args, kwargs)
+            value = self.get(value) if isinstance(value, torch.Tensor) else value
             for output in outputs:
                 if value is not None and (packet not in stand_ins.EMPTY or is_small(output) or _is_integer(output)):
                     self.set_uniform(output, value)
             return
         if self._follow_uniform(func, args, kwargs, outputs):
             return
-        wanted = [output for output in outputs if self.wants(output)]
-        result = self.compute(func, args, kwargs, outputs) if wanted else None
+        result = None
+        if self._all_known((args, kwargs)) and any(self.wants(output) for output in outputs):
+            if len(outputs) == 1 and self._put_off(func, args, kwargs, outputs[0]):
+                return
+            result = self.compute(func, args, kwargs, outputs)
         if result is None:
             self._assume_for(func, args, kwargs, outputs)
             return
@@ -246,19 +319,17 @@ class Values:
         packet = func.overloadpacket
         if len(outputs) != 1 or not args or not isinstance(args[0], torch.Tensor) or is_small(args[0]):
             return False
+        first = self._one_value(args[0])
+        if first is None:
+            return False
         if packet is _aten.sum or packet is _aten.count_nonzero:
-            value = self._one_value(args[0])
-            if value is None or value.is_floating_point() or not outputs[0].numel():
+            if first.is_floating_point() or not outputs[0].numel():
                 return False
             times = args[0].numel() // outputs[0].numel()
-            self.set_uniform(outputs[0], (value != 0 if packet is _aten.count_nonzero else value) * times)
+            self.set_uniform(outputs[0], (first != 0 if packet is _aten.count_nonzero else first) * times)
             return True
         if packet is _aten._to_copy or packet in stand_ins.ANY_ELEMENT:
-            args = args[:1]
-            one = self._one_value(args[0])
-            if one is None:
-                return False
-            self.set_uniform(outputs[0], one)
+            self.set_uniform(outputs[0], first)
             return True
         if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
             return False
@@ -319,18 +390,18 @@ class Values:
             return
         address, packet = target.untyped_storage()._cdata, func.overloadpacket
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-        others = self._known([*args[1:], *kwargs.values()])
+        others = [*args[1:], *kwargs.values()]
         drawn = torch.Tag.nondeterministic_seeded in func.tags and not _is_integer(target)
-        if others is None or drawn or (address in self._shares and not (whole and packet in OVERWRITES)):
+        if not self._all_known(others) or drawn or (address in self._shares and not (whole and packet in OVERWRITES)):
             self.drop(address)
             return
-        if whole and packet in (_aten.zero_, _aten.fill_) and address not in self._flat:
-            self.set_uniform(target, 0 if packet is _aten.zero_ else others[0])
+        if whole and packet in (_aten.zero_, _aten.fill_) and address not in self._shadows:
+            self.set_uniform(target, 0 if packet is _aten.zero_ else self._known(others[0]))
             return
         one = self._one_value(target) if whole else None
         if one is not None and not is_small(target) and self._follow_uniform(func, args, kwargs, [target]):
             return
-        if address not in self._flat:
+        if address not in self._shadows:
             if address not in self._uniform and not (whole and packet in OVERWRITES):
                 return
             if not self.wants(target):
@@ -339,6 +410,7 @@ class Values:
             if address not in self._uniform:
                 self.set_uniform(target, 0)
             self._spell_out(target.untyped_storage())
+        self._own(target.untyped_storage())
         if self.compute(func, args, kwargs) is None:
             self._give_share(func, args, target)
 
@@ -390,9 +462,9 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _num_elements(tensor: torch.Tensor) -> int:
-    """Of the tensor's whole storage."""
-    return tensor.untyped_storage().nbytes() // tensor.element_size()
+def _is_linear(func: Any) -> bool:
+    """Whether the work grows with the number of elements."""
+    return torch.Tag.pointwise in func.tags or func.overloadpacket in stand_ins.LINEAR
 
 
 def _untouched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -242,12 +242,13 @@ class Recorder:
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor`'s storage has a role. The first name stays, so that a tied weight keeps its own; what has none yet
         may get one, and what a model is fed with may turn out to be trained."""
-        for part in parts_of_sparse(tensor) or [tensor]:
-            index = self.index_of(part)
-            if index != NONE:
-                known = self.trace.owners.setdefault(index, owner)
-                if not known.name and (owner.name or known.role is Role.INPUT):
-                    self.trace.owners[index] = owner
+        with torch._C.DisableTorchFunction():  # what is read here would each pass through the program's modes
+            for part in parts_of_sparse(tensor) or [tensor]:
+                index = self.index_of(part)
+                if index != NONE:
+                    known = self.trace.owners.setdefault(index, owner)
+                    if not known.name and (owner.name or known.role is Role.INPUT):
+                        self.trace.owners[index] = owner
 
     def made_outside_modules(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in memory of this run that no module's code allocated."""

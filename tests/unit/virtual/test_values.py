@@ -493,3 +493,59 @@ def test_suppression_keeps_every_box(gpu: VirtualGpu) -> None:
 
 _LIBRARIES: list[torch.library.Library] = []
 """Operators are gone with the library that defines them."""
+
+
+def positions(device: str) -> torch.Tensor:
+    return torch.arange(9000, device=device).float()
+
+
+def changed_after_use(device: str, change: Callable[[torch.Tensor], object]) -> Any:
+    numbers = torch.arange(9000, device=device)
+    half = numbers.float() * 0.5
+    change(numbers)
+    return half > 100, numbers
+
+
+def chained(device: str, length: int) -> torch.Tensor:
+    result = positions(device)
+    for _ in range(length):
+        result = result + 1
+    return result.sum() == sum(range(length, length + 9000))
+
+
+def changed_host(device: str) -> torch.Tensor:
+    factor = torch.tensor(2.0)
+    doubled = positions(device) * factor
+    factor.fill_(3.0)
+    return doubled[:5]
+
+
+LATE: dict[str, Callable[[str], Any]] = {
+    "of a schedule": lambda d: (positions(d) / 9000).cos() < 0.5,
+    "of a table": lambda d: torch.cat([positions(d), positions(d).sin()]).view(2, -1)[1, 10:20],
+    "transposed": lambda d: (positions(d).view(90, 100).t() + 1)[3, :5],
+    "in place": lambda d: written(positions(d) * 2, lambda numbers: numbers.add_(1))[:4],
+    "in place, through a view": lambda d: written(positions(d) * 2, lambda numbers: numbers[2:].mul_(3))[:4],
+    "a host tensor that changes": changed_host,
+    "an input that is added to": lambda d: changed_after_use(d, lambda numbers: numbers.add_(1000)),
+    "an input that is filled": lambda d: changed_after_use(d, lambda numbers: numbers.zero_()),
+    "a long chain": lambda d: chained(d, 3000),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_large_floats_are_computed_when_they_are_read(gpu: VirtualGpu, name: str) -> None:
+    ours, real = LATE[name]("cuda"), LATE[name]("cpu")
+    torch.testing.assert_close(torch.utils._pytree.tree_map(torch.Tensor.cpu, ours), real)
+
+
+def test_what_nothing_reads_is_not_computed(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values.Values, "_pay", lambda self, work: pytest.fail("computed"))
+    table = torch.outer(torch.arange(1 << 12, device="cuda").float(), torch.ones(1 << 8, device="cuda")).cos()
+    (torch.randn(1 << 12, 1 << 8, device="cuda") * table).sum()
+
+
+def test_what_is_too_much_when_it_is_read_is_unknown(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = positions("cuda") * 2
+    monkeypatch.setattr(values, "MAX_WORK", 0)
+    assert late[4].item() == 1.0

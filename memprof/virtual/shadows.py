@@ -1,0 +1,78 @@
+"""What one storage on the virtual GPU holds, in memory of the host: at once, or computed when something reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+MOST_STEPS = 64
+"""So many operators are put off one after the other; the next is computed at once."""
+
+
+class Geometry(NamedTuple):
+    """Where a tensor lies in its storage, which it does not keep alive."""
+
+    num_elements: int
+    """Of the whole storage."""
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """Where `tensor` lies."""
+        num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return cls(num_elements, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor that lies there, of the storage's elements in a row."""
+        view = torch.empty(0, dtype=self.dtype)
+        return view.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
+
+    def spread(self, value: torch.Tensor) -> torch.Tensor:
+        """The storage's elements in a row, if the tensor, which owns all of it, holds `value` (of the same shape)."""
+        flat = torch.empty(self.num_elements, dtype=self.dtype)
+        # Each element of an expanded tensor is written once.
+        sizes = [size if stride else 1 for size, stride in zip(self.size, self.stride, strict=True)]
+        once = value[tuple(slice(size) for size in sizes)]
+        flat.as_strided(sizes, self.stride, self.offset).copy_(once)
+        return flat
+
+
+class Shadow:
+    """The elements of one storage, in a row."""
+
+    __slots__ = ("_flat", "_make", "is_awaited", "num_bytes", "steps")
+
+    def __init__(
+        self, num_bytes: int, flat: torch.Tensor | None, make: Callable[[], torch.Tensor | None] | None = None
+    ):
+        """What is there, or what makes it when it is read (None then: it is not known after all)."""
+        self.num_bytes = num_bytes
+        self._flat = flat
+        self._make = make
+        self.is_awaited = False
+        """Whether another that is to be made reads this one, which must not change before."""
+        self.steps = 0
+        """How many are to be made for this one, one after the other."""
+
+    def flat(self) -> torch.Tensor | None:
+        """All elements, in memory of its own; None if they are not known."""
+        if self._make is not None:
+            self._flat, self._make, self.steps = self._make(), None, 0
+        return self._flat
+
+
+class Later(NamedTuple):
+    """A tensor that an operator put off is given."""
+
+    shadow: Shadow
+    geometry: Geometry
+
+    def read(self) -> torch.Tensor | None:
+        """The real tensor; None if it is not known."""
+        flat = self.shadow.flat()
+        return None if flat is None else self.geometry.view(flat)
