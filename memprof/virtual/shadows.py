@@ -25,7 +25,7 @@ class Geometry(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """Where `tensor` lies."""
         num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return cls(num_elements, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(num_elements, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor that lies there, of the storage's elements in a row."""
