@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from memprof.errors import MemprofError, UsageError
-from memprof.script.exits import ExitHandlers
-from memprof.script.launchers import find_launcher
 from memprof.script.stop import Ended, ScriptOutcome, StopRule, StopRun
+
+if TYPE_CHECKING:
+    from memprof.script.exits import ExitHandlers
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _LAUNCH = (_OWN, runpy.__file__, "<frozen runpy>")
@@ -47,7 +48,7 @@ class Program:
         Raises:
             UsageError: there is not.
         """
-        if find_launcher(self.name, self.arguments, is_module=self.is_module):
+        if self._launcher():
             return
         if self.is_module:
             self._check_module()
@@ -60,6 +61,11 @@ class Program:
             raise UsageError("this folder is no program", value=self.name, hint="it has no __main__.py: name a file")
         if path.is_file() and not os.access(path, os.R_OK):
             raise UsageError("the script cannot be read", value=self.name, hint="mind its permissions")
+
+    def _launcher(self) -> Any:
+        from memprof.script.launchers import find_launcher  # `memprof --help` is to start without argparse
+
+        return find_launcher(self.name, self.arguments, is_module=self.is_module)
 
     def _check_module(self) -> None:
         sys.path.insert(0, os.getcwd())
@@ -85,7 +91,7 @@ class Program:
             rule: when to stop it.
             handlers: of the program's own for its end, which are run then; None: they are left to this process.
         """
-        launcher = find_launcher(self.name, self.arguments, is_module=self.is_module)
+        launcher = self._launcher()
         if launcher is None:
             return self._run(rule, handlers)
         environment = dict(os.environ)
