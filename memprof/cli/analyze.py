@@ -57,8 +57,9 @@ def analyze(
     if output.as_json:
         print_json(document)
     else:
-        from memprof.report.terminal.analysis import print_report
+        from memprof.report.terminal.analysis import view
+        from memprof.report.terminal.console import show
 
-        print_report(document, replay=replay)
+        show(view(document, replay=replay), pipe_width=None)
     output.write_tables(document)
     raise typer.Exit(3 if document.ran_out else 0)

@@ -37,8 +37,9 @@ def compare(
     if output.as_json:
         print_json(comparison)
     else:
-        from memprof.report.terminal.comparison import print_comparison
+        from memprof.report.terminal.comparison import view
+        from memprof.report.terminal.console import show
 
-        print_comparison(comparison, top=top, explain=output.explain)
+        show(view(comparison, top=top, explain=output.explain))
     output.write_tables(comparison)
     raise typer.Exit(0 if comparison.within else 1)

@@ -116,9 +116,10 @@ def print_document(document: Document, output: Told) -> None:
     if output.as_json:
         print_json(document)
     else:
-        from memprof.report.terminal.report import print_report
+        from memprof.report.terminal.console import show
+        from memprof.report.terminal.report import view
 
-        print_report(document, explain=output.explain)
+        show(view(document, explain=output.explain))
     output.write_tables(document)
 
 

@@ -37,7 +37,8 @@ def verify(
     if output.as_json:
         print_json(found)
     else:
-        from memprof.report.terminal.verification import print_verification
+        from memprof.report.terminal.console import show
+        from memprof.report.terminal.verification import view
 
-        print_verification(found)
+        show(view(found))
     raise typer.Exit(0 if found.passed else 1)

@@ -96,8 +96,9 @@ def vocab(
     if request.as_json:
         print_json(document)
     else:
-        from memprof.report.terminal.vocabulary import print_vocabulary
+        from memprof.report.terminal.console import show
+        from memprof.report.terminal.vocabulary import view
 
-        print_vocabulary(document)
+        show(view(document))
     tried = [memory.fits for memory in (savings.before, *savings.capped)]
     raise typer.Exit(3 if False in tried and True not in tried else 0)

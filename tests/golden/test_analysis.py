@@ -12,7 +12,8 @@ from memprof.recording.recording import recordings
 from memprof.recording.steps import find_steps
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
-from memprof.report.terminal.analysis import render_text
+from memprof.report.terminal.analysis import view
+from memprof.report.terminal.console import text_of
 from tests.golden.test_report import check
 from tests.unit.recording.builder import training
 
@@ -28,7 +29,7 @@ def document(**question) -> Analysis:
 
 
 def test_text():
-    text = render_text(document(what_if=parse_config("expandable_segments:True")), width=100, replay=True)
+    text = text_of(view(document(what_if=parse_config("expandable_segments:True")), replay=True), 100)
     check("analysis.txt", text)
 
 
@@ -41,7 +42,7 @@ def test_json():
 def test_no_line_is_wider_than_the_terminal(by, at):
     found = document(by=by, at=at)
     for width in (80, 110, 160):
-        assert max(map(len, render_text(found, width=width, replay=True).splitlines())) <= width
+        assert max(map(len, text_of(view(found, replay=True), width).splitlines())) <= width
 
 
 def test_json_names():

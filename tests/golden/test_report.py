@@ -11,7 +11,8 @@ import pytest
 
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
-from memprof.report.terminal.report import render_text
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.report import view
 from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
@@ -173,7 +174,7 @@ def check(name: str, actual: str) -> None:
 
 @pytest.mark.parametrize(("name", "total_mib"), [("fits", 8192), ("does_not_fit", 2048)])
 def test_text(name, total_mib):
-    check(f"{name}.txt", render_text(document(total_mib * MIB), width=80, explain=True))
+    check(f"{name}.txt", text_of(view(document(total_mib * MIB), explain=True), 80))
 
 
 def test_json():
@@ -182,7 +183,7 @@ def test_json():
 
 def test_no_line_is_wider_than_the_terminal():
     for width in (80, 110, 160):
-        lines = render_text(document(2048 * MIB), width=width, explain=True).splitlines()
+        lines = text_of(view(document(2048 * MIB), explain=True), width).splitlines()
         assert max(map(len, lines)) <= width
 
 

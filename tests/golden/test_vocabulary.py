@@ -11,7 +11,8 @@ import pytest
 from memprof.corpus import CorpusCount, Frequencies
 from memprof.flows import vocabulary as vocab
 from memprof.report.documents.vocabulary import SIMULATED, Memory, Savings, Vocabulary, build_vocabulary
-from memprof.report.terminal.vocabulary import render_text
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.vocabulary import view
 from tests.golden.test_report import check
 
 FREQUENCIES = Frequencies.of([20_000 // rank for rank in range(1, 20_001)])
@@ -45,11 +46,11 @@ def by_ids() -> Vocabulary:
 
 
 def test_words():
-    check("vocabulary_words.txt", render_text(by_words(), width=100))
+    check("vocabulary_words.txt", text_of(view(by_words()), 100))
 
 
 def test_ids():
-    check("vocabulary_ids.txt", render_text(by_ids(), width=100))
+    check("vocabulary_ids.txt", text_of(view(by_ids()), 100))
 
 
 def test_json():
@@ -59,4 +60,4 @@ def test_json():
 @pytest.mark.parametrize("width", [80, 110, 160])
 @pytest.mark.parametrize("document", [by_words, by_ids])
 def test_no_line_is_wider_than_the_terminal(document, width):
-    assert max(map(len, render_text(document(), width=width).splitlines())) <= width
+    assert max(map(len, text_of(view(document()), width).splitlines())) <= width

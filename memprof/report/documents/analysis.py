@@ -201,6 +201,7 @@ class Analysis(Plain):
         return frames_of(self)
 
     def __str__(self) -> str:
-        from memprof.report.terminal.analysis import render_text
+        from memprof.report.terminal.analysis import view
+        from memprof.report.terminal.console import text_of
 
-        return render_text(self)
+        return text_of(view(self))

@@ -232,6 +232,7 @@ class Comparison(Plain):
         return frames_of(self)
 
     def __str__(self) -> str:
-        from memprof.report.terminal.comparison import render_text
+        from memprof.report.terminal.comparison import view
+        from memprof.report.terminal.console import text_of
 
-        return render_text(self)
+        return text_of(view(self))

@@ -154,9 +154,10 @@ class Document(Plain):
         return frames_of(self)
 
     def __str__(self) -> str:
-        from memprof.report.terminal.report import render_text
+        from memprof.report.terminal.console import text_of
+        from memprof.report.terminal.report import view
 
-        return render_text(self)
+        return text_of(view(self))
 
 
 def build_document(

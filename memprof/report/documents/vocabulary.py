@@ -104,9 +104,10 @@ class Vocabulary(Plain):
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        from memprof.report.terminal.vocabulary import render_text
+        from memprof.report.terminal.console import text_of
+        from memprof.report.terminal.vocabulary import view
 
-        return render_text(self)
+        return text_of(view(self))
 
 
 def build_vocabulary(

@@ -23,7 +23,7 @@ from memprof.report.documents.analysis import (
     ReplayRow,
 )
 from memprof.report.terminal.cells import unit_for
-from memprof.report.terminal.console import WIDTH, dim, heading, section, show, table, text_of
+from memprof.report.terminal.console import dim, heading, section, table
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
@@ -38,17 +38,8 @@ _PATH = 28
 """Columns of a module's path beside a source line."""
 
 
-def render_text(document: Analysis, *, width: int = WIDTH, replay: bool = False) -> str:
-    """The report without colour, `width` columns wide."""
-    return text_of(_view(document, replay=replay), width)
-
-
-def print_report(document: Analysis, *, replay: bool = False) -> None:
-    """Print the report to standard output, in colour if it is a terminal; elsewhere as wide as COLUMNS says."""
-    show(_view(document, replay=replay), pipe_width=None)
-
-
-def _view(document: Analysis, *, replay: bool) -> RenderableType:
+def view(document: Analysis, *, replay: bool = False) -> RenderableType:
+    """The whole document; with `replay`, how far the allocator's replay agrees with the recording too."""
     title = heading("memprof analyze: ", f"{document.file}, a {document.format}")
     if document.settings:
         title.append(f" ({document.settings})", style="dim")

@@ -23,7 +23,7 @@ from memprof.report.documents.comparison import (
     TensorSide,
 )
 from memprof.report.terminal.cells import Unit, at_stage, shape_text, some, unit_for
-from memprof.report.terminal.console import WIDTH, dim, heading, section, show, table, text_of
+from memprof.report.terminal.console import dim, heading, section, table
 from memprof.units import format_bytes
 
 MAX_NAMED = 6
@@ -32,17 +32,8 @@ MAX_VALUE = 44
 """Columns of a setting's value."""
 
 
-def render_text(document: Comparison, *, width: int = WIDTH, top: int = 10, explain: bool = False) -> str:
-    """The comparison without colour, `width` columns wide."""
-    return text_of(_view(document, top=top, explain=explain), width)
-
-
-def print_comparison(document: Comparison, *, top: int = 10, explain: bool = False) -> None:
-    """Print the comparison to standard output, in colour if it is a terminal."""
-    show(_view(document, top=top, explain=explain))
-
-
-def _view(document: Comparison, *, top: int, explain: bool) -> RenderableType:
+def view(document: Comparison, *, top: int = 10, explain: bool = False) -> RenderableType:
+    """The whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too."""
     unit = unit_for(max((max(row.a_bytes or 0, row.b_bytes or 0) for row in document.totals), default=0))
     parts: list[RenderableType] = [_heading(document), _settings(document), _totals(document, unit)]
     parts += [

@@ -5,8 +5,8 @@ Rows that come again and again (the forwards of an evaluation, the steps of a lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -25,44 +25,28 @@ NEAR = 1 / 500
 """Of the run's peak: rounds whose rows differ by less cost the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShownStage:
-    """One row of the terminal's table."""
+_HIGHEST = (
+    "peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "resident_bytes", "measured_peak_bytes",
+    "measured_reserved_bytes", "device_used_bytes",
+)  # fmt: skip
+"""Of several rows as one, these are the highest of any."""
 
-    name: str
-    allocated_bytes: int
-    delta_bytes: int
-    peak_bytes: int
-    reserved_bytes: int
-    """Highest reserved."""
-    host_bytes: int
-    """Highest in host memory."""
+
+@dataclass(frozen=True, slots=True)
+class ShownStage(Stage):
+    """One row of the terminal's table: a stage, or several that follow each other."""
+
     count: int = 1
     """Equal layers, or whole steps, in the row; `delta_bytes` is that of all of them."""
     turns: int = 1
     """How often the row came, in turn with others; `delta_bytes` is that of the last time."""
-    step: int = 0
-    """For a whole step: its number."""
-    oom: bool = False
-    """The request that the card refuses is made here."""
-    resident_bytes: int | None = None
-    """Measured runs: highest resident memory that was read."""
-    seconds: float | None = None
-    """Measured runs: of all that is in the row."""
-    measured_peak_bytes: int | None = None
-    """Measured on CUDA: highest allocated that torch.cuda said, `measured_reserved_bytes` reserved likewise, and
-    `device_used_bytes` in use by everybody, as NVML says."""
-    measured_reserved_bytes: int | None = None
-    device_used_bytes: int | None = None
+    is_step: bool = False
+    """Whether the row is all of a step."""
 
 
 def shown_step(document: Document) -> int:
     """The step shown in full: the last one, unless the peak was higher before."""
-    peaks = {row.step: 0 for row in document.stages}
-    for row in document.stages:
-        peaks[row.step] = max(peaks[row.step], row.peak_allocated_bytes)
-    highest = max(peaks.values())
-    return max(step for step, peak in peaks.items() if peak == highest)
+    return max(document.stages, key=lambda row: (row.peak_allocated_bytes, row.step)).step
 
 
 def shown_stages(document: Document) -> list[ShownStage]:
@@ -73,7 +57,7 @@ def shown_stages(document: Document) -> list[ShownStage]:
         if step in (0, full):
             result += _step(list(rows))
         else:
-            result.append(replace(_summary(f"step {step}, all of it", list(rows)), step=step))
+            result.append(_joined(list(rows), name=f"step {step}, all of it", is_step=True))
     return list(_folded_rounds(result, round(NEAR * document.peak.allocated_bytes)))
 
 
@@ -90,7 +74,7 @@ def _step(rows: list[Stage]) -> Iterator[ShownStage]:
             summaries = []
             yield from _folded_layers(list(group))
         else:
-            summaries.append(_summary(f"micro-batch {micro_batch}", list(group)))
+            summaries.append(_joined(list(group), name=f"micro-batch {micro_batch}"))
     yield from _folded_summaries(summaries)
 
 
@@ -98,27 +82,18 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
     """Whole micro-batches that cost the same, as one row."""
     for _, group in groupby(summaries, key=lambda row: row.delta_bytes):
         alike = list(group)
-        if len(alike) == 1:
-            yield alike[0]
-        else:
-            first, last = alike[0].name, alike[-1].name.removeprefix("micro-batch ")
-            yield replace(
-                alike[-1],
-                name=f"{first}-{last}".replace("batch ", "batches "),
-                delta_bytes=sum(row.delta_bytes for row in alike),
-                peak_bytes=max(row.peak_bytes for row in alike),
-                reserved_bytes=max(row.reserved_bytes for row in alike),
-                host_bytes=max(row.host_bytes for row in alike),
-                oom=any(row.oom for row in alike),
-                **_read_off(alike),
-            )
+        name = alike[0].name
+        if len(alike) > 1:
+            last = alike[-1].name.removeprefix("micro-batch ")
+            name = f"{name}-{last}".replace("batch ", "batches ")
+        yield _joined(alike, name=name)
 
 
 def _folded_rounds(rows: list[ShownStage], near: int) -> Iterator[ShownStage]:
     """Rows that follow each other in the same order again, once for all rounds that cost the same, but for `near`."""
 
     def same_names(one: ShownStage, other: ShownStage) -> bool:
-        return one.name == other.name or bool(one.step and other.step)
+        return one.name == other.name or (one.is_step and other.is_step)
 
     def same_cost(one: list[ShownStage], other: list[ShownStage]) -> bool:
         return all(
@@ -137,7 +112,7 @@ def _folded_rounds(rows: list[ShownStage], near: int) -> Iterator[ShownStage]:
 
 def _rise(row: ShownStage) -> int:
     """The peak above what was there before."""
-    return row.peak_bytes - (row.allocated_bytes - row.delta_bytes)
+    return row.peak_allocated_bytes - (row.allocated_bytes - row.delta_bytes)
 
 
 def _repeated(items: Sequence[T], same: Callable[[T, T], bool]) -> Iterator[list[list[T]]]:
@@ -162,34 +137,27 @@ def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
     alone = len(rounds[0]) == 1
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]
-        if len(rows) == 1:
-            yield first
-            continue
-        yield replace(
-            last,
-            name=f"steps {first.step}-{last.step}, all of it" if first.step else first.name,
-            delta_bytes=sum(row.delta_bytes for row in rows) if alone else last.delta_bytes,
-            peak_bytes=max(row.peak_bytes for row in rows),
-            reserved_bytes=max(row.reserved_bytes for row in rows),
-            host_bytes=max(row.host_bytes for row in rows),
-            count=sum(row.count for row in rows) if alone else last.count,
-            turns=1 if alone else len(rows),
-            oom=any(row.oom for row in rows),
-            **_read_off(rows),
-        )
+        several = first.is_step and len(rows) > 1
+        name = f"steps {first.step}-{last.step}, all of it" if several else first.name
+        if alone:
+            yield _joined(rows, name=name, count=sum(row.count for row in rows))
+        else:
+            yield _joined(rows, name=name, delta_bytes=last.delta_bytes, turns=len(rows))
 
 
 def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:
     for stack, group in groupby(rows, key=lambda row: row.stack):
         members = list(group)
         if not stack:
-            yield from (_row(row) for row in members)
+            yield from (_joined([row]) for row in members)
             continue
         runs = [list(run) for _, run in groupby(members, key=_cost)]
         if len(runs) > MAX_ROWS_PER_STACK:
             runs = [members]
         for run in runs:
-            yield _row(run[0]) if len(run) == 1 else _layers(run)
+            prefix = run[0].name.rpartition(" ")[0]
+            name = run[0].name if len(run) == 1 else f"{prefix}s {run[0].index}-{run[-1].index}"
+            yield _joined(run, name=name, count=len(run))
 
 
 def _cost(row: Stage) -> tuple[int, int]:
@@ -197,37 +165,13 @@ def _cost(row: Stage) -> tuple[int, int]:
     return row.requested_delta_bytes, row.peak_requested_bytes - row.requested_bytes
 
 
-def _row(row: Stage) -> ShownStage:
-    return _joined(row.name, [row])
-
-
-def _layers(run: list[Stage]) -> ShownStage:
-    prefix = run[0].name.rpartition(" ")[0]
-    return replace(_joined(f"{prefix}s {run[0].index}-{run[-1].index}", run), count=len(run))
-
-
-def _summary(name: str, rows: Iterable[Stage]) -> ShownStage:
-    return _joined(name, list(rows))
-
-
-def _joined(name: str, rows: list[Stage]) -> ShownStage:
-    """One row for several stages that follow each other."""
-    return ShownStage(
-        name,
-        rows[-1].allocated_bytes,
-        sum(row.delta_bytes for row in rows),
-        max(row.peak_allocated_bytes for row in rows),
-        max(row.peak_reserved_bytes for row in rows),
-        max(row.peak_host_bytes for row in rows),
-        oom=any(row.oom for row in rows),
-        **_read_off(rows),
-    )
-
-
-def _read_off(rows: Sequence[Stage] | Sequence[ShownStage]) -> dict[str, Any]:
-    """What was measured, for several rows as one: their time, and the highest of the rest."""
+def _joined(rows: Sequence[Stage], **changes: Any) -> ShownStage:
+    """One row for several that follow each other: the last of them but for sums, highest values and `changes`."""
+    amounts = {field.name: getattr(rows[-1], field.name) for field in fields(rows[-1])}
+    for name in _HIGHEST:
+        amounts[name] = max((getattr(row, name) for row in rows if getattr(row, name) is not None), default=None)
     seconds = [row.seconds for row in rows if row.seconds is not None]
-    found: dict[str, Any] = {"seconds": sum(seconds) if seconds else None}
-    for name in ("resident_bytes", "measured_peak_bytes", "measured_reserved_bytes", "device_used_bytes"):
-        found[name] = max((getattr(row, name) for row in rows if getattr(row, name) is not None), default=None)
-    return found
+    amounts["seconds"] = sum(seconds) if seconds else None
+    amounts["delta_bytes"] = sum(row.delta_bytes for row in rows)
+    amounts["oom"] = any(row.oom for row in rows)
+    return ShownStage(**amounts | changes)

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation
-from memprof.report.terminal.console import WIDTH, aligned, dim, heading, indented, section, show, text_of
+from memprof.report.terminal.console import aligned, dim, heading, indented, section, show
 from memprof.units import format_count, gib
 
 _SHOWN = 10
@@ -22,11 +22,6 @@ def print_recommendation(answer: Recommendation, *, explain: bool = False) -> No
     show(_view(answer, explain=explain))
     # As they are, so that they can be copied.
     sys.stdout.write(_scripts(answer))
-
-
-def render_text(answer: Recommendation, *, width: int = WIDTH, explain: bool = False) -> str:
-    """The answer without colour, `width` columns wide; scripts are as wide as they are."""
-    return text_of(_view(answer, explain=explain), width) + _scripts(answer)
 
 
 def _scripts(answer: Recommendation) -> str:

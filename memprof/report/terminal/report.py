@@ -14,7 +14,7 @@ from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.cells import Unit, at_stage, shape_text, unit_for
-from memprof.report.terminal.console import WIDTH, bar, dim, heading, indented, section, show, table, text_of
+from memprof.report.terminal.console import bar, dim, heading, indented, section, table
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.on_card import against_card, card_columns
@@ -32,17 +32,8 @@ _BAR_WIDTH = 28
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
-def render_text(document: Document, *, width: int = WIDTH, explain: bool = False) -> str:
-    """The report without colour, `width` columns wide."""
-    return text_of(_view(document, explain=explain), width)
-
-
-def print_report(document: Document, *, explain: bool = False) -> None:
-    """Print the report to standard output, in colour if it is a terminal."""
-    show(_view(document, explain=explain))
-
-
-def _view(document: Document, *, explain: bool) -> RenderableType:
+def view(document: Document, *, explain: bool = False) -> RenderableType:
+    """The whole report; with `explain`, what it rests on too."""
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
     if document.steps:
         parts.append(render_steps(document.steps, _unit(document)))
@@ -155,11 +146,13 @@ def _stages(document: Document) -> RenderableType:
     headers += ["seconds" if measured else "on this card", *(["host peak"] * shows_host)]
     made = table("stage" + (f" (step {step})" if step else ""), *(f">{header}" for header in headers), ruled=True)
     rows = shown_stages(document)
-    peak = max((i for i, row in enumerate(rows) if row.peak_bytes == document.peak.allocated_bytes), default=None)
+    peak = max(
+        (i for i, row in enumerate(rows) if row.peak_allocated_bytes == document.peak.allocated_bytes), default=None
+    )
     for position, row in enumerate(rows):
-        fits = usable is None or (row.peak_bytes <= usable and not row.oom)
-        if usable is not None and row.peak_bytes > usable:
-            verdict = Text(f"{amount(row.peak_bytes - usable)} over", style="red")
+        fits = usable is None or (row.peak_allocated_bytes <= usable and not row.oom)
+        if usable is not None and row.peak_allocated_bytes > usable:
+            verdict = Text(f"{amount(row.peak_allocated_bytes - usable)} over", style="red")
         else:
             verdict = Text("out of memory", style="red") if row.oom else Text("fits")
         name = Text(row.name)
@@ -170,15 +163,15 @@ def _stages(document: Document) -> RenderableType:
         if position == peak:
             name.append("  <- peak", style="bold red" if not fits else "bold")
         delta = amount(row.delta_bytes, sign=True)
-        fourth = row.resident_bytes if on_cpu else row.reserved_bytes
-        figures = (amount(row.allocated_bytes), delta, amount(row.peak_bytes))
+        fourth = row.resident_bytes if on_cpu else row.peak_reserved_bytes
+        figures = (amount(row.allocated_bytes), delta, amount(row.peak_allocated_bytes))
         cells: list[RenderableType] = [name, *figures, "" if fourth is None else amount(fourth)]
         read = [getattr(row, attribute) for attribute in beside.values()]
         cells += ["" if value is None else amount(value) for value in read]
         seconds = "" if row.seconds is None else f"{row.seconds:,.3f}"
         cells.append(seconds if measured else verdict)
         if shows_host:
-            cells.append(amount(row.host_bytes))
+            cells.append(amount(row.peak_host_bytes))
         made.add_row(*cells)
     turns = ""
     if any(row.turns > 1 for row in rows):

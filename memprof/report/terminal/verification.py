@@ -8,23 +8,14 @@ from rich.text import Text
 
 from memprof.report.documents.verification import Deviation, Verification
 from memprof.report.terminal.cells import Unit
-from memprof.report.terminal.console import WIDTH, dim, heading, show, table, text_of
+from memprof.report.terminal.console import dim, heading, table
 from memprof.units import MIB
 
 _MIB = Unit("MiB", MIB)
 
 
-def render_text(found: Verification, *, width: int = WIDTH) -> str:
-    """The tables without colour, `width` columns wide."""
-    return text_of(_view(found), width)
-
-
-def print_verification(found: Verification) -> None:
-    """Print the tables to standard output, in colour if it is a terminal."""
-    show(_view(found))
-
-
-def _view(found: Verification) -> RenderableType:
+def view(found: Verification) -> RenderableType:
+    """All of the tables."""
     parts: list[RenderableType] = [heading(f"memprof verify: {found.seeds} seeds, on the CPU")]
     if found.deviations:
         parts += [_deviations(found), *(_failure(row) for row in found.deviations if not row.passed)]

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from memprof.report.documents.vocabulary import SIMULATED, Memory, Savings, Vocabulary
 from memprof.report.terminal.cells import unit_for
-from memprof.report.terminal.console import WIDTH, bar, dim, heading, section, show, table, text_of
+from memprof.report.terminal.console import bar, dim, heading, section, table
 from memprof.units import KIB, format_bytes
 
 _BAR_WIDTH = 40
@@ -22,17 +22,8 @@ _FIELDS = (
 )
 
 
-def render_text(document: Vocabulary, *, width: int = WIDTH) -> str:
-    """The report without colour, `width` columns wide."""
-    return text_of(_view(document), width)
-
-
-def print_vocabulary(document: Vocabulary) -> None:
-    """Print the report to standard output, in colour if it is a terminal."""
-    show(_view(document))
-
-
-def _view(document: Vocabulary) -> RenderableType:
+def view(document: Vocabulary) -> RenderableType:
+    """The whole report."""
     parts: list[RenderableType] = [_heading(document), _curve(document), _caps(document)]
     if document.savings is not None:
         parts.append(_savings(document.savings))

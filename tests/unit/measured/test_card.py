@@ -14,7 +14,8 @@ from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice
 from memprof.measured.events import Allocation, Recorded, _ascending
-from memprof.report.terminal.report import render_text
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.report import view
 from memprof.script import Ended, Program, StopRule
 from memprof.script.capture import capture_script
 from memprof.spec import TargetSpec
@@ -228,5 +229,5 @@ def test_a_script_on_the_cpu_has_no_context(tmp_path):
     script.write_text(textwrap.dedent(SCRIPT.replace("{start}", "")))
     found = run_script(Program(str(script), ()), StopRule(2), gpu=find_gpu("h100-80gb"), device="cpu")
     assert found.trace.device == CPU and found.document.on_cpu
-    text = render_text(found.document)
+    text = text_of(view(found.document))
     assert "CUDA" not in text and "this card" not in text and "Measured: tensors took up to" in text

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
+from memprof.report.terminal.console import text_of
 from memprof.report.terminal.folding import MAX_GROUPS_OF_ROUNDS, shown_stages
-from memprof.report.terminal.report import render_text
+from memprof.report.terminal.report import view
 from memprof.trace.events import ModuleRole, PhaseKind
 from memprof.trace.facts import DeviceFacts, Facts
 from tests.unit.findings.builder import Builder
@@ -42,7 +43,7 @@ def test_repeated_forwards_are_shown_once() -> None:
     whole = document(b)
     assert len([row for row in whole.stages if row.name == "first Linear"]) == 32
     assert shown(b) == [("first Linear", 1, 32), ("second ReLU", 1, 32), ("own code", 1, 32)]
-    table, legend, _ = render_text(whole).partition("(xN): these rows came N times")
+    table, legend, _ = text_of(view(whole)).partition("(xN): these rows came N times")
     assert table.count("Linear") == 1 and "first Linear (x32)" in table and legend
 
 
@@ -72,7 +73,7 @@ def test_rounds_that_all_differ_are_one_group_if_there_are_many() -> None:
     for size in sizes:
         call(b, size)
     assert [turns for *_, turns in shown(b)] == [len(sizes)] * 3
-    peaks = {row.name: row.peak_bytes for row in shown_stages(document(b))}
+    peaks = {row.name: row.peak_allocated_bytes for row in shown_stages(document(b))}
     assert peaks["second ReLU"] == document(b).peak.allocated_bytes
 
 

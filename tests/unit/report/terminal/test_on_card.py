@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
-from memprof.report.terminal.report import render_text
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.report import view
 from memprof.trace.events import ModuleRole, PhaseKind, Sample
 from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts
 from tests.unit.findings.builder import Builder
@@ -52,7 +53,7 @@ def test_a_peak_is_of_the_stage_in_which_the_replay_has_it() -> None:
 
 
 def test_the_card_stands_beside_the_replay() -> None:
-    text = render_text(measured())
+    text = text_of(view(measured()))
     assert "torch.cuda" in text and "NVML" in text and "on this card" not in text
     (layer,) = [line for line in text.splitlines() if line.lstrip().startswith("layer 0")]
     assert "136.00" in layer
@@ -60,7 +61,7 @@ def test_the_card_stands_beside_the_replay() -> None:
 
 
 def test_the_difference_is_said() -> None:
-    flat = " ".join(render_text(measured(more=9)).split())
+    flat = " ".join(text_of(view(measured(more=9))).split())
     assert "peak 9.00 MiB more (layer 0 of step 1)" in flat
     assert "NVML counts the context and other processes too" in flat
 
