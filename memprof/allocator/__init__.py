@@ -6,7 +6,7 @@
     run.first_oom, run.timeline          # as a report wants it: the card's verdict, and what the run holds
     timeline = run.timeline
     timeline.peak_reserved.num_bytes     # the most that was held of the card, and .event where it was reached
-    timeline.reserved[i]                 # after event i of the trace; also .requested, .allocated, .active
+    timeline.reserved[i]                 # after event i of the trace; also .requested, .allocated
     timeline.first_oom                   # None if it fits; else .event, .report (bytes) and .message (torch's text)
     timeline.segments                    # the segments and blocks at the end
 
@@ -28,11 +28,11 @@ from memprof.allocator.config import AllocatorConfig, config_from_environment, p
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.live import LiveAllocator
 from memprof.allocator.messages import OomReport, OutOfMemory, format_size
-from memprof.allocator.on_card import CardMemory, Needs, OnCard, replay_on_card, without_allocator
+from memprof.allocator.on_card import Needs, OnCard, replay_on_card, without_allocator
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.recorded import Recorded, replay_snapshot
 from memprof.allocator.releases import release_for
-from memprof.allocator.replay import Timeline, TraceReplay
+from memprof.allocator.replay import CardMemory, Timeline, TraceReplay
 from memprof.allocator.settings import Settings, SettingsInForce
 from memprof.allocator.streams import Completion
 

@@ -78,8 +78,6 @@ class CachingAllocator:
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
-        self.capturing: list[PoolId] = []
-        """captures_underway: while one is, no events are polled and no cached segments are given back."""
         self.max_split_size = config.max_split_size
         self.divisions = config.roundup_power2_divisions
         self._rounded: dict[int, int] = {}
@@ -94,7 +92,7 @@ class CachingAllocator:
         Raises:
             OutOfMemory: the driver refused, and nothing that is cached could be given back to make room.
         """
-        if self.pending.waiting and not self.capturing:
+        if self.pending.waiting:
             self.pending.poll()
         if self.divisions:
             size = self._rounded.get(num_bytes, 0) or self._round(num_bytes)
@@ -196,7 +194,7 @@ class CachingAllocator:
         if size >= self.max_split_size:
             self.statistics.oversize_allocations -= 1
         if block.uses:
-            self.pending.add(block, capturing=bool(self.capturing))
+            self.pending.add(block)
         else:
             self._free_block(block)
 
@@ -310,14 +308,9 @@ class CachingAllocator:
             reclaim.collect_garbage(self)
         segment = segment_size(size, self.config.large_segment_size)
         block = self._ask_driver(owner, size, segment)
-        if block is None and owner.pool.pool_id == DEFAULT_POOL:
-            for overflow in self.pools.values():
-                if block is None and overflow.use_on_oom:
-                    sized = overflow.small if owner.is_small else overflow.large
-                    block = self._search(sized.of_stream(owner.stream), size)
         if block is None and reclaim.release_available(self, owner, size):
             block = self._ask_driver(owner, size, segment)
-        if block is None and not self.capturing:
+        if block is None:
             reclaim.release_cached(self)
             self.statistics.num_alloc_retries += 1
             block = self._ask_driver(owner, size, segment)
@@ -383,26 +376,11 @@ class CachingAllocator:
         """torch.cuda.empty_cache: give back every segment that is wholly free."""
         reclaim.release_cached(self)
 
-    def create_pool(self, pool: PoolId, *, use_on_oom: bool = False) -> None:
-        """A private pool (torch.cuda.MemPool, CUDA graphs), or one more user of it."""
-        found = self.pools.get(pool)
-        if found is None:
-            found = self.pools[pool] = PrivatePool(pool, self.statistics)
-        found.use_on_oom |= use_on_oom
-        found.use_count += 1
-
-    def release_pool(self, pool: PoolId) -> None:
-        """One user of the private pool less; without users `empty_cache` gives its free segments back."""
-        self.pools[pool].use_count -= 1
-
-    def begin_capture(self, pool: PoolId) -> None:
-        """A CUDA graph is being captured into `pool` (pass it to `malloc`)."""
-        self.create_pool(pool)
-        self.capturing.append(pool)
-
-    def end_capture(self, pool: PoolId) -> None:
-        """The capture is over; its pool stays until `release_pool`."""
-        self.capturing.remove(pool)
+    def create_pool(self, pool: PoolId) -> PrivatePool:
+        """The private pool (torch.cuda.MemPool, CUDA graphs), new if need be; `empty_cache` gives none of it back."""
+        if pool not in self.pools:
+            self.pools[pool] = PrivatePool(pool, self.statistics)
+        return self.pools[pool]
 
     def lift_limit(self) -> None:
         """Forget the card's size: no fraction of it is a limit any more, nor is address space taken after it."""

@@ -6,9 +6,8 @@ import dataclasses
 
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OutOfMemory
-from memprof.allocator.on_card import CardMemory
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.replay import TraceReplay
+from memprof.allocator.replay import CardMemory, TraceReplay
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE
 from memprof.trace.events import Trace
 
@@ -35,7 +34,7 @@ class LiveAllocator:
         self._trace = trace
         self._card = card
         self._release = release
-        self._replay = TraceReplay(trace, card.usable_bytes, config, release, total_bytes=card.total_bytes)
+        self._replay = TraceReplay(trace, card, config, release)
         self._before: dict[str, int] = {}
         """Accumulated counters at their last reset."""
 

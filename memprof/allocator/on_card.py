@@ -11,26 +11,11 @@ from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OomReport
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.replay import FirstOom, Timeline, TimelinePeak, TraceReplay
+from memprof.allocator.replay import CardMemory, FirstOom, Timeline, TimelinePeak, TraceReplay
 from memprof.trace.events import EventKind, Trace
 
 Layout = tuple[list[SegmentLayout], dict[int, int]]
 """Segments and blocks at a moment, and the storage in each block by its address."""
-
-
-@dataclass(frozen=True, slots=True)
-class CardMemory:
-    """What the allocator may take of a card."""
-
-    total_bytes: int
-    """As CUDA reports it."""
-    context_bytes: int
-    """Taken outside the allocator: the CUDA context."""
-
-    @property
-    def usable_bytes(self) -> int:
-        """What is left to reserve."""
-        return max(self.total_bytes - self.context_bytes, 0)
 
 
 class Needs(NamedTuple):
@@ -75,7 +60,7 @@ class OnCard:
         if not wanted:
             return
         limited = self.card is not None and self.first_oom is None
-        replay = _replay(self.trace, self.card if limited else None, self.config, self.release)
+        replay = TraceReplay(self.trace, self.card if limited else None, self.config, self.release)
         for event in wanted:
             replay.skip(event + 1)
             self._layouts[event] = _layout(replay)
@@ -88,7 +73,7 @@ class OnCard:
         """
         if self.first_oom is None:
             raise ValueError("the run fits")
-        replay = _replay(self.trace, self.card, self.config, self.release)
+        replay = TraceReplay(self.trace, self.card, self.config, self.release)
         replay.skip(self.first_oom.event)
         replay.allocator.empty_cache()
         return _layout(replay)
@@ -100,7 +85,7 @@ class OnCard:
 
     def under(self, config: AllocatorConfig) -> Needs:
         """What the same run would need with other settings."""
-        replay = _replay(self.trace, None, config, self.release)
+        replay = TraceReplay(self.trace, None, config, self.release)
         replay.skip()
         counters = replay.allocator.counters
         required = counters.reserved_bytes_peak
@@ -109,7 +94,7 @@ class OnCard:
             limit = min(self.card.usable_bytes, int(config.per_process_memory_fraction * self.card.total_bytes))
             fits = required <= limit
             if not fits and counters.allocated_bytes_peak <= limit:  # perhaps by giving the cache back
-                limited = _replay(self.trace, self.card, config, self.release)
+                limited = TraceReplay(self.trace, self.card, config, self.release)
                 limited.skip()
                 fits = limited.timeline.first_oom is None
         return Needs(required, fits)
@@ -130,14 +115,14 @@ def replay_on_card(
         UsageError: settings that ask for another allocator.
     """
     config = AllocatorConfig() if config is None else config
-    first = _replay(trace, card, config, release)
+    first = TraceReplay(trace, card, config, release)
     first.advance(stop_at_oom=True)
     timeline = first.finish()
     oom, retries = timeline.first_oom, timeline.retries
     # A card without limit would have done the same, but for what it was asked for in vain when the program ran.
     if card is None or not (first.was_limited or trace.refused):
         return OnCard(trace, card, config, release, timeline, None, 0, timeline.peak_reserved.num_bytes)
-    free = _replay(trace, None, config, release)
+    free = TraceReplay(trace, None, config, release)
     free.advance()
     unlimited = free.finish()
     required = unlimited.peak_reserved.num_bytes
@@ -163,13 +148,7 @@ def without_allocator(trace: Trace) -> OnCard:
             now += num_bytes if kind is EventKind.ALLOC else -num_bytes
             if now > most.num_bytes:
                 most = TimelinePeak(now, time)
-        for column in (timeline.requested, timeline.allocated, timeline.active, timeline.reserved):
+        for column in (timeline.requested, timeline.allocated, timeline.reserved):
             column.append(now)
-    timeline.peak_requested = timeline.peak_allocated = timeline.peak_active = timeline.peak_reserved = most
+    timeline.peak_reserved = most
     return OnCard(trace, None, AllocatorConfig(), LATEST, timeline, None, 0, most.num_bytes, rounds=False)
-
-
-def _replay(trace: Trace, card: CardMemory | None, config: AllocatorConfig, release: Release) -> TraceReplay:
-    if card is None:
-        return TraceReplay(trace, None, config, release)
-    return TraceReplay(trace, card.usable_bytes, config, release, total_bytes=card.total_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, Pool, PoolId, Segment
+from memprof.allocator.blocks import Block, Pool, PoolId, Segment
 from memprof.allocator.stats import Statistics
 
 
@@ -17,14 +17,11 @@ class PrivatePool:
         statistics: the device's counters.
     """
 
-    __slots__ = ("large", "pool_id", "small", "use_count", "use_on_oom")
+    __slots__ = ("large", "small")
 
     def __init__(self, pool_id: PoolId, statistics: Statistics) -> None:
-        self.pool_id = pool_id
         self.small = Pool(pool_id, is_small=True, counters=statistics.small_pool, total=statistics.all)
         self.large = Pool(pool_id, is_small=False, counters=statistics.large_pool, total=statistics.all)
-        self.use_count = int(pool_id == DEFAULT_POOL)
-        self.use_on_oom = False
 
 
 class BlockLayout(NamedTuple):

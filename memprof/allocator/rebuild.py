@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId, StreamPool, split_right
+from memprof.allocator.blocks import Block, PoolId, StreamPool, split_right
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
@@ -26,6 +26,12 @@ from memprof.trace.snapshot import Action, BlockState, SnapshotEvent, SnapshotSe
 
 OTHER_STREAM = -1
 """Which stream a late free waited for is not recorded."""
+
+
+def completes_at_once(events: list[SnapshotEvent], index: int) -> bool:
+    """Whether the free that the event at `index` asks for is done at once: no other stream held it up."""
+    following = events[index + 1 : index + 2]
+    return [(one.action, one.address) for one in following] == [(Action.FREE_COMPLETED, events[index].address)]
 
 
 @dataclass(slots=True)
@@ -264,9 +270,7 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
     found: dict[int, Block] = {}
     previous: tuple[Range, Block] | None = None
     for run in state.ranges:
-        if run.pool_id != DEFAULT_POOL and run.pool_id not in allocator.pools:
-            allocator.create_pool(run.pool_id)
-        home = allocator.pools[run.pool_id]
+        home = allocator.create_pool(run.pool_id)
         owner = (home.small if run.is_small else home.large).of_stream(run.stream)
         store = allocator.segment_store
         block: Block
@@ -289,7 +293,7 @@ def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
             _take(block, known, found)
             if known.pending:
                 block.uses = {OTHER_STREAM}
-                allocator.pending.add(block, capturing=False)
+                allocator.pending.add(block)
             if rest is None:
                 break
             block = rest

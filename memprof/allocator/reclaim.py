@@ -45,16 +45,10 @@ def release_available(allocator: CachingAllocator, owner: StreamPool, size: int)
 
 
 def release_cached(allocator: CachingAllocator) -> None:
-    """Give back every segment that is wholly free, of the default pool and of private pools without users."""
-    store = allocator.segment_store
-    if not allocator.capturing:
-        allocator.synchronize()
-        _release_pool(store, allocator.default_pool.large)
-        _release_pool(store, allocator.default_pool.small)
-    for private in list(allocator.pools.values()):
-        if private is not allocator.default_pool and private.use_count == 0:
-            _release_pool(store, private.small)
-            _release_pool(store, private.large)
+    """Give back every segment of the default pool that is wholly free; private pools are in use as long as they are."""
+    allocator.synchronize()
+    _release_pool(allocator.segment_store, allocator.default_pool.large)
+    _release_pool(allocator.segment_store, allocator.default_pool.small)
 
 
 def _fills_segment(block: Block) -> bool:

@@ -17,7 +17,7 @@ from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig, config_from_settings
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.pools import SegmentLayout
-from memprof.allocator.rebuild import OTHER_STREAM, State, restore, state_before
+from memprof.allocator.rebuild import OTHER_STREAM, State, completes_at_once, restore, state_before
 from memprof.allocator.recorded_driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import whole_units
@@ -274,11 +274,7 @@ class _Replay:
         if block is None:
             self.differs(index, f"{event.address:#x} is freed, but nothing is there")
             return 0
-        following = self.events[index + 1] if index + 1 < len(self.events) else None
-        at_once = following is not None and (following.action, following.address) == (
-            Action.FREE_COMPLETED,
-            event.address,
-        )
+        at_once = completes_at_once(self.events, index)
         if not at_once:
             self.allocator.record_stream(block, OTHER_STREAM)
             self.pending[event.address] = block
@@ -295,8 +291,7 @@ class _Replay:
 
     def pool_of(self, event: SnapshotEvent) -> PoolId:
         if event.pool_id != DEFAULT_POOL:
-            if event.pool_id not in self.allocator.pools:
-                self.allocator.create_pool(event.pool_id)
+            self.allocator.create_pool(event.pool_id)
             return event.pool_id
         for segment in self.private.values():  # before 2.9 events do not name their pool
             if segment.address <= event.address < segment.address + segment.size:

@@ -44,11 +44,7 @@ class Timeline:
 
     requested: array[int] = field(default_factory=lambda: array("q"))
     allocated: array[int] = field(default_factory=lambda: array("q"))
-    active: array[int] = field(default_factory=lambda: array("q"))
     reserved: array[int] = field(default_factory=lambda: array("q"))
-    peak_requested: TimelinePeak = TimelinePeak()
-    peak_allocated: TimelinePeak = TimelinePeak()
-    peak_active: TimelinePeak = TimelinePeak()
     peak_reserved: TimelinePeak = TimelinePeak()
     """Within an event the allocator may hold more than after it, when it gives segments back to get another."""
     first_oom: FirstOom | None = None
@@ -68,19 +64,49 @@ class Timeline:
         return self.first_oom is None
 
 
-class Replayer:
-    """Feeds one allocator request by request, and writes the timeline.
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """What the allocator may take of a card."""
+
+    total_bytes: int
+    """As CUDA reports it."""
+    context_bytes: int
+    """Taken outside the allocator: the CUDA context, other users."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left to reserve."""
+        return max(self.total_bytes - self.context_bytes, 0)
+
+
+class TraceReplay:
+    """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
+
+    Storages of other devices and empty ones change nothing. The card's limit is lifted at the first out-of-memory
+    error.
 
     Args:
-        allocator: a fresh one; its driver's limit is lifted at the first out-of-memory error.
+        trace: the run.
+        card: None: without limit.
+        config: the settings.
+        release: whose rules.
     """
 
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
+    def __init__(
+        self,
+        trace: Trace,
+        card: CardMemory | None = None,
+        config: AllocatorConfig | None = None,
+        release: Release = LATEST,
+    ) -> None:
+        self.driver = SimulatedDriver(None) if card is None else SimulatedDriver(card.total_bytes, card.context_bytes)
+        self.allocator = CachingAllocator(self.driver.total_bytes, config, release, self.driver)
+        self.trace = trace
         self.timeline = Timeline()
         self.event = 0
-        self._peaks = [0, 0, 0, 0]
-        self._peak_events = [-1, -1, -1, -1]
+        self.live: dict[int, Block] = {}
+        """Blocks of the storages that are alive, by storage."""
+        self._has_limit = card is not None
         self._retries_in_vain = 0
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
@@ -90,9 +116,7 @@ class Replayer:
         except OutOfMemory as error:
             if self.timeline.first_oom is None:
                 self.timeline.first_oom = FirstOom(self.event, error.report, str(error))
-            if not isinstance(self.allocator.driver, SimulatedDriver):
-                raise
-            self.allocator.driver.lift_limit()
+            self.driver.lift_limit()
             self.allocator.lift_limit()
         try:
             return self.allocator.malloc(num_bytes, stream)
@@ -106,9 +130,8 @@ class Replayer:
     @property
     def was_limited(self) -> bool:
         """Whether the card (or a fraction of it that was set) ever decided anything."""
-        driver = self.allocator.driver
-        refused = isinstance(driver, SimulatedDriver) and driver.refusals > 0
-        return refused or self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
+        limited = self.allocator.allowed_bytes is not None or self.timeline.first_oom is not None
+        return limited or self.driver.refusals > 0
 
     def end_event(self, *, grew: bool) -> None:
         """Write down what is held after the event; peaks can only move when something was requested (`grew`)."""
@@ -116,61 +139,18 @@ class Replayer:
         timeline = self.timeline
         timeline.requested.append(counters.requested_bytes)
         timeline.allocated.append(counters.allocated_bytes)
-        timeline.active.append(counters.active_bytes)
         timeline.reserved.append(counters.reserved_bytes)
-        if grew:
-            peaks, events = self._peaks, self._peak_events
-            if counters.requested_bytes_peak > peaks[0]:
-                peaks[0], events[0] = counters.requested_bytes_peak, self.event
-            if counters.allocated_bytes_peak > peaks[1]:
-                peaks[1], events[1] = counters.allocated_bytes_peak, self.event
-            if counters.active_bytes_peak > peaks[2]:
-                peaks[2], events[2] = counters.active_bytes_peak, self.event
-            if counters.reserved_bytes_peak > peaks[3]:
-                peaks[3], events[3] = counters.reserved_bytes_peak, self.event
+        if grew and counters.reserved_bytes_peak > timeline.peak_reserved.num_bytes:
+            timeline.peak_reserved = TimelinePeak(counters.reserved_bytes_peak, self.event)
         self.event += 1
 
     def finish(self) -> Timeline:
-        """The timeline with its peaks, statistics and final layout."""
+        """The timeline with its statistics and final layout."""
         timeline = self.timeline
-        found = [TimelinePeak(*pair) for pair in zip(self._peaks, self._peak_events, strict=True)]
-        timeline.peak_requested, timeline.peak_allocated, timeline.peak_active, timeline.peak_reserved = found
         timeline.stats = self.allocator.stats()
         timeline.retries = self.allocator.statistics.num_alloc_retries - self._retries_in_vain
         timeline.segments = self.allocator.segments()
         return timeline
-
-
-class TraceReplay(Replayer):
-    """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
-
-    Storages of other devices and empty ones change nothing.
-
-    Args:
-        trace: the run.
-        usable_bytes: what the allocator may reserve: the card's memory less the CUDA context and other users.
-            None: without limit.
-        config: the settings.
-        release: whose rules.
-        total_bytes: capacity of the card for messages and fractions; `usable_bytes` unless given.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        usable_bytes: int | None = None,
-        config: AllocatorConfig | None = None,
-        release: Release = LATEST,
-        *,
-        total_bytes: int | None = None,
-    ) -> None:
-        total = usable_bytes if total_bytes is None else total_bytes
-        other = 0 if total is None or usable_bytes is None else total - usable_bytes
-        super().__init__(CachingAllocator(total, config, release, SimulatedDriver(total, other)))
-        self.trace = trace
-        self.live: dict[int, Block] = {}
-        """Blocks of the storages that are alive, by storage."""
-        self._has_limit = total is not None
 
     def _ask(self, num_bytes: int) -> None:
         """A request that was refused when the program ran, and that it went on without: what asking does to the cache

@@ -1,7 +1,6 @@
 """Blocks that other streams used: freed by the program, but busy until those streams are done.
 
-Source: `insert_events`, `process_events`, `synchronize_and_free_events` and
-`insert_events_deferred_until_no_capture` of c10/cuda/CUDACachingAllocator.cpp.
+Source: `insert_events`, `process_events` and `synchronize_and_free_events` of c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Completion(enum.StrEnum):
 
 
 class PendingFrees:
-    """One queue of events per stream, as `cuda_events`, and the blocks that wait for the end of a graph capture.
+    """One queue of events per stream, as `cuda_events`.
 
     Args:
         release: makes a block free, once its last event is done.
@@ -32,53 +31,25 @@ class PendingFrees:
         self.release = release
         self.completion = completion
         self.queues: dict[int, deque[Block]] = {}
-        self.deferred: list[Block] = []
         self.waiting = False
         """False: nothing to poll for."""
 
-    def add(self, block: Block, *, capturing: bool) -> None:
-        """`block` is freed and has stream uses; events cannot be recorded during a capture, so it waits for its end."""
+    def add(self, block: Block) -> None:
+        """`block` is freed and has stream uses."""
         self.waiting = True
-        if capturing:
-            assert block.uses is not None
-            block.events = len(block.uses)
-            self.deferred.append(block)
-        else:
-            self._insert(block)
-
-    def poll(self) -> None:
-        """What every malloc does outside captures: look which events are done."""
-        self._insert_deferred()
-        if self.completion is Completion.IMMEDIATE:
-            self._drain()
-
-    def synchronize(self) -> None:
-        """Wait for all of them."""
-        self._insert_deferred()
-        self._drain()
-
-    def complete(self, block: Block) -> None:
-        """All work on `block` is done, whatever `completion` says."""
-        for queue in self.queues.values():
-            while block in queue:
-                queue.remove(block)
-        if block in self.deferred:
-            self.deferred.remove(block)
-        self._done(block)
-
-    def _insert(self, block: Block) -> None:
         streams = sorted(block.uses or ())
         block.events = len(streams)
         for stream in streams:
             self.queues.setdefault(stream, deque()).append(block)
         block.uses = None
 
-    def _insert_deferred(self) -> None:
-        for block in self.deferred:
-            self._insert(block)
-        self.deferred.clear()
+    def poll(self) -> None:
+        """What every malloc does: look which events are done."""
+        if self.completion is Completion.IMMEDIATE:
+            self.synchronize()
 
-    def _drain(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for all of them."""
         for queue in self.queues.values():
             while queue:
                 block = queue.popleft()
@@ -87,6 +58,13 @@ class PendingFrees:
                     self._done(block)
         self.queues.clear()
         self.waiting = False
+
+    def complete(self, block: Block) -> None:
+        """All work on `block` is done, whatever `completion` says."""
+        for queue in self.queues.values():
+            while block in queue:
+                queue.remove(block)
+        self._done(block)
 
     def _done(self, block: Block) -> None:
         block.uses = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Completion
 from memprof.allocator.blocks import DEFAULT_POOL, PoolId
-from memprof.allocator.rebuild import Range
+from memprof.allocator.rebuild import OTHER_STREAM, Range, completes_at_once
 from memprof.recording.recording import BEFORE, Recording
 from memprof.trace.snapshot import Action
 
@@ -63,8 +63,7 @@ def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
     def malloc(address: int, num_bytes: int, stream: int, pool: PoolId) -> Block:
         if pool == DEFAULT_POOL:  # before 2.9 events do not name their pool
             pool = next((run.pool_id for run in private if run.address <= address < run.address + run.size), pool)
-        if pool not in allocator.pools:
-            allocator.create_pool(pool)
+        allocator.create_pool(pool)
         return allocator.malloc(max(num_bytes, 1), stream, pool)
 
     live: dict[int, Block] = {}
@@ -85,9 +84,8 @@ def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
             block = live.pop(event.address, None)
             if block is None:
                 continue
-            following = events[index + 1] if index + 1 < len(events) else None
-            if following is None or (following.action, following.address) != (Action.FREE_COMPLETED, event.address):
-                allocator.record_stream(block, _OTHER_STREAM)
+            if not completes_at_once(events, index):
+                allocator.record_stream(block, OTHER_STREAM)
                 waiting[event.address] = block
             allocator.free(block)
         elif action is Action.FREE_COMPLETED:
@@ -103,7 +101,3 @@ def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
         driver_allocations=stats["num_device_alloc"],
         final_segments=len(allocator.segments()),
     )
-
-
-_OTHER_STREAM = -1
-"""Which stream a late free waited for is not recorded."""

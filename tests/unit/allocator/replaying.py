@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Timeline, TraceReplay
+from memprof.allocator import AllocatorConfig, Block, CardMemory, Timeline, TraceReplay
 from memprof.allocator.releases import LATEST, Release
-from memprof.allocator.replay import Replayer
 from memprof.trace.events import Trace
 
 
@@ -19,14 +18,16 @@ def replay_trace(
     total_bytes: int | None = None,
 ) -> Timeline:
     """The timeline has an entry for each event of the trace."""
-    player = TraceReplay(trace, usable_bytes, config, release, total_bytes=total_bytes)
+    total = usable_bytes if total_bytes is None else total_bytes
+    card = None if usable_bytes is None or total is None else CardMemory(total, total - usable_bytes)
+    player = TraceReplay(trace, card, config, release)
     player.advance()
     return player.finish()
 
 
 def replay(requests: Iterable[tuple[int, int]], config: AllocatorConfig | None = None) -> Timeline:
     """Replay (name, bytes) requests on one stream: bytes > 0 allocates `name`, bytes = 0 frees it."""
-    player = Replayer(CachingAllocator(None, config))
+    player = TraceReplay(Trace(), None, config)
     live: dict[int, Block] = {}
     for name, num_bytes in requests:
         if num_bytes:

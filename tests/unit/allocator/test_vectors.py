@@ -241,47 +241,24 @@ def test_memory_fraction_limits_and_preemptive_refusal():
     assert strict.stats()["num_oom_rejections"] == 1
 
 
-def test_private_pools_stay_until_nobody_uses_them():
+def test_private_pools_stay():
     memory = allocator()
     graph = (0, 1)
-    memory.begin_capture(graph)
+    memory.create_pool(graph)
     memory.free(memory.malloc(30 * MIB, pool=graph))
-    memory.end_capture(graph)
     memory.empty_cache()
     assert memory.counters.reserved_bytes == 30 * MIB
     assert memory.segments()[0].pool_id == graph
     memory.malloc(30 * MIB)
     assert memory.counters.reserved_bytes == 60 * MIB
-    memory.release_pool(graph)
-    memory.empty_cache()
-    assert memory.counters.reserved_bytes == 30 * MIB
 
 
 def test_private_pool_bytes_in_the_message():
     memory = allocator(total=100 * MIB)
-    memory.begin_capture((0, 1))
+    memory.create_pool((0, 1))
     memory.free(memory.malloc(30 * MIB, pool=(0, 1)))
-    memory.end_capture((0, 1))
     with pytest.raises(OutOfMemory, match=r"30\.00 MiB is allocated by PyTorch, with 30\.00 MiB allocated in private"):
         memory.malloc(80 * MIB)
-
-
-def test_capture_does_not_release_the_cache():
-    memory = allocator(total=100 * MIB)
-    memory.free(memory.malloc(60 * MIB))
-    memory.begin_capture((0, 1))
-    with pytest.raises(OutOfMemory):
-        memory.malloc(60 * MIB, pool=(0, 1))
-    memory.end_capture((0, 1))
-    assert memory.malloc(80 * MIB).size == 80 * MIB
-
-
-def test_overflow_pool_serves_before_the_cache_is_given_back():
-    memory = allocator(total=100 * MIB)
-    memory.create_pool((0, 1), use_on_oom=True)
-    kept = memory.malloc(60 * MIB, pool=(0, 1))
-    memory.free(kept)
-    assert memory.malloc(50 * MIB, pool=(0, 0)).owner.pool.pool_id == (0, 1)
 
 
 def test_roundup_divisions():
