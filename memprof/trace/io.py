@@ -6,6 +6,7 @@ captures are passed around and a pickle executes what it likes.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import zlib
@@ -13,32 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from memprof.errors import UsageError
-from memprof.trace.events import (
-    GPU,
-    DeviceMismatch,
-    Event,
-    EventKind,
-    Failure,
-    Forward,
-    Holder,
-    Module,
-    Owner,
-    Phase,
-    Role,
-    Sample,
-    Storage,
-    Trace,
-    Work,
-)
-from memprof.trace.facts import Facts
+from memprof.trace.events import Event, EventKind, Owner, Role, Storage, Trace, Work
 from memprof.trace.files import write_whole
-from memprof.trace.plain import from_plain
+from memprof.trace.plain import fields_from_plain
 
 SCHEMA = 2
 """The newest schema that is read. 2 has EMPTY_CACHE events; a capture without them is written as schema 1, which
 earlier releases read too."""
 
 _FORMAT = "memprof capture"
+_LONG = ("events", "storages", "owners", "work", "times")
+"""As long as the run: read row by row, without a look at each value's type."""
 _WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
 
@@ -51,26 +37,9 @@ def save_trace(trace: Trace, path: Path) -> None:
     document = {
         "format": _FORMAT,
         "schema": SCHEMA if any(event.kind is EventKind.EMPTY_CACHE for event in trace.events) else 1,
-        "source": trace.source,
+        **{one.name: getattr(trace, one.name) for one in dataclasses.fields(trace)},
         "facts": trace.facts.to_json(),
-        "assumptions": trace.assumptions,
-        "ops": trace.ops,
-        "sources": trace.sources,
-        "modules": trace.modules,
-        "phases": trace.phases,
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
-        "mismatches": trace.mismatches,
-        "failure": trace.failure,
-        "trains": trace.trains,
-        "cut_short": trace.cut_short,
-        "refused": trace.refused,
-        "work": trace.work,
-        "device": trace.device,
-        "samples": trace.samples,
-        "times": trace.times,
-        "forwards": trace.forwards,
-        "holders": trace.holders,
-        "storages": trace.storages,
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
     packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
@@ -117,28 +86,13 @@ def _trace(document: dict[str, Any]) -> Trace:
     kinds = {int(kind): kind for kind in EventKind}
     columns = document["events"]
     trace = Trace(
-        source=document["source"],
+        # Captures of earlier releases lack some.
+        **fields_from_plain(Trace, {name: value for name, value in document.items() if name not in _LONG}),
         events=[Event(kinds[kind], ref) for kind, ref in zip(columns["kind"], columns["ref"], strict=True)],
         storages=[Storage(row[0], tuple(row[1]), *row[2:]) for row in document["storages"]],
-        ops=document["ops"],
-        modules=from_plain(list[Module], document["modules"]),
-        sources=document["sources"],
-        phases=from_plain(list[Phase], document["phases"]),
         owners={index: Owner(Role(role), name) for index, role, name in document["owners"]},
-        mismatches=from_plain(list[DeviceMismatch], document["mismatches"]),
-        assumptions=document["assumptions"],
-        facts=Facts.from_json(document["facts"]),
-        # Captures of earlier releases have none.
-        failure=from_plain(Failure | None, document.get("failure")),
-        device=document.get("device", GPU),
-        samples=from_plain(list[Sample], document.get("samples", [])),
-        times=document.get("times", []),
         work=[Work(*row) for row in document.get("work", ())],
-        trains=document.get("trains", False),
-        cut_short=document.get("cut_short", False),
-        refused=document.get("refused", []),
-        forwards=from_plain(list[Forward], document.get("forwards", [])),
-        holders=from_plain(list[Holder], document.get("holders", [])),
+        times=document.get("times", []),
     )
     _check(trace)
     return trace
