@@ -18,6 +18,7 @@ from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.errors import MemprofError
 from memprof.trace.events import GPU, EventKind, Trace
+from memprof.trace.facts import DeviceFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,14 @@ class CardMemory:
     def usable_bytes(self) -> int:
         """What is left to reserve."""
         return max(self.total_bytes - self.context_bytes, 0)
+
+    @classmethod
+    def of(cls, device: DeviceFacts) -> CardMemory | None:
+        """That of a run's device, which may have had other users if it was measured on; None: its size is not known."""
+        total, usable = device.total_bytes, device.usable_bytes
+        if total is None:
+            return None
+        return cls(total, device.context_bytes if usable is None else total - usable)
 
 
 class TraceReplay:

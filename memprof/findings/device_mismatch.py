@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, format_shape, without_numbers, would_help
+from memprof.findings.evidence import file_and_line, format_shape, would_help
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace
+from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, without_numbers
 
 _ARGUMENTS = {
     "aten.mm": ("self", "mat2"),

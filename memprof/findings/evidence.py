@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from memprof.findings.finding import Context, Evidence
 from memprof.ledger.categories import Category
 from memprof.remedy_catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
-from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source
+from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
 from memprof.units import format_bytes
 
 HALF_DTYPES = ("bfloat16", "float16")
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _INTEGERS = ("int64", "int32")
 _TRAINING = {PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP}
 _COMPUTING = (PhaseKind.FORWARD, PhaseKind.BACKWARD)
@@ -48,11 +47,6 @@ def percent(num_bytes: int, whole: int) -> str:
 def plural(count: int, noun: str) -> str:
     """1 copy is told as "1 tensor", 4 as "4 tensors"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def without_numbers(path: str) -> str:
-    """A module's path with layer numbers replaced by `*`."""
-    return _NUMBER.sub("*", path)
 
 
 def module_pattern(trace: Trace, storage: Storage) -> str | None:
@@ -197,7 +191,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
         if len(trace.storages[index].shape) == 2
         and (name in weights or _VOCABULARY.search(name))
         and not _POSITIONS.search(name)
-        and not _NUMBER.search(name)
+        and name == without_numbers(name)
     }
 
 

@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 from memprof.allocator import Needs, OnCard, SegmentLayout
 from memprof.findings.does_not_fit import stage_text
-from memprof.findings.evidence import file_and_line, format_shape, module_pattern, percent, plural, would_help
+from memprof.findings.evidence import (
+    file_and_line,
+    format_shape,
+    module_pattern,
+    percent,
+    plural,
+    tensor_evidence,
+    would_help,
+)
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import Trace
 from memprof.units import MIB, format_bytes
@@ -111,21 +119,14 @@ def _kind(trace: Trace, alike: list[_Pinned]) -> Evidence:
     """A line on segments that are alike, and the largest tensor that pins one of them."""
     first = alike[0]
     largest = max(first.storages, key=lambda index: trace.storages[index].num_bytes)
-    storage = trace.storages[largest]
     each = " each" if len(alike) > 1 else ""
     others = f" and {len(first.storages) - 1} more" if len(first.storages) > 1 else ""
     pieces = "" if first.largest == first.free else f", at most {format_bytes(first.largest)} in one piece"
-    return Evidence(
+    text = (
         f"{plural(len(alike), 'segment')} of {format_bytes(first.size)}: {format_bytes(first.free)} free{each}{pieces}"
-        f"; pinned by {_what(trace, largest)}{others}",
-        num_bytes=sum(segment.free for segment in alike),
-        shape=storage.shape,
-        dtype=storage.dtype,
-        module=module_pattern(trace, storage),
-        op=trace.op(storage),
-        source=trace.source_line(storage),
-        device=storage.device,
+        f"; pinned by {_what(trace, largest)}{others}"
     )
+    return tensor_evidence(trace, largest, text, num_bytes=sum(segment.free for segment in alike))
 
 
 def _what(trace: Trace, index: int) -> str:

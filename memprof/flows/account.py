@@ -39,11 +39,7 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
     if trace.device == CPU:
         run = without_allocator(trace)
     else:
-        card = None
-        if device.total_bytes is not None:  # a card that was measured on may have had other users
-            usable = device.total_bytes - device.context_bytes if device.usable_bytes is None else device.usable_bytes
-            card = CardMemory(device.total_bytes, device.total_bytes - usable)
-        run = replay_on_card(trace, card, settings.config, settings.release)
+        run = replay_on_card(trace, CardMemory.of(device), settings.config, settings.release)
     ledger = build_ledger(trace, run)
     if not explained:
         return build_document(ledger, [], settings)

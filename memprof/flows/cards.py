@@ -33,9 +33,7 @@ class RunAllocator(LiveAllocator):
     def __init__(self, trace: Trace, gpu: Gpu, settings: Settings) -> None:
         card = CardMemory(gpu.total_bytes, CONTEXT_BYTES)
         super().__init__(trace, card, settings.config, settings.release)
-        self._snapshot = functools.partial(
-            snapshot_of, trace, settings.config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes
-        )
+        self._snapshot = functools.partial(snapshot_of, trace, settings.config, card)
 
     def snapshot(self) -> dict[str, Any]:
         """torch.cuda.memory._snapshot() now, with the history since the run began."""

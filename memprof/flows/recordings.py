@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.allocator import AllocatorConfig, config_from_environment, parse_config
+from memprof.allocator import AllocatorConfig, CardMemory, config_from_environment, parse_config
 from memprof.device.host import available_bytes
 from memprof.errors import UsageError
 from memprof.recording.from_trace import Converted, Slice, snapshot_of
@@ -118,7 +118,7 @@ def _open_capture(path: Path) -> Opened:
     trace = load_trace(path)
     config, note = _settings(trace)
     card = trace.facts.device
-    converted = snapshot_of(trace, config, usable_bytes=card.usable_bytes, total_bytes=card.total_bytes)
+    converted = snapshot_of(trace, config, CardMemory.of(card))
     if not converted.snapshot.traces[0]:
         raise UsageError("the capture holds no allocation on the GPU", value=path, hint="record it again")
     found = recordings(converted.snapshot, converted.origins)

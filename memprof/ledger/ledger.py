@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from memprof.errors import MemprofError
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stage_amounts import OutOfMemory, Stage, stages_of
 from memprof.ledger.stages import Span, spans
-from memprof.trace.events import HOST, EventKind, Trace
+from memprof.trace.events import HOST, EventKind, Trace, without_numbers
 from memprof.trace.plain import json_name
 
 
@@ -208,16 +207,12 @@ def alive_at(trace: Trace, time: int) -> list[int]:
     return [index for index in alive if index not in trace.refused]
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
 def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds: bool) -> list[LiveTensor]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    names: dict[int, list[str | None]] = {}
     for index in alive_at(trace, time):
-        storage = trace.storages[index]
-        owner = trace.owners.get(index)
-        name = owner.name if owner else None
-        module = trace.module_path(storage)
+        storage, owner = trace.storages[index], trace.owners.get(index)
+        names[index] = [trace.module_path(storage), owner.name if owner else None]
         key = (
             storage.num_bytes,
             storage.shape,
@@ -225,20 +220,14 @@ def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds
             categories[index],
             storage.op,
             storage.source,
-            None if module is None else _NUMBER.sub("*", module),
-            None if name is None else _NUMBER.sub("*", name),
+            *_in_any_layer(names[index]),
             trace.phases[storage.phase].kind,
         )
         groups[key].append(index)
     result = []
     for indices in groups.values():
         storage = trace.storages[indices[0]]
-        owner = trace.owners.get(indices[0])
-        module = trace.module_path(storage)
-        name = owner.name if owner else None
-        if len(indices) > 1:
-            module = None if module is None else _NUMBER.sub("*", module)
-            name = None if name is None else _NUMBER.sub("*", name)
+        module, name = names[indices[0]] if len(indices) == 1 else _in_any_layer(names[indices[0]])
         result.append(
             LiveTensor(
                 num_bytes=storage.num_bytes,
@@ -256,3 +245,7 @@ def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds
             )
         )
     return sorted(result, key=lambda tensor: (-tensor.num_bytes, -tensor.count))
+
+
+def _in_any_layer(names: list[str | None]) -> list[str | None]:
+    return [None if name is None else without_numbers(name) for name in names]

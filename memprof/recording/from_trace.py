@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.allocator import AllocatorConfig, Block, CachingAllocator, OutOfMemory, SimulatedDriver
+from memprof.allocator import AllocatorConfig, Block, CachingAllocator, CardMemory, OutOfMemory, SimulatedDriver
 from memprof.allocator.blocks import DEFAULT_POOL
 from memprof.allocator.caching import UNKNOWN_SPACE
 from memprof.ledger.categories import categorize
@@ -64,8 +64,8 @@ class Converted:
 class _WritingDriver(SimulatedDriver):
     """Writes down what is taken from the card and given back."""
 
-    def __init__(self, total_bytes: int | None, other_bytes: int, events: list[SnapshotEvent]) -> None:
-        super().__init__(total_bytes, other_bytes)
+    def __init__(self, card: CardMemory | None, events: list[SnapshotEvent]) -> None:
+        super().__init__(*((None,) if card is None else (card.total_bytes, card.context_bytes)))
         self.events = events
         self.time = 0
         self.stack: Stack = ()
@@ -94,47 +94,26 @@ class _WritingDriver(SimulatedDriver):
         self.events.append(SnapshotEvent(action, address, size, 0, DEFAULT_POOL, self.time, self.stack))
 
 
-def snapshot_of(
-    trace: Trace,
-    config: AllocatorConfig | None = None,
-    *,
-    usable_bytes: int | None = None,
-    total_bytes: int | None = None,
-    device: str = GPU,
-) -> Converted:
+def snapshot_of(trace: Trace, config: AllocatorConfig, card: CardMemory | None) -> Converted:
     """`trace` as torch would have recorded it on one card.
 
     Args:
         trace: a simulated or measured run.
         config: the allocator's settings.
-        usable_bytes: what the allocator may take of the card; None: without limit. After its first out-of-memory
-            error, which is written down, the run goes on on a card without limit, unless it went on without what it
-            had asked for.
-        total_bytes: the card's capacity; `usable_bytes` unless given.
-        device: the device of the trace.
+        card: None: without limit. After its first out-of-memory error, which is written down, the run goes on on a card
+            without limit, unless it went on without what it had asked for.
     """
-    config = AllocatorConfig() if config is None else config
-    found = _convert(trace, config, usable_bytes, total_bytes, device, endless=False)
+    found = _convert(trace, config, card, endless=False)
     if config.expandable_segments and any(event.action is Action.OOM for event in found.snapshot.traces[0]):
         # Beyond the card, the address space that torch reserves for the card must not be a limit either.
-        found = _convert(trace, config, usable_bytes, total_bytes, device, endless=True)
+        found = _convert(trace, config, card, endless=True)
     return found
 
 
-def _convert(
-    trace: Trace,
-    config: AllocatorConfig,
-    usable_bytes: int | None,
-    total_bytes: int | None,
-    device: str,
-    *,
-    endless: bool,
-) -> Converted:
-    total = usable_bytes if total_bytes is None else total_bytes
-    other = 0 if total is None or usable_bytes is None else total - usable_bytes
+def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, endless: bool) -> Converted:
     events: list[SnapshotEvent] = []
-    driver = _WritingDriver(total, other, events)
-    allocator = CachingAllocator(total, config, driver=driver)
+    driver = _WritingDriver(card, events)
+    allocator = CachingAllocator(driver.total_bytes, config, driver=driver)
     if endless:
         allocator.segment_store.address_space = UNKNOWN_SPACE
     writer = _Origins(trace)
@@ -150,7 +129,7 @@ def _convert(
             found.steps.append(len(events))
         if kind is EventKind.ALLOC:
             storage = trace.storages[ref]
-            if storage.device != device or not storage.num_bytes:
+            if storage.device != GPU or not storage.num_bytes:
                 continue
             driver.stack = stack = writer.stack(ref, storage)
             try:
@@ -177,7 +156,7 @@ def _convert(
                 for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
             ]
             allocator.free(block)
-        elif kind.name == "EMPTY_CACHE":  # not in the traces of earlier releases
+        elif kind is EventKind.EMPTY_CACHE:
             driver.stack = ()
             allocator.empty_cache()
     found.slices = slices(trace)

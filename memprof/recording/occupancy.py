@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from memprof.allocator.rebuild import Ranges
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.categories import Category
 from memprof.recording.recording import Life, Recording
+from memprof.trace.events import without_numbers
 from memprof.units import KIB, MIB
 
 NEARLY_EMPTY = 0.25
@@ -19,9 +19,6 @@ NEARLY_EMPTY = 0.25
 
 BY = ("frame", "module", "category", "size")
 """What blocks can be grouped by."""
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-"""The number of a layer in a module's path: equal modules of all layers are one."""
 
 _SIZE_CLASSES = (
     (512, "512 bytes"), (64 * KIB, "to 64 KiB"), (MIB, "to 1 MiB"), (10 * MIB, "1 to 10 MiB"),
@@ -113,7 +110,7 @@ def group(lives: list[Life], by: str) -> list[Group]:
     for (key, category), own in members.items():
         weights: list[Counter[str]] = [Counter(), Counter()]
         for life in own:
-            for counter, value in zip(weights, (life.origin.op, _NUMBER.sub("*", life.origin.module)), strict=True):
+            for counter, value in zip(weights, (life.origin.op, without_numbers(life.origin.module)), strict=True):
                 counter[value] += life.size
         op, module = (counter.most_common(1)[0][0] for counter in weights)
         found.append(
@@ -133,9 +130,9 @@ def group(lives: list[Life], by: str) -> list[Group]:
 def _key(life: Life, by: str) -> str:
     if by == "frame":
         source = life.origin.source
-        return source if ":" in source else _NUMBER.sub("*", source)
+        return source if ":" in source else without_numbers(source)
     if by == "module":
-        return _NUMBER.sub("*", life.origin.module)
+        return without_numbers(life.origin.module)
     if by == "category":
         return life.category.value
     return next((name for limit, name in _SIZE_CLASSES if life.size <= limit), "1 GiB and more")

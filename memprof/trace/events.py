@@ -8,6 +8,7 @@ nothing else, and needs no torch.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -320,6 +321,14 @@ class Trace:
     def source_line(self, storage: Storage) -> str | None:
         """`file:line function` that allocated `storage`, None if no line outside torch was running."""
         return None if storage.source == NONE else self.sources[storage.source]
+
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def without_numbers(path: str) -> str:
+    """A module's path, or the name of what is in it, with layer numbers replaced by `*`: alike in all layers."""
+    return _LAYER.sub("*", path)
 
 
 def short_source(source: str) -> str:

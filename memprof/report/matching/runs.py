@@ -15,6 +15,7 @@ from memprof.recording.occupancy import fragmentation, group
 from memprof.recording.recording import Recording
 from memprof.report.documents.comparison import Side, TensorSide
 from memprof.report.documents.report import Document
+from memprof.trace.events import without_numbers
 from memprof.trace.facts import Target, target_to_json
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
@@ -54,7 +55,6 @@ MOST_MAPPED = 8
 _CHOOSES_FOREACH = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 """Adafactor steps parameter by parameter wherever they are; other libraries have one way each."""
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NOT_SETTINGS = ("alloc_conf",)  # the allocator's own says more
 
 _STEP = re.compile(r"(.*) \(step (\d+)\)")
@@ -164,7 +164,7 @@ def _stages(rows: tuple[Stage, ...]) -> dict[StageKey, Stage]:
 
 def _place(tensor: LiveTensor) -> str | None:
     where = tensor.name or tensor.module
-    return None if where is None else _NUMBER.sub("*", where)
+    return None if where is None else without_numbers(where)
 
 
 def _findings(rows: tuple[Finding, ...]) -> dict[str, int | None]:
@@ -193,7 +193,7 @@ def run_of_recording(
     kinds: Counter[tuple[str, str | None, str, int, str | None]] = Counter()
     for life in alive:
         origin = life.origin
-        module = _NUMBER.sub("*", origin.module) if origin.in_module else None
+        module = without_numbers(origin.module) if origin.in_module else None
         kinds[life.category.value, module, origin.op, life.requested, origin.source] += 1
     stages: dict[StageKey, Stage] = {}
     seen: Counter[tuple[str, int]] = Counter()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import parse_config, replay_snapshot
+from memprof.allocator import AllocatorConfig, CardMemory, parse_config, replay_snapshot
 from memprof.errors import MemprofError
 from memprof.flows.compare import open_run
 from memprof.flows.recordings import export_file, open_file
@@ -58,7 +58,7 @@ def plain_trace(requests: list[tuple[int, int]]) -> Trace:
     usable=st.sampled_from([None, 120 * MIB, 260 * MIB]),
 )
 def test_a_replayed_export_reproduces_itself(conf, requests, usable):
-    made = snapshot_of(plain_trace(requests), parse_config(conf), usable_bytes=usable).snapshot
+    made = snapshot_of(plain_trace(requests), parse_config(conf), usable and CardMemory(usable, 0)).snapshot
     again = parse_snapshot(pickle.dumps(as_plain(made), protocol=4))
     assert again.traces == made.traces
     assert again.segments == made.segments
@@ -70,7 +70,9 @@ def test_a_replayed_export_reproduces_itself(conf, requests, usable):
 
 
 def test_out_of_memory_is_written_down():
-    made = snapshot_of(plain_trace([(1, 60 * MIB), (2, 90 * MIB), (1, 0)]), usable_bytes=100 * MIB).snapshot
+    made = snapshot_of(
+        plain_trace([(1, 60 * MIB), (2, 90 * MIB), (1, 0)]), AllocatorConfig(), CardMemory(100 * MIB, 0)
+    ).snapshot
     actions = [event.action.value for event in made.traces[0]]
     assert actions == ["segment_alloc", "alloc", "oom", "segment_alloc", "alloc", "free_requested", "free_completed"]
     (found,) = recordings(made)
@@ -87,7 +89,7 @@ def test_only_types_that_the_viewer_knows():
 
 def test_frames_categories_and_stages_of_a_trace():
     trace = training_run()
-    made = snapshot_of(trace)
+    made = snapshot_of(trace, AllocatorConfig(), None)
     (found,) = recordings(made.snapshot, made.origins)
     assert {life.category for life in found.lives} >= {"parameters", "gradients", "optimizer state", "activations"}
     names = [note["name"] for note in made.snapshot.annotations if note["stage"] == "START"]
