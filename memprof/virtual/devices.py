@@ -3,17 +3,12 @@
 Property reads (`t.device`, `t.is_cuda`) are answered with the device that the program believes in; device arguments
 that name CUDA become meta, and the recording mode is told what was asked for. Composite functions whose choices C++
 makes by device before any dispatch mode sees them are chosen in kernels/.
-
-torch's own Python functions (`torch.nn.functional` and friends) hand themselves to an active mode and then run with the
-mode taken off, so that a factory inside them would be missed. `python_functions_run_inside` keeps them from doing that:
-they run as plain Python under the mode, which then sees the C++ functions that they call.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -491,47 +486,6 @@ def _answers_for_itself(kind: type) -> bool:
     return own is not None and own is not _PLAIN_TORCH_FUNCTION
 
 
-def python_functions_run_inside() -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
-    replacements = {
-        "has_torch_function": _overridden,
-        "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
-        "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
-    }
-    functions = {name: getattr(torch._C, _C_NAMES[name]) for name in replacements}
-    for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once
-        module = sys.modules.get(module_name)
-        if module is None:
-            continue
-        _ASKED.add(module_name)
-        if module_name == "torch" or module_name.startswith("torch."):
-            calls = [name for name in functions if vars(module).get(name) is functions[name]]
-            if calls:
-                _CALLS[module_name] = calls
-    for module_name, calls in _CALLS.items():
-        module = sys.modules.get(module_name)
-        for name in calls:
-            if module is not None and vars(module).get(name) is functions[name]:
-                yield module, name, replacements[name]
-
-
-_ASKED: set[str] = set()
-_CALLS: dict[str, list[str]] = {}
-"""Module -> which of torch's three questions about overriding it has imported, if any."""
-
-
-def _overridden(tensors: Any) -> bool:
-    """Whether a tensor subclass (not a mode) wants the call."""
-    for tensor in tensors:
-        kind = type(tensor)
-        if kind is _Tensor or kind is torch.nn.Parameter:
-            continue
-        handler = getattr(kind, "__torch_function__", None)
-        if handler not in (None, torch._C._disabled_torch_function_impl) and handler != _Tensor.__torch_function__:
-            return True
-    return False
-
-
 _RECURRENT: dict[str, Callable[..., Any]] = {
     name: getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 }
@@ -542,9 +496,4 @@ _NONFINITE: dict[Any, bool] = {
     _Tensor.isnan: False,
     torch.isinf: False,
     _Tensor.isinf: False,
-}
-_C_NAMES = {
-    "has_torch_function": "_has_torch_function",
-    "has_torch_function_unary": "_has_torch_function_unary",
-    "has_torch_function_variadic": "_has_torch_function_variadic",
 }

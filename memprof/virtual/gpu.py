@@ -12,8 +12,9 @@ from torch import nn
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.trace.events import Failure, Owner, Phase, PhaseKind, Role, Trace
+from memprof.virtual import python_functions
 from memprof.virtual.card import Card
-from memprof.virtual.devices import DeviceMode, python_functions_run_inside
+from memprof.virtual.devices import DeviceMode
 from memprof.virtual.edges import children, compiled, control_flow, distributed, generation, loaders, native, processes
 from memprof.virtual.kernels import detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
@@ -174,7 +175,7 @@ class VirtualGpu(Watch):
     def _install(self) -> None:
         patches = self._patches
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
-        patches.set_all(python_functions_run_inside())
+        patches.set_all(python_functions.run_inside())
         patches.set_all(
             cuda_facade(self.gpu, self.recorder, self._context_bytes, self._memory, self._allocator_settings)
         )

@@ -1,0 +1,55 @@
+"""torch's own Python functions (`torch.nn.functional` and friends) under a function mode.
+
+They hand themselves to an active mode and then run with the mode taken off, so that a factory inside them would be
+missed. Here they are kept from that: they run as plain Python under the mode, which sees the C++ functions that they
+call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def run_inside() -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
+    replacements = {
+        "has_torch_function": _overridden,
+        "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
+        "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
+    }
+    functions = {name: getattr(torch._C, f"_{name}") for name in replacements}
+    for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once
+        module = sys.modules.get(module_name)
+        if module is None:
+            continue
+        _ASKED.add(module_name)
+        if module_name == "torch" or module_name.startswith("torch."):
+            calls = [name for name in functions if vars(module).get(name) is functions[name]]
+            if calls:
+                _CALLS[module_name] = calls
+    for module_name, calls in _CALLS.items():
+        module = sys.modules.get(module_name)
+        for name in calls:
+            if module is not None and vars(module).get(name) is functions[name]:
+                yield module, name, replacements[name]
+
+
+_ASKED: set[str] = set()
+_CALLS: dict[str, list[str]] = {}
+"""Module -> which of torch's three questions about overriding it has imported, if any."""
+
+
+def _overridden(tensors: Any) -> bool:
+    """Whether a tensor subclass (not a mode) wants the call."""
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            continue
+        handler = getattr(kind, "__torch_function__", None)
+        if handler not in (None, torch._C._disabled_torch_function_impl) and handler != torch.Tensor.__torch_function__:
+            return True
+    return False
