@@ -95,7 +95,19 @@ class Operator:
 class Call:
     """One operator call: its arguments, its key for remembered layouts, and where its tensors live."""
 
-    __slots__ = ("args", "func", "key", "kwargs", "on_gpu", "on_host", "on_meta", "real", "sparse", "tensors")
+    __slots__ = (
+        "args",
+        "func",
+        "key",
+        "kwargs",
+        "on_gpu",
+        "on_host",
+        "on_meta",
+        "quantized",
+        "real",
+        "sparse",
+        "tensors",
+    )
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
@@ -110,6 +122,8 @@ class Call:
         self.on_meta = False
         self.sparse = False
         """Whether a sparse tensor is among them."""
+        self.quantized = False
+        """Whether one of torch's own quantized types is."""
 
     @property
     def device(self) -> str | None:

@@ -37,25 +37,38 @@ def mixes(func: Any) -> bool:
 
 def takes_numbers_of_host(func: Any) -> bool:
     """Whether the CUDA kernel of `func` takes a tensor without dimensions from the host."""
-    return func._schema.name + "." + func._schema.overload_name not in _checked()
+    return func.name() not in _checked()
+
+
+def lacks_quantized_kernel(name: str) -> str:
+    """The overload that CUDA does not find for quantized tensors where `name` is called; none if it finds it."""
+    entry = _entries().get(name, "")
+    delegate = re.search(r"structured_delegate: (\S+)", entry)
+    if re.search(r"QuantizedCUDA|: Composite|    Composite", entry) or not (delegate or "  dispatch:" in entry):
+        return ""
+    return f"aten::{delegate[1]}" if delegate else name
 
 
 @functools.cache
 def _checked() -> frozenset[str]:
     """The overloads, `aten::name.overload`, that are given the generated check (torchgen/dest/register_dispatch_key.py,
-    gen_device_check): those with a kernel for CUDA, or a structured one, and no word against it.
+    gen_device_check): those with a kernel for CUDA, or a structured one, and no word against it."""
+    kernels = re.compile(r"(?m)^    .*\bCUDA\b|^  structured_delegate:")
+    return frozenset(
+        name for name, entry in _entries().items() if "device_check: NoCheck" not in entry and kernels.search(entry)
+    )
 
-    torch brings its table along, as text; it is read when the first call of a run mixes devices. Where it is missing
-    nothing is checked.
+
+@functools.cache
+def _entries() -> dict[str, str]:
+    """Overload -> what is said of it in native_functions.yaml.
+
+    torch brings the table along, as text; it is read when a run first mixes devices, or asks for a quantized kernel.
+    Where it is missing nothing is checked.
     """
     spec = importlib.util.find_spec("torchgen")
     folder = Path(spec.origin).parent if spec and spec.origin else Path()
     table = folder / "packaged" / "ATen" / "native" / "native_functions.yaml"
     if not table.is_file():
-        return frozenset()
-    found = set()
-    for entry in re.split(r"(?m)^- func: ", table.read_text())[1:]:
-        if "device_check: NoCheck" not in entry and re.search(r"(?m)^    .*\bCUDA\b|^  structured_delegate:", entry):
-            name, _, overload = entry.partition("(")[0].partition(".")
-            found.add(f"aten::{name}.{overload}")
-    return frozenset(found)
+        return {}
+    return {f"aten::{entry.partition('(')[0]}": entry for entry in re.split(r"(?m)^- func: ", table.read_text())[1:]}

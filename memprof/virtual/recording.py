@@ -30,7 +30,7 @@ from memprof.virtual.card import Card
 from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
 from memprof.virtual.flops import Meter
 from memprof.virtual.kernels import in_place_backward as formulas
-from memprof.virtual.kernels import matrix_products, registry, sparse
+from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
 from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet, refuse_sharded
 from memprof.virtual.machine import Machine
@@ -80,7 +80,7 @@ class RecordingMode(Machine):
             if operator.expansion is not None:
                 with self:
                     return operator.expansion(*args, **(kwargs or {}))
-            if operator.kind is Kind.VIEW and operator.handler is None:
+            if operator.kind is Kind.VIEW and operator.handler is None and not args[0].is_quantized:
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
                 return result
@@ -95,8 +95,8 @@ class RecordingMode(Machine):
                     call.key.append(name)
                     self._look(arg, call)
             place = self.recorder.place(sys._getframe(1))
-            if call.sparse or operator.makes_sparse:
-                return self._sparse(operator, call, place)
+            if call.sparse or call.quantized or operator.makes_sparse:
+                return self._of_parts(operator, call, place)
             mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
             if mixed and not operator.mixes_devices:
                 self._check_devices(operator, call, place)
@@ -118,13 +118,16 @@ class RecordingMode(Machine):
             self.meter.count(operator, call, result)
             return result
 
-    def _sparse(self, operator: Operator, call: Call, place: Place) -> Any:
-        """An operator of sparse tensors: torch's own on the host, else as kernels/sparse.py has it."""
+    def _of_parts(self, operator: Operator, call: Call, place: Place) -> Any:
+        """An operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
         moves = call.kwargs.get("device") is not None and call.kwargs["device"].type == "meta"
         if call.device is None and not moves:
             return call.func(*call.args, **call.kwargs)
+        launch = Launch(self, operator, call, place)
+        if call.quantized:
+            return quantized_tensors.run(launch)
         kernel = sparse.of_sparse.get(operator.packet)
-        result = NotImplemented if kernel is None else kernel(Launch(self, operator, call, place))
+        result = NotImplemented if kernel is None else kernel(launch)
         if result is NotImplemented:
             raise not_yet(f"gives a sparse tensor on the card to {operator.name}", "make it dense: `.to_dense()`")
         return result
@@ -138,8 +141,9 @@ class RecordingMode(Machine):
     def _look(self, arg: Any, call: Call) -> None:
         if isinstance(arg, torch.Tensor):
             call.tensors.append(arg)
-            if arg.layout is not torch.strided:
-                call.sparse = True
+            if arg.layout is not torch.strided or arg.is_quantized:
+                call.sparse |= arg.layout is not torch.strided
+                call.quantized |= arg.is_quantized
                 device = self.device_of(arg)
                 call.on_gpu |= device == GPU
                 call.on_host |= device == HOST and arg.is_meta

@@ -28,6 +28,8 @@ def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:
             return memo[id(tensor)]
         if not tensor.is_leaf or not recording.is_virtual(tensor):
             return _deepcopy(tensor, memo)  # which says what is wrong with one that is no leaf
+        if tensor.is_quantized:
+            return memo.setdefault(id(tensor), tensor.clone())
         storage = tensor.untyped_storage()
         key = ("memprof", storage._cdata)
         if key not in memo:

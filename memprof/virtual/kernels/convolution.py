@@ -37,11 +37,6 @@ def cudnn_format(first: torch.Tensor, second: torch.Tensor) -> torch.memory_form
     return found if found is not _CONTIGUOUS else suggested_format(second)
 
 
-def _copies(layout: torch.memory_format, *tensors: torch.Tensor) -> list[int]:
-    """Bytes of the copies that put these tensors into this layout."""
-    return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=layout)]
-
-
 def _in_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
     """The tensor, or what its copy in this layout looks like."""
     if tensor.is_contiguous(memory_format=layout):
@@ -119,11 +114,11 @@ def convolution(launch: Launch) -> Any:
     else:
         layout = _CONTIGUOUS
     with (
-        launch.scratch(*_copies(_CONTIGUOUS, data) if one_dimensional else ()),
-        launch.scratch(*_copies(layout, data4d)),
+        launch.scratch(*contiguous(data) if one_dimensional else ()),
+        launch.scratch(*contiguous(data4d, layout=layout)),
     ):
         result = launch.new((*shape[:2], 1, shape[2]) if one_dimensional else shape, data.dtype, layout)
-        launch.transients(*_copies(layout, weight4d))
+        launch.transients(*contiguous(weight4d, layout=layout))
     launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
     return result.squeeze(2) if one_dimensional else result
 
@@ -144,7 +139,7 @@ def convolution_backward(launch: Launch) -> Any:
     too_big = transposed and _padding_too_big(stride, output_padding)
     cudnn = uses_cudnn(launch.card, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
-    with launch.scratch(*_copies(_CONTIGUOUS, data) if one_dimensional else ()):
+    with launch.scratch(*contiguous(data) if one_dimensional else ()):
         if cudnn and (not depthwise or layout is not _CONTIGUOUS):
             launch.values.assume(WORKSPACE)
             grads = _cudnn_backward(launch, grad4d, data4d, weight4d, layout, mask)
@@ -172,18 +167,18 @@ def _cudnn_backward(
     grad_data = grad_weight = None
     with contextlib.ExitStack() as held:
         if mask[1]:
-            held.enter_context(launch.scratch(*_copies(layout, data)))
+            held.enter_context(launch.scratch(*contiguous(data, layout=layout)))
             data = _in_layout(data, layout)
         chosen = suggested_format(data)
-        held.enter_context(launch.scratch(*_copies(chosen, grad)))
+        held.enter_context(launch.scratch(*contiguous(grad, layout=chosen)))
         grad = _in_layout(grad, chosen)
         if mask[0]:
             chosen = cudnn_format(grad, weight)
             grad_data = launch.new(data.shape, grad.dtype, chosen)
-            launch.transients(*_copies(chosen, weight, grad))
+            launch.transients(*contiguous(weight, grad, layout=chosen))
         if mask[1]:
             chosen = cudnn_format(data, grad)
-            with launch.scratch(*_copies(chosen, grad, data)):
+            with launch.scratch(*contiguous(grad, data, layout=chosen)):
                 grad_weight = launch.new(weight.shape, grad.dtype, chosen)
     return grad_data, grad_weight
 

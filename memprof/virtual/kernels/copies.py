@@ -12,9 +12,10 @@ import torch
 _CONTIGUOUS = torch.contiguous_format
 
 
-def contiguous(*tensors: torch.Tensor | None) -> list[int]:
+def contiguous(*tensors: torch.Tensor | None, layout: torch.memory_format = _CONTIGUOUS) -> list[int]:
     """Bytes of the copies that `Tensor.contiguous` makes of these tensors; None is no tensor."""
-    return [t.numel() * t.element_size() for t in tensors if t is not None and not t.is_contiguous()]
+    others = (t for t in tensors if t is not None and not t.is_contiguous(memory_format=layout))
+    return [t.numel() * t.element_size() for t in others]
 
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:

@@ -22,10 +22,6 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.kernels.registry import kernel
-from memprof.virtual.launch import Launch
-from memprof.virtual.limits import not_yet
-
 _KERNELS = "bitsandbytes.backends.cuda.ops"
 _FUNCTIONS = "bitsandbytes.functional"
 _NAMESPACE = "bitsandbytes::"
@@ -33,12 +29,6 @@ _PAGED = (
     "Paged optimizer state is managed memory: counted in the host's, outside the caching allocator. What of it the "
     "driver keeps on the card at a time is not simulated."
 )
-
-
-@kernel("aten.quantize_per_tensor", "aten.quantize_per_channel", "aten.quantize_per_tensor_dynamic")
-def quantize(launch: Launch) -> Any:
-    """Tensors of torch's own quantized types have no counterpart on the meta device, whose kernel copies instead."""
-    raise not_yet(f"makes a quantized tensor on the card ({launch.operator.name})", "quantize on the host")
 
 
 class NoKernels:

@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional as F
 
 from memprof.catalog import find_gpu
-from memprof.errors import MemprofError
 from memprof.virtual import VirtualGpu
 
 
@@ -48,10 +47,3 @@ def test_adding_at_indices_of_two_places(gpu: VirtualGpu) -> None:
     places = (torch.arange(4, device="cuda"), torch.arange(4))
     torch.zeros(10, 6, device="cuda").index_put_(places, torch.ones(8, device="cuda")[::2], accumulate=True)
     assert hidden(gpu)[:7] == [32, 32, 32, 16, 32, 32, 32]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_torchs_own_quantized_tensors_are_refused(gpu: VirtualGpu) -> None:
-    torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
-    with pytest.raises(MemprofError, match="makes a quantized tensor on the card"):
-        torch.quantize_per_tensor(torch.ones(4, device="cuda"), 0.1, 0, torch.quint8)

@@ -1,0 +1,299 @@
+"""torch's own quantized tensors (`quantize_per_tensor` and its like): bytes, and a quantizer that says what they mean.
+
+On the card and in virtual host memory they are torch's for the meta device, each with its quantizer, whose scales are
+tensors in their turn where there is one for each channel. What only keeps the books (views, scales, schemes) is the
+same C++ for every device, and is run as for the CPU. Sources: quantized/Quantizer.cpp, native/quantized/QTensor.cpp and
+TensorFactories.cpp, native/quantized/cuda.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.trace.events import GPU
+from memprof.virtual.device_rules import lacks_quantized_kernel
+from memprof.virtual.kernels.copies import contiguous, suggested_format
+from memprof.virtual.kernels.registry import Table, kernel
+from memprof.virtual.launch import Launch
+from memprof.virtual.limits import not_yet
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.QuantizedCPU)
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_COMPOSITES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+
+_PER_TENSOR, _PER_CHANNEL_FLOATS = 0, 4
+"""Schemes, as operators give them (c10/core/QScheme.h)."""
+_BY_SCHEME = {0: "per_tensor_affine", 1: "per_channel_affine", 4: "per_channel_float_qparams"}
+"""What CUDA's kernels are called."""
+_PLAIN = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+"""The types that CUDA's kernels take (Dispatch.h, AT_DISPATCH_QINT_TYPES), and of what their bytes are."""
+
+_SMALLER_THAN_BYTES = {torch.quint4x2: "QUInt4x2", torch.quint2x4: "QUInt2x4"}
+
+of_quantized = Table("kernel for quantized tensors")
+"""Function of (launch), called where an operand is quantized and virtual."""
+_BOOKS = frozenset(
+    {
+        *(_aten.view, _aten.as_strided, _aten._reshape_alias, _aten.unfold, _aten.squeeze, _aten.unsqueeze),
+        *(_aten.qscheme, _aten.q_scale, _aten.q_zero_point, _aten.q_per_channel_scales, _aten.q_per_channel_axis),
+        *(_aten.q_per_channel_zero_points, _aten.empty_quantized, _aten.empty_like, _aten.set_, _aten.max, _aten.min),
+    }
+)
+"""One function of C++ for the CPU and for CUDA, which makes what it makes by other operators."""
+
+
+def run(launch: Launch) -> Any:
+    """An operator that is given a quantized tensor which has no data.
+
+    Raises:
+        NotImplementedError: CUDA has no kernel for it.
+        MemprofError: it has one, which is not simulated.
+    """
+    name = launch.func.name()
+    missing = lacks_quantized_kernel(name) if launch.device == GPU else ""
+    if missing:
+        raise _no_kernel(missing, "QuantizedCUDA")
+    found = of_quantized.get(launch.operator.packet)
+    if found is not None:
+        return found(launch)
+    if launch.operator.packet in _BOOKS:
+        with launch.inside():
+            return launch.func.redispatch(_CPU, *launch.args, **launch.kwargs)
+    for key in _COMPOSITES:
+        if _has_kernel(name, key):
+            with launch.inside():
+                return launch.func._op_dk(getattr(torch._C.DispatchKey, key), *launch.args, **launch.kwargs)
+    raise not_yet(f"gives a quantized tensor to {launch.operator.name}", "dequantize it: `.dequantize()`")
+
+
+def _no_kernel(name: str, backend: str) -> NotImplementedError:
+    """As c10/core/dispatch says it (OperatorEntry.cpp, reportError)."""
+    return NotImplementedError(
+        f"Could not run '{name}' with arguments from the '{backend}' backend. This could be because the operator "
+        "doesn't exist for this backend, or was omitted during the selective/custom build process (if using custom "
+        "build)."
+    )
+
+
+def _not_for(kernel: str, dtype: torch.dtype) -> NotImplementedError:
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{_SMALLER_THAN_BYTES[dtype]}'")
+
+
+def _layout(tensor: torch.Tensor) -> torch.memory_format:
+    """Of what is made of `tensor` by quantizing or dequantizing it."""
+    with_floats = tensor.is_quantized and _scheme(tensor) == _PER_CHANNEL_FLOATS
+    return torch.contiguous_format if with_floats else suggested_format(tensor)
+
+
+def _scheme(tensor: torch.Tensor) -> int:
+    return _aten.qscheme.default.redispatch(_CPU, tensor)  # type: ignore[no-any-return]
+
+
+def _parameters(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the quantizer of `tensor`, real or not, is made by."""
+
+    def ask(operator: Any) -> Any:
+        return operator.default.redispatch(_CPU, tensor)
+
+    if _scheme(tensor) == _PER_TENSOR:
+        return {"scale": ask(_aten.q_scale), "zero_point": ask(_aten.q_zero_point)}
+    return {
+        "scales": ask(_aten.q_per_channel_scales),
+        "zero_points": ask(_aten.q_per_channel_zero_points),
+        "axis": ask(_aten.q_per_channel_axis),
+    }
+
+
+def _empty(
+    launch: Launch,
+    size: Any,
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+    device: str | None = None,
+    **parameters: Any,
+) -> Any:
+    """A new quantized tensor. Scales for channels are kept as float64 and int64, or in float32 both
+    (make_per_channel_affine_quantizer)."""
+    operator = _aten._empty_affine_quantized
+    if "axis" in parameters:
+        operator = _aten._empty_per_channel_affine_quantized
+        floats = parameters["zero_points"].is_floating_point()
+        with launch.inside():
+            for name, kept in (("scales", torch.float64), ("zero_points", torch.int64)):
+                parameters[name] = parameters[name].to(torch.float32 if floats else kept).contiguous()
+    made = operator.default.redispatch(_CPU, size, dtype=dtype, device=_META, memory_format=layout, **parameters)
+    launch.record(made, device=device)
+    return made
+
+
+@kernel(_aten._empty_affine_quantized, _aten._empty_per_channel_affine_quantized, on_host=True)
+def empty(launch: Launch) -> Any:
+    """Bytes without values."""
+    device = launch.kwargs.get("device")
+    if device is None or device.type != "meta":
+        return launch.func(*launch.args, **launch.kwargs)
+    named = {k: v for k, v in launch.kwargs.items() if k in ("scale", "zero_point", "scales", "zero_points", "axis")}
+    named.update(zip(("scales", "zero_points", "axis"), launch.args[1:], strict=False))
+    layout = launch.kwargs.get("memory_format") or torch.contiguous_format
+    return _empty(launch, launch.args[0], launch.kwargs["dtype"], layout, **named)
+
+
+@kernel(_aten.quantize_per_tensor, _aten.quantize_per_channel, _aten.quantize_per_tensor_dynamic, on_host=True)
+def quantize(launch: Launch) -> Any:
+    """The bytes, and after them the data made contiguous; dynamic quantization reads its extremes before."""
+    data, *rest = launch.args
+    if not isinstance(data, torch.Tensor):
+        if launch.device == GPU and launch.call.on_gpu:
+            raise _no_kernel(launch.func.name(), "CUDA")
+        return launch.func(*launch.args)
+    if not data.is_meta:
+        return launch.func(*launch.args)
+    dynamic = launch.operator.packet is _aten.quantize_per_tensor_dynamic
+    if dynamic:
+        with launch.inside():
+            dense = data.contiguous()
+            dense.min(), dense.max()
+            del dense
+    # A small tensor of the host, quantized likewise, says by which quantizer, and what is wrong with the arguments.
+    size = [1] if dynamic else [0] * data.dim()
+    if launch.operator.packet is _aten.quantize_per_channel:
+        size[rest[2]] = data.shape[rest[2]]
+    known = [launch.values.read(value) if isinstance(value, torch.Tensor) else value for value in rest]
+    sample = launch.func(torch.ones(size, dtype=data.dtype), *known)
+    if not sample.is_quantized:
+        with launch.inside():
+            return data.contiguous().to(sample.dtype)
+    if launch.device == GPU and sample.dtype not in _PLAIN:
+        raise _not_for(f"quantize_tensor_{_BY_SCHEME[_scheme(sample)]}_cuda", sample.dtype)
+    parameters = _parameters(sample)
+    if "axis" in parameters:
+        parameters.update(scales=rest[0], zero_points=rest[1])
+    layout = _layout(data) if _scheme(sample) != _PER_CHANNEL_FLOATS else torch.contiguous_format
+    made = _empty(launch, data.shape, sample.dtype, layout, **parameters)
+    if launch.device == GPU:
+        launch.transients(*contiguous(data, layout=layout))
+    return made
+
+
+@kernel("aten._make_per_tensor_quantized_tensor", "aten._make_per_channel_quantized_tensor")
+def made_of_integers(launch: Launch) -> Any:
+    """The same bytes with a quantizer (native/quantized/cuda/MakePerTensorQuantizedTensor.cu)."""
+    data, *rest = launch.args
+    names = ("scale", "zero_point") if len(rest) == 2 else ("scales", "zero_points", "axis")
+    dtype = next(kind for kind, plain in _PLAIN.items() if plain is data.dtype)
+    return _empty(launch, data.shape, dtype, torch.contiguous_format, **dict(zip(names, rest, strict=True)))
+
+
+@kernel(_aten.dequantize)
+def dequantize_floats(launch: Launch) -> Any:
+    """Of a tensor that is not quantized."""
+    if not isinstance(launch.args[0], torch.Tensor):
+        raise _no_kernel(launch.func.name(), "CUDA")
+    with launch.inside():
+        return launch.args[0].to(torch.float32)
+
+
+@of_quantized(_aten.dequantize)
+def dequantize(launch: Launch) -> Any:
+    """Floats, and after them the bytes made contiguous."""
+    data = launch.args[0]
+    layout = _layout(data)
+    result = launch.new(data.shape, torch.float32, layout)
+    if launch.device == GPU:
+        launch.transients(*contiguous(data, layout=layout))
+    return result
+
+
+@of_quantized(_aten.int_repr)
+def int_repr(launch: Launch) -> Any:
+    """The bytes as integers (native/quantized/cuda/IntReprQuant.cu)."""
+    data = launch.args[0]
+    if data.dtype not in _PLAIN:
+        raise _not_for("int_repr", data.dtype)
+    return launch.new(data.shape, _PLAIN[data.dtype], suggested_format(data))
+
+
+@of_quantized(_aten.clone, _aten.flip, _aten.index_select)
+def alike(launch: Launch) -> Any:
+    """Another one by the same quantizer."""
+    data, *rest = launch.args
+    size, layout = list(data.shape), launch.kwargs.get("memory_format") or torch.contiguous_format
+    if launch.operator.packet is _aten.index_select:
+        size[rest[0]] = rest[1].numel()
+    elif layout is torch.preserve_format or launch.operator.packet is _aten.flip:
+        layout = suggested_format(data)
+    return _empty(launch, size, data.dtype, layout, **_parameters(data))
+
+
+@of_quantized(_aten._to_copy)
+def to_copy(launch: Launch) -> Any:
+    """To another device with the scales (TensorConversions.cpp, empty_quantized); what comes back holds ones."""
+    data, device = launch.args[0], launch.kwargs.get("device")
+    if launch.kwargs.get("dtype", data.dtype) is not data.dtype:
+        raise RuntimeError(_NOT_TO_FLOATS)
+    parameters = _parameters(data)
+    moved = {} if device is None else {"device": device}
+    with launch.inside():
+        for name in ("scales", "zero_points"):
+            if name in parameters:
+                parameters[name] = _aten._to_copy.default(parameters[name], **moved)
+    if device is None or device.type == "meta":
+        target = launch.asked_device if device is not None else None
+        return _empty(launch, data.shape, data.dtype, suggested_format(data), target, **parameters)
+    operator = _aten._empty_per_channel_affine_quantized if "axis" in parameters else _aten._empty_affine_quantized
+    made = operator(data.shape, dtype=data.dtype, **parameters).fill_(1.0)
+    launch.record_real(made)
+    return made
+
+
+_NOT_TO_FLOATS = (
+    "Copying from quantized Tensor to non-quantized Tensor is not allowed, please use dequantize to get a float Tensor "
+    "from a quantized Tensor"
+)
+
+
+@of_quantized(_aten.copy_)
+def copy_(launch: Launch) -> Any:
+    """Into a quantized tensor (native/Copy.cpp, copy_impl)."""
+    if not launch.args[0].is_quantized:
+        raise RuntimeError(_NOT_TO_FLOATS)
+    return launch.args[0]
+
+
+@of_quantized(_aten.fill_)
+def fill_(launch: Launch) -> Any:
+    """From floats of the same size (native/Fill.cpp, fill_quantized_)."""
+    if launch.device == GPU:
+        launch.transients(4 * launch.args[0].numel())
+    return launch.args[0]
+
+
+@of_quantized(_aten.masked_fill_, _aten._index_put_impl_, _aten.relu_)
+def in_place(launch: Launch) -> Any:
+    """Nothing is made."""
+    return launch.args[0]
+
+
+@of_quantized(_aten.gelu, _aten._adaptive_avg_pool2d)
+def in_floats(launch: Launch) -> Any:
+    """Dequantized, computed and quantized again (native/quantized/cuda/Activation.cpp, cudnn/Pooling.cpp)."""
+    data, *rest = launch.args
+    with launch.inside():
+        floats = _aten.dequantize.self(data)
+        result = launch.func(floats, *rest)
+        return _aten.quantize_per_tensor.default(result, *_parameters(data).values(), data.dtype)
+
+
+@of_quantized(_aten.relu)
+def relu(launch: Launch) -> Any:
+    """By its integers, where they are above the zero point (native/quantized/cuda/Activation.cpp)."""
+    scale, zero_point = _parameters(launch.args[0]).values()
+    with launch.inside():
+        integers = _aten.int_repr.default(launch.args[0])
+        mask = integers > zero_point
+        above = _aten.where.ScalarOther(mask, integers, zero_point)
+        return _aten._make_per_tensor_quantized_tensor.default(above, scale, zero_point)
