@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ class Dimensions:
         heads: of attention's queries.
         kv_heads: of its keys and values.
         head_dim: of one head.
-        layers: blocks.
         experts: of a layer of experts; `expert` is an expert's width.
         max_positions: the longest sequence.
         num_parameters: of the whole model; 0 if not known.
@@ -40,7 +39,6 @@ class Dimensions:
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
-    layers: int = 0
     experts: int = 0
     expert: int = 0
     max_positions: int | None = None
@@ -58,13 +56,11 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 
 def dimensions(entry: ModelEntry) -> Dimensions:
     """Of a model of the catalog."""
-    return _dimensions(
-        entry.key,
-        entry.load_config(),
+    return replace(
+        _dimensions(entry.key, entry.load_config(), entry.checkpoint_dtype),
         vocabulary=entry.vocab_size or 0,
         max_positions=entry.max_positions,
         num_parameters=entry.num_parameters,
-        dtype=entry.checkpoint_dtype,
     )
 
 
@@ -86,42 +82,25 @@ def find_dimensions(name: str) -> Dimensions:
         raise UsageError("not a model's configuration", value=name, hint="a config.json, as transformers writes it")
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
-    return _dimensions(
-        name,
-        config,
-        vocabulary=_first(config, "vocab_size"),
-        max_positions=_first(config, "max_position_embeddings", "n_positions") or None,
-        num_parameters=0,
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
-    )
+    return _dimensions(name, config, config.get("dtype") or config.get("torch_dtype"))
 
 
-def _dimensions(
-    name: str,
-    config: Mapping[str, Any],
-    *,
-    vocabulary: int,
-    max_positions: int | None,
-    num_parameters: int,
-    dtype: str,
-) -> Dimensions:
+def _dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dimensions:
     hidden = _first(config, "hidden_size", "n_embd", "d_model", "dim")
     heads = _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
     one_kv_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
     intermediate = _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "encoder_ffn_dim")
     return Dimensions(
         model=name,
-        vocabulary=vocabulary,
+        vocabulary=_first(config, "vocab_size"),
         hidden=hidden,
         intermediate=intermediate or 4 * hidden,
         heads=heads,
         kv_heads=1 if one_kv_head else _first(config, "num_key_value_heads", "num_kv_heads") or heads,
         head_dim=_first(config, "head_dim", "d_kv") or (hidden // heads if heads else 0),
-        layers=_first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
         experts=_first(config, "num_experts", "num_local_experts", "n_routed_experts"),
         expert=_first(config, "moe_intermediate_size", "intermediate_size"),
-        max_positions=max_positions,
-        num_parameters=num_parameters,
+        max_positions=_first(config, "max_position_embeddings", "n_positions") or None,
         half="float16" if dtype == "float16" else "bfloat16",
     )
 

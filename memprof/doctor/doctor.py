@@ -121,7 +121,8 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
         from memprof.doctor import mismatch
 
         met = mismatch.read_mismatch(error.message)
-        return replace(base, title=mismatch.title(met), devices=met.devices, steps=mismatch.steps(met, where))
+        steps = tuple(mismatch.steps(met, where))
+        return replace(base, title=mismatch.title(met), devices=met.devices, steps=steps)
     nearby = head + passage.before[-8192:]
     if model is None and (named := model_in(nearby)) is not None:
         model = dimensions(find_model(named))

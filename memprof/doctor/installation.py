@@ -166,12 +166,8 @@ def _facts(
     return facts + [(name, value) for name, value in environment.variables.items() if "ALLOC" in name or "CUDA" in name]
 
 
-def check_settings(variables: Mapping[str, str], release: Release) -> list[Check]:
+def check_settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
     """What is wrong with the allocator's settings: refused, contradicting each other, or ignored by `release`."""
-    return list(_settings(variables, release))
-
-
-def _settings(variables: Mapping[str, str], release: Release) -> Iterator[Check]:
     version = ".".join(map(str, release.version))
     older, newer = VARIABLES
     if newer in variables and not release.has_unified_settings:

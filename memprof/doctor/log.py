@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import BinaryIO
 
 from memprof.doctor.signatures import SIGNATURES
@@ -79,11 +80,8 @@ class Log:
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream = stream
         self._name = name
-        self.num_bytes = 0
         self.head = ""
         """Its beginning, there once `passages` has been run through."""
-        self.truncated = False
-        """Whether a word stood in more places than are looked at."""
         self._left = dict.fromkeys(_WORDS, MAX_PASSAGES)
 
     def passages(self) -> Iterator[Passage]:
@@ -92,12 +90,10 @@ class Log:
         Raises:
             UsageError: this is no text.
         """
-        read = self._reader()
         buffer = b""
         start, lines_before, done = 0, 0, 0
         """`buffer[0]` is byte `start` of the log, in front of which there are `lines_before` ends of lines."""
-        while True:
-            piece = read()
+        for piece in self._pieces():
             buffer += piece
             if len(self.head) < _HEAD:
                 self.head += piece[: _HEAD - len(self.head)].decode(errors="replace")
@@ -118,8 +114,6 @@ class Log:
                     buffer[line_start : at + _AFTER].decode(errors="replace"),
                     lines_before + buffer.count(b"\n", 0, line_start) + 1,
                 )
-            if not piece:
-                return
             done = max(done, start + max(0, limit))
             keep = max(0, len(buffer) - _BEFORE - _AFTER)
             lines_before += buffer.count(b"\n", 0, keep)
@@ -142,37 +136,24 @@ class Log:
                 # Another on the same line says no more.
                 at = buffer.find(anchor, end)
             self._left[anchor] = left
-            self.truncated |= not left
         return sorted(found)
 
-    def _reader(self) -> Callable[[], bytes]:
-        """A function that gives the next piece, b"" at the end: text in UTF-8."""
+    def _pieces(self) -> Iterator[bytes]:
+        """The text in UTF-8, and b"" at its end."""
         first = self._stream.read(_PIECE)
-        self.num_bytes += len(first)
         for magic, what, hint in _MAGIC:
             if first.startswith(magic):
                 raise UsageError(f"this is {what}, not a log", value=self._name, hint=hint)
-        decoder: codecs.IncrementalDecoder | None = None
+        pieces = chain([first], iter(lambda: self._stream.read(_PIECE), b""))
         if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # what PowerShell's > writes
-            decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
+            yield from (text.encode() for text in codecs.iterdecode(pieces, "utf-16", "replace"))
         else:
             sample = first[:65536]
             odd = sum(sample.count(bytes([code])) for code in range(32) if code not in (7, 8, 9, 10, 11, 12, 13, 27))
             if odd > len(sample) // 50 + 2:
                 raise UsageError("this is no text", value=self._name, hint="give the text that the program printed")
-        waiting = [first]
-
-        def read() -> bytes:
-            if waiting:
-                piece = waiting.pop()
-            else:
-                piece = self._stream.read(_PIECE)
-                self.num_bytes += len(piece)
-            if decoder is None:
-                return piece
-            return decoder.decode(piece, not piece).encode() or (read() if piece else b"")
-
-        return read
+            yield from pieces
+        yield b""
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")

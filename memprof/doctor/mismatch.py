@@ -38,11 +38,6 @@ class Mismatch:
     kernel: str = ""
     numpy: bool = False
 
-    @property
-    def on_host(self) -> bool:
-        """Whether one of them is the host."""
-        return "cpu" in self.devices
-
 
 def _device_of(type_name: str) -> str:
     lowered = type_name.lower()
@@ -106,12 +101,8 @@ def title(mismatch: Mismatch) -> str:
     return f"Tensors on {met} meet{what}{which}"
 
 
-def steps(mismatch: Mismatch, frames: list[Frame]) -> tuple[Advice, ...]:
+def steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
     """The usual fixes, likeliest first."""
-    return tuple(_steps(mismatch, frames))
-
-
-def _steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
     at = f" at {frames[0].file.rsplit('/', 1)[-1]}:{frames[0].line}" if frames else ""
     if mismatch.numpy:
         yield Advice.python(f"take the tensor to the host first{at}", "tensor.detach().cpu().numpy()")
@@ -137,11 +128,8 @@ def _steps(mismatch: Mismatch, frames: list[Frame]) -> Iterator[Advice]:
         )
         yield Advice.python("or keep the whole model on one card, if it fits", 'device_map={"": 0}')
         return
-    if (
-        mismatch.argument in ("index", "indices", "input")
-        or "index_select" in mismatch.kernel
-        or "embedding" in mismatch.kernel
-    ):
+    is_input = mismatch.argument in ("index", "indices", "input")
+    if is_input or "index_select" in mismatch.kernel or "embedding" in mismatch.kernel:
         yield Advice.python(
             f"the inputs are on another device than the model: move the batch{at}",
             "batch = {name: tensor.to(model.device) for name, tensor in batch.items()}",

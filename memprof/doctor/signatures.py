@@ -44,13 +44,13 @@ class Signature:
     one_line: bool = False
 
 
-def _signature(name: str, words: str | tuple[str, ...], pattern: str = "", **more: Any) -> Signature:
-    """Without a pattern any of the words is enough."""
-    words = (words,) if isinstance(words, str) else words
-    return Signature(name, words, pattern or "|".join(map(re.escape, words)), **more)
+def _signature(name: str, words: str, pattern: str = "", **more: Any) -> Signature:
+    """Words are separated by |; without a pattern any of them is enough."""
+    each = tuple(words.split("|"))
+    return Signature(name, each, pattern or "|".join(map(re.escape, each)), **more)
 
 
-def _mismatch(name: str, words: str | tuple[str, ...], pattern: str = "", source: str = "torch") -> Signature:
+def _mismatch(name: str, words: str, pattern: str = "", source: str = "torch") -> Signature:
     return _signature(name, words, pattern, source=source, cause=Cause.DEVICE_MISMATCH, rank=0)
 
 
@@ -65,13 +65,7 @@ SIGNATURES: tuple[Signature, ...] = (
         figures=read.caching_allocator,
         rank=0,
     ),
-    _signature(
-        "torch-exabyte",
-        "Tried to allocate more than 1EB",
-        source="torch",
-        cause=Cause.LARGE_TENSOR,
-        rank=0,
-    ),
+    _signature("torch-exabyte", "Tried to allocate more than 1EB", source="torch", cause=Cause.LARGE_TENSOR, rank=0),
     _signature(
         "torch-preempted",
         "Allocation was preemptively rejected",
@@ -88,13 +82,7 @@ SIGNATURES: tuple[Signature, ...] = (
         figures=read.malloc_async,
         rank=0,
     ),
-    _signature(
-        "mps-oom",
-        "MPS backend out of memory",
-        source="torch (MPS)",
-        figures=read.mps,
-        rank=0,
-    ),
+    _signature("mps-oom", "MPS backend out of memory", source="torch (MPS)", figures=read.mps, rank=0),
     _mismatch("mismatch", "tensors to be on the same device", r"[Ee]xpected all tensors to be on the same device"),
     _mismatch(
         "mismatch-type",
@@ -104,13 +92,13 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _mismatch(
         "mismatch-object",
-        ("Expected object of ", "xpected device "),
+        "Expected object of |xpected device ",
         r"[Ee]xpected device \S+ but got device \S+"
         r"|Expected object of (?:device type|backend|type) \S+ but got (?:device type|backend|type) \S+",
     ),
     _mismatch(
         "mismatch-argument",
-        ("but expected it to be on", "but expected them to be on", "to have the same device"),
+        "but expected it to be on|but expected them to be on|to have the same device",
         r"is on (?:the )?\w+(?::\d+)?, ?but expected (?:it|them) to be on|expected \w+ and \w+ to have the same device"
         r"|but expected (?:it|them) to be on (?:GPU|cuda|CPU|cpu)",
     ),
@@ -126,19 +114,19 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _mismatch(
         "mismatch-meta",
-        ("is not on the expected device", "out of meta tensor"),
+        "is not on the expected device|out of meta tensor",
         r"Tensor on device \S+ is not on the expected device|Cannot copy out of meta tensor",
     ),
     _mismatch("mismatch-mps", "Placeholder storage has not been allocated on MPS", source="torch (MPS)"),
     _signature(
         "cublas",
-        ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_ALLOC_FAILED"),
+        "CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|HIPBLAS_STATUS_ALLOC_FAILED",
         source="cuBLAS",
         cause=Cause.LIBRARY_HANDLE,
     ),
     _signature(
         "cudnn",
-        ("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOC"),
+        "CUDNN_STATUS_ALLOC_FAILED|CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOC",
         source="cuDNN",
         cause=Cause.LIBRARY_HANDLE,
     ),
@@ -153,7 +141,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "pinned",
-        ("pin memory thread", "cudaHostAlloc", "CachingHostAllocator", "pin_memory"),
+        "pin memory thread|cudaHostAlloc|CachingHostAllocator|pin_memory",
         r"(?=.*(?:[Cc]aught RuntimeError in pin memory thread|cudaHostAlloc|CachingHostAllocator|in pin_memory))"
         r"(?=.*CUDA error: (?:out of memory|OS call failed))",
         source="torch",
@@ -161,14 +149,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "cuda-error",
-        (
-            "CUDA error: out of memory",
-            "HIP error: out of memory",
-            "CUDA_ERROR_OUT_OF_MEMORY",
-            "cudaErrorMemoryAllocation",
-            "CUDA error 2",
-            "cuda runtime error (2)",
-        ),
+        "CUDA error: out of memory|HIP error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+        "|CUDA error 2|cuda runtime error (2)",
         r"(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
         r"|cuda runtime error \(2\) ?: out of memory",
         source="CUDA",
@@ -177,7 +159,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "xla",
-        ("RESOURCE_EXHAUSTED", "Resource exhausted", "ResourceExhaustedError"),
+        "RESOURCE_EXHAUSTED|Resource exhausted|ResourceExhaustedError",
         r"RESOURCE_EXHAUSTED|Resource exhausted: |ResourceExhaustedError",
         source="XLA",
         cause=Cause.DEVICE_MEMORY,
@@ -191,19 +173,10 @@ SIGNATURES: tuple[Signature, ...] = (
         cause=Cause.ENGINE_BUDGET,
         figures=read.engine_budget,
     ),
-    _signature(
-        "vllm-no-cache",
-        "No available memory for the cache blocks",
-        source="vLLM",
-        cause=Cause.KV_CACHE,
-    ),
+    _signature("vllm-no-cache", "No available memory for the cache blocks", source="vLLM", cause=Cause.KV_CACHE),
     _signature(
         "vllm-cache",
-        (
-            "that can be stored in KV cache",
-            "To serve at least one request",
-            "Not enough memory. Please try to increase",
-        ),
+        "that can be stored in KV cache|To serve at least one request|Not enough memory. Please try to increase",
         r"larger than the maximum number of tokens that can be stored in KV cache"
         r"|To serve at least one request with the model\w*.?s max seq len"
         r"|Not enough memory\. Please try to increase --mem-f",
@@ -211,15 +184,10 @@ SIGNATURES: tuple[Signature, ...] = (
         cause=Cause.KV_CACHE,
         figures=read.kv_cache,
     ),
-    _signature(
-        "batch-finder",
-        "No executable batch size found",
-        source="accelerate",
-        cause=Cause.CARD_FULL,
-    ),
+    _signature("batch-finder", "No executable batch size found", source="accelerate", cause=Cause.CARD_FULL),
     _signature(
         "spilled",
-        ("dispatched on the CPU or the disk", "offload the whole model to the disk", "offloaded to the disk. Please"),
+        "dispatched on the CPU or the disk|offload the whole model to the disk|offloaded to the disk. Please",
         r"modules are dispatched on the CPU or the disk|trying to offload the whole model to the disk"
         r"|had weights offloaded to the disk",
         source="transformers",
@@ -227,7 +195,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "host-request",
-        ("DefaultCPUAllocator", "Cannot allocate memory", "Unable to allocate"),
+        "DefaultCPUAllocator|Cannot allocate memory|Unable to allocate",
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
         r"|OSError: \[Errno 12\] Cannot allocate memory|MemoryError: Unable to allocate [\d.]+ [KMGT]iB",
         source="torch (CPU)",
@@ -236,7 +204,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "shm",
-        ("insufficient shared memory", "out of shared memory", "torch_shm", "write to shm", "unable to open shared"),
+        "insufficient shared memory|out of shared memory|torch_shm|write to shm|unable to open shared",
         r"insufficient shared memory \(shm\)|workers are out of shared memory"
         r"|unable to (?:write to|open|mmap|resize) (?:file|shared memory).{0,80}(?:torch_|shm|No space)"
         r"|No space left on device.{0,40}shm",
@@ -253,24 +221,15 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "kernel",
-        ("Out of memory: Kill", "oom-kill:", "oom_reaper", "Memory cgroup out of memory", "invoked oom-killer"),
+        "Out of memory: Kill|oom-kill:|oom_reaper|Memory cgroup out of memory|invoked oom-killer",
         r"Out of memory: Kill(?:ed)? process \d+|oom-kill:constraint|Memory cgroup out of memory|invoked oom-killer",
         source="the kernel",
         cause=Cause.HOST_KILLED,
     ),
     _signature(
         "orchestrator",
-        (
-            "OOMKilled",
-            "oom_kill event",
-            "oom-kill event",
-            "OOM Killed",
-            "out-of-memory handler",
-            "due to the node running low on memory",
-            "due to memory pressure (OOM)",
-            "the memory usage threshold",
-            "SYSTEM_OOM",
-        ),
+        "OOMKilled|oom_kill event|oom-kill event|OOM Killed|out-of-memory handler|due to the node running low on memory"
+        "|due to memory pressure (OOM)|the memory usage threshold|SYSTEM_OOM",
         r"OOMKilled|[Oo]ut.?[Oo]f.?[Mm]emory handler|oom[-_]kill event|OOM Killed|node running low on memory"
         r"|killed due to memory pressure|exceeds the memory usage threshold",
         source="the scheduler",
@@ -286,20 +245,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "exit-code",
-        (
-            "return code = -9",
-            "exitcode: -9",
-            "exitcode  : -9",
-            "exitcode -9",
-            "exit code 137",
-            "exit status 137",
-            "exit code: 137",
-            "SIGKILL",
-            "status code 137",
-            "exited with code 137",
-            "Exit Code: 137",
-            "exit code -9",
-        ),
+        "return code = -9|exitcode: -9|exitcode  : -9|exitcode -9|exit code 137|exit status 137|exit code: 137|SIGKILL"
+        "|status code 137|exited with code 137|Exit Code: 137|exit code -9",
         r"return code = -9\b|exit ?code ?[:=]? ?-9\b|[Ss]ignal 9:? ?\(?SIGKILL|Signals\.SIGKILL"
         r"|(?:exit|exited|status|Exit).{0,14}\b137\b|terminated by signal SIGKILL|exitcode=-9",
         source="the system",
@@ -317,7 +264,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "torch-oom-bare",
-        ("CUDA out of memory", "HIP out of memory", "XPU out of memory", "OutOfMemoryError"),
+        "CUDA out of memory|HIP out of memory|XPU out of memory|OutOfMemoryError",
         r"(?:CUDA|HIP|XPU) out of memory|torch(?:\.cuda)?\.OutOfMemoryError",
         source="torch",
         cause=Cause.DEVICE_MEMORY,

@@ -74,6 +74,15 @@ class Question:
     roles: frozenset[str] = frozenset()
     wide: bool = False
 
+    @property
+    def dtypes(self) -> tuple[tuple[str, int, float], ...]:
+        """Those that it may have: name, bytes of an element, and bits that speak for it."""
+        return ((self.half, _HALF, 0.0), ("float32", _FULL, 1.5 if self.wide else 0.0))
+
+    def speaks_of(self, *kinds: str) -> tuple[float, str]:
+        """Bits for a tensor of one of these kinds, if the traceback speaks of it, and words that say so."""
+        return (_HINT_BITS, "; the traceback speaks of it") if self.roles.intersection(kinds) else (0.0, "")
+
 
 _ROLES = {
     "logits": "lm_head cross_entropy log_softmax logits loss_function logprob nll_loss log_prob",
@@ -139,25 +148,19 @@ def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
     yield from _weights(question, model)
 
 
-def _dtypes(question: Question) -> tuple[tuple[str, int, float], ...]:
-    return ((question.half, _HALF, 0.0), ("float32", _FULL, 1.5 if question.wide else 0.0))
-
-
 def _rows(
     question: Question, width: int, role: str, prior: float, kind: str, of: str = ""
 ) -> Iterator[tuple[float, Candidate]]:
     """Tensors of one row of `width` values for each token."""
     if not width:
         return
-    hint = _HINT_BITS if kind in question.roles else 0.0
-    for dtype, item, bias in _dtypes(question):
+    hint, said = question.speaks_of(kind)
+    name = of or (question.model.model if question.model else "")
+    extra = f"{said}; {width:,} is the vocabulary of {of} and others" if of else said
+    for dtype, item, bias in question.dtypes:
         unit = width * item
         for tokens, bits, exact, why in _tokens(question, unit):
             shape = (*_split(question, tokens), width)
-            name = of or (question.model.model if question.model else "")
-            extra = f"; {width:,} is the vocabulary of {of} and others" if of else ""
-            if hint:
-                why += "; the traceback speaks of it"
             candidate = Candidate(shape, dtype, role, tokens * unit, name, why + extra, exact)
             yield bits + prior + hint + bias, candidate
 
@@ -210,10 +213,9 @@ def _scores(
     question: Question, heads: int, prior: float, role: str = "attention scores"
 ) -> Iterator[tuple[float, Candidate]]:
     """One value for each head and pair of positions."""
-    hint = _HINT_BITS if "attention" in question.roles else 0.0
-    why_hint = "; the traceback speaks of it" if hint else ""
+    hint, said = question.speaks_of("attention")
     name = question.model.model if question.model else ""
-    for dtype, item, bias in _dtypes(question):
+    for dtype, item, bias in question.dtypes:
         for batch in (question.batch,) if question.batch else (1, 2, 4, 8, 16, 32):
             unit = batch * heads * item
             low, high = math.sqrt(question.low / unit), math.sqrt(question.high / unit)
@@ -229,7 +231,7 @@ def _scores(
                 bits, known = _bits(length, high - low) - math.log2(batch), False
                 why = f"the square of {length:,} positions"
             shape = (batch, heads, length, length)
-            candidate = Candidate(shape, dtype, role, math.prod(shape) * item, name, why + why_hint, known)
+            candidate = Candidate(shape, dtype, role, math.prod(shape) * item, name, why + said, known)
             yield bits + prior + hint + bias, candidate
 
 
@@ -249,15 +251,12 @@ def _weights(question: Question, model: Dimensions) -> Iterator[tuple[float, Can
         ]
     relative = (question.high - question.low + 1) / question.high
     for shape, role, prior, kind in shapes:
-        for dtype, item, bias in _dtypes(question):
+        hint, said = question.speaks_of(kind, "weights", "optimizer")
+        for dtype, item, bias in question.dtypes:
             size = math.prod(shape) * item
             if size and question.low <= size <= question.high:
-                hint = _HINT_BITS if question.roles & {kind, "weights", "optimizer"} else 0.0
-                why = "its size exactly" + ("; the traceback speaks of it" if hint else "")
-                yield (
-                    -math.log2(relative) + prior + hint + bias,
-                    Candidate(shape, dtype, role, size, model.model, why, True),
-                )
+                candidate = Candidate(shape, dtype, role, size, model.model, f"its size exactly{said}", True)
+                yield -math.log2(relative) + prior + hint + bias, candidate
 
 
 def _bits(number: int, width: float) -> float:
