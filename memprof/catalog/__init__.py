@@ -1,7 +1,7 @@
 """Facts about GPUs and published models, with their sources, so that memprof works without a network."""
 
 from memprof.catalog.gpus import DEFAULT_GPU, Gpu, custom_gpu, find_gpu, list_gpus
-from memprof.catalog.models import ModelEntry, find_model, has_model, list_models, load_config, read_config_file
+from memprof.catalog.models import ModelEntry, find_model, has_model, list_models, read_config_file
 from memprof.catalog.sizes import resolve_size, synthesize
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "has_model",
     "list_gpus",
     "list_models",
-    "load_config",
     "read_config_file",
     "resolve_size",
     "synthesize",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,8 +23,9 @@ def read_toml(*parts: str) -> dict[str, Any]:
         return tomllib.load(file)
 
 
+@cache
 def read_json(*parts: str) -> dict[str, Any]:
-    """The contents of the JSON file (an object) at `parts` below the data folder."""
+    """The contents of the JSON file (an object) at `parts` below the data folder; not to be changed."""
     import json
 
     with open(os.path.join(_FOLDER, *parts), encoding="utf-8") as file:

@@ -65,18 +65,11 @@ class ModelEntry:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def load_config(self) -> dict[str, Any]:
-        """The configuration with its `model_type`, as a fresh dict that the caller may change."""
-        return load_config(self)
+        """The configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
 
-
-def load_config(entry: ModelEntry) -> dict[str, Any]:
-    """The configuration of `entry`: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
-
-    Returns a fresh dict that the caller may change.
-    """
-    if entry.config is not None:
-        return copy.deepcopy(dict(entry.config))
-    return copy.deepcopy(_read_config(entry.key))
+        Returns a fresh dict that the caller may change.
+        """
+        return copy.deepcopy(read_json("models", f"{self.key}.json") if self.config is None else dict(self.config))
 
 
 @cache
@@ -139,8 +132,3 @@ def _by_folded_name() -> dict[str, ModelEntry]:
         for entry in list_models()
         for name in (entry.key, entry.hf_id, entry.hf_id.rpartition("/")[2], *entry.aliases)
     )
-
-
-@cache
-def _read_config(key: str) -> dict[str, Any]:
-    return read_json("models", f"{key}.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -14,39 +14,37 @@ from memprof.errors import UsageError
 from memprof.units import format_count, parse_count
 
 # The model that people mean by a size. "1B" is Llama 3.2 1B although that has 1.24B: the name is the better guide.
-PUBLISHED_SIZES: Mapping[int, str] = MappingProxyType(
-    {
-        70_000_000: "pythia-70m",
-        124_000_000: "gpt2",
-        125_000_000: "opt-125m",
-        135_000_000: "smollm2-135m",
-        160_000_000: "pythia-160m",
-        355_000_000: "gpt2-medium",
-        360_000_000: "smollm2-360m",
-        410_000_000: "pythia-410m",
-        500_000_000: "qwen2.5-0.5b",
-        600_000_000: "qwen3-0.6b",
-        1_000_000_000: "llama-3.2-1b",
-        1_100_000_000: "tinyllama-1.1b",
-        1_400_000_000: "pythia-1.4b",
-        1_500_000_000: "qwen2.5-1.5b",
-        1_700_000_000: "qwen3-1.7b",
-        3_000_000_000: "llama-3.2-3b",
-        4_000_000_000: "qwen3-4b",
-        7_000_000_000: "llama-2-7b",
-        8_000_000_000: "llama-3.1-8b",
-        9_000_000_000: "gemma-2-9b",
-        12_000_000_000: "pythia-12b",
-        13_000_000_000: "llama-2-13b",
-        14_000_000_000: "qwen3-14b",
-        27_000_000_000: "gemma-2-27b",
-        32_000_000_000: "qwen3-32b",
-        70_000_000_000: "llama-3.1-70b",
-        72_000_000_000: "qwen2.5-72b",
-        405_000_000_000: "llama-3.1-405b",
-        671_000_000_000: "deepseek-v3",
-    }
-)
+PUBLISHED_SIZES = {
+    70_000_000: "pythia-70m",
+    124_000_000: "gpt2",
+    125_000_000: "opt-125m",
+    135_000_000: "smollm2-135m",
+    160_000_000: "pythia-160m",
+    355_000_000: "gpt2-medium",
+    360_000_000: "smollm2-360m",
+    410_000_000: "pythia-410m",
+    500_000_000: "qwen2.5-0.5b",
+    600_000_000: "qwen3-0.6b",
+    1_000_000_000: "llama-3.2-1b",
+    1_100_000_000: "tinyllama-1.1b",
+    1_400_000_000: "pythia-1.4b",
+    1_500_000_000: "qwen2.5-1.5b",
+    1_700_000_000: "qwen3-1.7b",
+    3_000_000_000: "llama-3.2-3b",
+    4_000_000_000: "qwen3-4b",
+    7_000_000_000: "llama-2-7b",
+    8_000_000_000: "llama-3.1-8b",
+    9_000_000_000: "gemma-2-9b",
+    12_000_000_000: "pythia-12b",
+    13_000_000_000: "llama-2-13b",
+    14_000_000_000: "qwen3-14b",
+    27_000_000_000: "gemma-2-27b",
+    32_000_000_000: "qwen3-32b",
+    70_000_000_000: "llama-3.1-70b",
+    72_000_000_000: "qwen2.5-72b",
+    405_000_000_000: "llama-3.1-405b",
+    671_000_000_000: "deepseek-v3",
+}
 
 SMALLEST = 100_000
 LARGEST = 2_000_000_000_000

@@ -37,11 +37,6 @@ class SpillingCounter:
         if self._folder is not None:
             self._folder.cleanup()
 
-    @property
-    def spilled(self) -> bool:
-        """Whether there is something on disk."""
-        return bool(self._runs)
-
     def update(self, words: Iterable[str]) -> None:
         """Count words, none of which may hold a line feed. What one call brings is held in memory beside the limit."""
         self._counts.update(words)

@@ -63,11 +63,6 @@ class Nvml:
     def __exit__(self, *exc: object) -> None:
         self._close()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a driver to ask."""
-        return self._nvml is not None
-
     def read(self) -> Reading:
         """All cards now. A driver that went away is looked for again at the next call."""
         if self._nvml is None:

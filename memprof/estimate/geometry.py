@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memprof.catalog import ModelEntry, find_model, has_model, load_config, read_config_file, resolve_size, synthesize
+from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size, synthesize
 from memprof.errors import UsageError, unknown_name
 from memprof.units import parse_count
 
@@ -67,7 +67,6 @@ class Geometry:
     """The logits go through tanh."""
     window: int = 0
     """Tokens that a sliding window sees; 0: none."""
-    windowed_layers: int = 0
     max_positions: int | None = None
 
     @property
@@ -198,8 +197,6 @@ def from_model(name: str) -> Subject:
     path = Path(name).expanduser()
     if path.exists() or name.endswith(".json"):
         return from_config(path)
-    from memprof.catalog import list_models
-
     raise unknown_name("model", name, [entry.key for entry in list_models()], see=_SEE)
 
 
@@ -236,26 +233,22 @@ def from_config(path: Path) -> Subject:
 
 
 def _of_entry(entry: ModelEntry) -> Subject:
-    config = load_config(entry)
-    if config["model_type"] not in FAMILIES or entry.task != "causal-lm":
-        why = f"the closed form has no layer of {entry.architecture}"
-        return Subject(entry.key, entry.num_parameters, None, config, "model", entry.checkpoint_dtype, why)
-    return Subject(entry.key, entry.num_parameters, _geometry(config), config, "model", entry.checkpoint_dtype)
+    config = entry.load_config()
+    known = config["model_type"] in FAMILIES and entry.task == "causal-lm"
+    why = "" if known else f"the closed form has no layer of {entry.architecture}"
+    geometry = _geometry(config) if known else None
+    return Subject(entry.key, entry.num_parameters, geometry, config, "model", entry.checkpoint_dtype, why)
 
 
-def _positive(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive whole number, not {value!r}")
-            return value
-    raise KeyError(names[0])
-
-
-def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set: null stands for the default."""
-    return {name: value for name, value in config.items() if value is not None}
+def _positive(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of these entries that is set: null stands for the default."""
+    set_here = ((name, config[name]) for name in names if config.get(name) is not None)
+    name, value = next(set_here, (names[0], default))
+    if value is None:
+        raise KeyError(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+    return value
 
 
 def _geometry(config: Mapping[str, Any]) -> Geometry:
@@ -266,20 +259,18 @@ def _geometry(config: Mapping[str, Any]) -> Geometry:
     kind = config["model_type"]
     hidden = _positive(config, "hidden_size", "n_embd")
     heads = _positive(config, "num_attention_heads", "n_head")
-    layers = _positive(config, "num_hidden_layers", "n_layer")
-    head_dim = _positive({"head_dim": hidden // heads, **_given(config)}, "head_dim")
-    window, windowed = _windows(config, kind, layers)
+    window = config.get("sliding_window")
+    is_windowed = isinstance(window, int) and window > 0 and config.get("use_sliding_window") is not False
     common: dict[str, Any] = {
         "family": kind,
         "hidden": hidden,
-        "layers": layers,
+        "layers": _positive(config, "num_hidden_layers", "n_layer"),
         "heads": heads,
-        "kv_heads": _positive({"num_key_value_heads": heads, **_given(config)}, "num_key_value_heads"),
-        "head_dim": head_dim,
+        "kv_heads": _positive(config, "num_key_value_heads", default=heads),
+        "head_dim": _positive(config, "head_dim", default=hidden // heads),
         "vocab": _positive(config, "vocab_size"),
         "tied": bool(config.get("tie_word_embeddings", kind in ("gpt2", "opt", "gemma2", "gemma3_text"))),
-        "window": window,
-        "windowed_layers": windowed,
+        "window": window if is_windowed else 0,
         "max_positions": _positive(config, "max_position_embeddings", "n_positions"),
     }
     if kind in ("gpt2", "gpt_neox", "opt", "phi"):
@@ -302,14 +293,6 @@ def _geometry(config: Mapping[str, Any]) -> Geometry:
     )
 
 
-def _windows(config: Mapping[str, Any], kind: str, layers: int) -> tuple[int, int]:
-    window = config.get("sliding_window")
-    if not isinstance(window, int) or window < 1 or config.get("use_sliding_window") is False:
-        return 0, 0
-    types = config.get("layer_types")
-    return window, (types.count("sliding_attention") if isinstance(types, list) else layers)
-
-
 def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any]:
     """GPT-2 and its like: layer norms, a plain MLP."""
     activation = config.get("activation_function") or config.get("hidden_act") or "gelu"
@@ -325,7 +308,7 @@ def _classic(config: Mapping[str, Any], kind: str, hidden: int) -> dict[str, Any
     if kind == "gpt2":
         dropout = bool(config.get("resid_pdrop", 0.1))
         positions = _positive(config, "n_positions", "max_position_embeddings")
-        inner = _positive({"n_inner": 4 * hidden, **_given(config)}, "n_inner")
+        inner = _positive(config, "n_inner", default=4 * hidden)
         return {**shape, "intermediate": inner, "fused_qkv": True, "positions": positions, "dropout": dropout}
     if kind == "opt":
         # OPT's learned positions begin at 2 (modeling_opt.py, OPTLearnedPositionalEmbedding).

@@ -105,9 +105,9 @@ class Estimate:
     """By method and dtype; absent where the method is not done in that dtype or cannot be answered."""
     sharded: tuple[Sharded, ...]
 
-    def column(self, dtype: str | None = None) -> list[Cell]:
-        """The cells of a dtype, that of the question if none is given."""
-        found = [self.cells.get((method.key, dtype or self.dtype)) for method in METHODS]
+    def column(self) -> list[Cell]:
+        """The cells of the dtype that is looked at."""
+        found = [self.cells.get((method.key, self.dtype)) for method in METHODS]
         return [cell for cell in found if cell is not None]
 
 

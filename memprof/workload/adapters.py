@@ -39,7 +39,8 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
     """`model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
 
     PEFT keeps them in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The scale
-    is twice the rank, as is usual; it changes no memory.
+    is twice the rank, as is usual; it changes no memory. A quantized model is prepared as PEFT does first: what is not
+    quantized becomes float32. Checkpointing, which PEFT switches on then, is left to `--activation-checkpointing`.
 
     Raises:
         UsageError: PEFT does not know which modules to adapt, or the model has none of the names.
@@ -55,6 +56,8 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         target_modules=target_modules(spec.lora_targets),
         task_type=_TASK_TYPES.get(source.task),
     )
+    if spec.quantize is not None:
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     with adapting(f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"):
         return peft.get_peft_model(model, config)
 
@@ -85,17 +88,6 @@ def adapting(example: str) -> Iterator[None]:
             value=str(error).strip().splitlines()[0],
             hint=f"name the modules to adapt: {example}",
         ) from None
-
-
-def add_qlora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
-    """`add_lora` on a quantized model, prepared as PEFT does: what is not quantized becomes float32.
-
-    Checkpointing, which PEFT's function switches on by default, is left to `--activation-checkpointing`.
-    """
-    import peft
-
-    prepared = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    return add_lora(prepared, spec, source)
 
 
 def let_gradients_reach_checkpoints(model: nn.Module) -> None:

@@ -88,13 +88,3 @@ def _grow(device: Device, cache: Any, length: int) -> bool:
             setattr(layer, name, new if window is None else new[:, :, -window + 1 :])
             del old, new
     return True
-
-
-def check(model: nn.Module, task: str) -> None:
-    """Raises UsageError unless `model` generates text from text alone."""
-    if task != "causal-lm":
-        raise UsageError(
-            "--new-tokens is for causal language models",
-            value=f"{type(model).__name__} ({task})",
-            hint="leave it out: one forward is run",
-        )

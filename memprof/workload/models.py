@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from memprof.catalog import ModelEntry, find_model, has_model, list_models, load_config, read_config_file, resolve_size
+from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
 from memprof.errors import MemprofError, UsageError, nearest
 from memprof.spec import TargetSpec
 
@@ -89,11 +89,9 @@ def _unknown_model(name: str) -> UsageError:
 
 
 def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
-    config = load_config(entry)
-    dtype, note = _dtype(entry.checkpoint_dtype, spec)
-    notes = [f"Model: {entry.hf_id} as {entry.architecture}." if not entry.synthesized else entry.note]
-    if note:
-        notes.append(note)
+    config = entry.load_config()
+    dtype, why = _dtype(entry.checkpoint_dtype, spec)
+    notes = [entry.note if entry.synthesized else f"Model: {entry.hf_id} as {entry.architecture}.", *why]
     return _hugging_face(entry.key, entry.architecture, entry.task, config, dtype, notes, spec)
 
 
@@ -184,9 +182,8 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec) -> ModelS
         task = "seq2seq-lm"
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
-    dtype, note = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec)
-    notes = [f"Model: {name} as {architecture}."] + ([note] if note else [])
-    return _hugging_face(name, architecture, task, config, dtype, notes, spec)
+    dtype, why = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec)
+    return _hugging_face(name, architecture, task, config, dtype, [f"Model: {name} as {architecture}.", *why], spec)
 
 
 def _default_architecture(model_type: str) -> str:
@@ -280,23 +277,19 @@ def _configuration(model_class: Any, raw: dict[str, Any]) -> Any:
 def _max_positions(config: Mapping[str, Any]) -> int | None:
     if "relative_attention_num_buckets" in config:
         return None  # T5: positions are relative, and n_positions binds nothing
-    for key in _POSITIONS:
-        value = config.get(key)
-        if isinstance(value, int):
-            return value
-    return None
+    return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
-def _dtype(checkpoint: str, spec: TargetSpec) -> tuple[str, str]:
-    """The dtype to use and why."""
+def _dtype(checkpoint: str, spec: TargetSpec) -> tuple[str, list[str]]:
+    """The dtype to use, and why if it was not asked for."""
     if spec.dtype is not None:
-        return spec.dtype, ""
+        return spec.dtype, []
     if spec.amp is not None:
-        return "float32", "dtype float32: the master weights of mixed precision."
+        return "float32", ["dtype float32: the master weights of mixed precision."]
     if checkpoint == "float16":
-        return "bfloat16", "dtype bfloat16: the checkpoint is float16, which does not train without a scaler."
+        return "bfloat16", ["dtype bfloat16: the checkpoint is float16, which does not train without a scaler."]
     dtype = checkpoint if checkpoint in ("float32", "bfloat16") else "bfloat16"
-    return dtype, f"dtype {dtype}: that of the published checkpoint."
+    return dtype, [f"dtype {dtype}: that of the published checkpoint."]
 
 
 # -- the user's own ----------------------------------------------------------------------------------------------
@@ -317,11 +310,7 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
     def build() -> nn.Module:
         from torch import nn
 
-        offered = {
-            "vocab_size": spec.vocab_size,
-            "context_length": spec.context_length,
-            "batch_size": spec.batch_size,
-        }
+        offered = {name: getattr(spec, name) for name in ("vocab_size", "context_length", "batch_size")}
         with contextlib.suppress(ValueError, TypeError):
             known = inspect.signature(function).parameters
             offered = {key: value for key, value in offered.items() if key in known and value is not None}

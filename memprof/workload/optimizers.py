@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memprof.spec import BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
-from memprof.workload.quantization import require_bitsandbytes, require_torchao
+from memprof.spec import TargetSpec
+from memprof.workload.quantization import require_optim
 
 _LEARNING_RATE = 1e-4
 _MOMENTUM = 0.9
@@ -24,11 +24,12 @@ _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
-    # Their libraries are asked for when they are made.
-    "adamw-8bit": lambda *args, **options: require_bitsandbytes().AdamW8bit(*args, **options),
-    "paged-adamw-8bit": lambda *args, **options: require_bitsandbytes().PagedAdamW8bit(*args, **options),
-    "torchao-adamw-8bit": lambda *args, **options: require_torchao().AdamW8bit(*args, **options),
-    "torchao-adamw-4bit": lambda *args, **options: require_torchao().AdamW4bit(*args, **options),
+}
+_OF_LIBRARIES = {
+    "adamw-8bit": ("bitsandbytes", "AdamW8bit"),
+    "paged-adamw-8bit": ("bitsandbytes", "PagedAdamW8bit"),
+    "torchao-adamw-8bit": ("torchao", "AdamW8bit"),
+    "torchao-adamw-4bit": ("torchao", "AdamW4bit"),
 }
 _IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
     None: {},
@@ -38,25 +39,19 @@ _IMPLEMENTATIONS: dict[str | None, dict[str, bool]] = {
 }
 
 
-def require_optimizer(name: str) -> None:
-    """Import the library of the optimizer `name`, before a virtual GPU is there to watch.
+def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
+    """What makes the optimizer `name`, its library imported: before a virtual GPU is there to watch. None for "none".
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: the library is not installed.
     """
-    if name in BITSANDBYTES_OPTIMIZERS:
-        require_bitsandbytes()
-    elif name in TORCHAO_OPTIMIZERS:
-        require_torchao()
-
-
-def make_optimizer(spec: TargetSpec, model: nn.Module) -> Optimizer | None:
-    """The optimizer that `spec` asks for, over the parameters of `model` that are not frozen; None for "none"."""
-    return optimizer_over([parameter for parameter in model.parameters() if parameter.requires_grad], spec)
+    if name in _OF_LIBRARIES:
+        package, kind = _OF_LIBRARIES[name]
+        return getattr(require_optim(package), kind)
+    return _OPTIMIZERS.get(name)
 
 
 def optimizer_over(parameters: list[nn.Parameter], spec: TargetSpec) -> Optimizer | None:
-    """The same over these parameters."""
-    if spec.optimizer == "none":
-        return None
-    return _OPTIMIZERS[spec.optimizer](parameters, lr=_LEARNING_RATE, **_IMPLEMENTATIONS[spec.optimizer_impl])
+    """The optimizer that `spec` asks for; None for "none"."""
+    make = require_optimizer(spec.optimizer)
+    return None if make is None else make(parameters, lr=_LEARNING_RATE, **_IMPLEMENTATIONS[spec.optimizer_impl])

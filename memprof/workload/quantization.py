@@ -14,22 +14,19 @@ from memprof.errors import UsageError
 from memprof.spec import TargetSpec
 
 
-def require_bitsandbytes() -> Any:
-    """`bitsandbytes.optim`, imported; to be called before a virtual GPU is there to watch.
+def require_optim(package: str) -> Any:
+    """`bitsandbytes.optim` or `torchao.optim`, imported; to be called before a virtual GPU is there to watch.
 
     Raises:
-        UsageError: bitsandbytes is not installed, or does not go with this torch.
+        UsageError: the package is not installed, or does not go with this torch.
     """
-    return _require("bitsandbytes", "bitsandbytes.optim")
-
-
-def require_torchao() -> Any:
-    """`torchao.optim`, imported.
-
-    Raises:
-        UsageError: torchao is not installed, or does not go with this torch.
-    """
-    return _require("torchao", "torchao.optim")
+    try:
+        return import_quietly(f"{package}.optim")
+    except ImportError as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise UsageError(
+            f"{package} is needed", value=f"{type(error).__name__}: {lines[0]}", hint=f"pip install {package}"
+        ) from None
 
 
 def import_quietly(module: str) -> Any:
@@ -49,18 +46,6 @@ def import_quietly(module: str) -> Any:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _require(package: str, module: str) -> Any:
-    try:
-        return import_quietly(module)
-    except ImportError as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise UsageError(
-            f"{package} is needed",
-            value=f"{type(error).__name__}: {lines[0]}",
-            hint=f"pip install {package}",
-        ) from None
 
 
 def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, Any], spec: TargetSpec) -> nn.Module:

@@ -21,7 +21,7 @@ from memprof.workload import adapters, generate, npt_layers, quantization
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.models import ModelSource
-from memprof.workload.optimizers import make_optimizer, optimizer_over, require_optimizer
+from memprof.workload.optimizers import optimizer_over, require_optimizer
 
 SwitchOn = Callable[[nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str], Any]
 """Applies the spec's fixes to a model in host memory, and moves it to a device; returns an optimizer if one is made.
@@ -35,8 +35,6 @@ class Workload:
     After `run`, its attributes say what was run.
 
     Args:
-        spec: what to run.
-        source: its model.
         switch_on: needed if the spec has `fixes`.
 
     Raises:
@@ -53,7 +51,7 @@ class Workload:
         self._optimizer: torch.optim.Optimizer | None = None
         self._made: Any = None
         if spec.quantize is not None:
-            quantization.require_bitsandbytes()
+            quantization.require_optim("bitsandbytes")
         if spec.adapter is not None:
             adapters.require_peft()
         if spec.mode is Mode.TRAIN:
@@ -96,12 +94,14 @@ class Workload:
             model.eval()
             for step in range(1, spec.steps + 1):
                 progress(f"forward {step} of {spec.steps}")
-                self._infer(device, model, base, feeder, step)
+                for micro_batch in range(1, spec.gradient_accumulation + 1):
+                    self._infer(device, model, base, feeder, (step, micro_batch))
         else:
             model.train()
             self._prepare_training(device, model, base)
             with device.phase(PhaseKind.OPTIMIZER):
-                optimizer = self._optimizer = self._made or make_optimizer(spec, model)
+                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                optimizer = self._optimizer = self._made or optimizer_over(trained, spec)
                 # Disabled, a scaler passes everything through.
                 scaler = torch.amp.GradScaler(device.name, enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
@@ -129,8 +129,7 @@ class Workload:
             npt_layers.add_npt(model, self.spec)
         if self.spec.freeze is not None:
             _freeze(model, self.spec.freeze)
-        add = adapters.add_lora if self.spec.quantize is None else adapters.add_qlora
-        whole = model if self.spec.adapter is None else add(model, self.spec, self.source)
+        whole = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
         if self.spec.fixes and self._switch_on is not None:
             # An adapter's parameters are in the model; what wraps it has none of its own.
             self._made = self._switch_on(model, self.spec, functools.partial(optimizer_over, spec=self.spec), device)
@@ -207,23 +206,24 @@ class Workload:
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
-    def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int) -> None:
-        for micro_batch in range(1, self.spec.gradient_accumulation + 1):
-            self._infer_part(device, model, base, feeder, step, micro_batch)
-
-    def _infer_part(
-        self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, step: int, micro_batch: int
-    ) -> None:
-        with device.phase(PhaseKind.INPUTS, step, micro_batch):
+    def _infer(self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, at: tuple[int, int]) -> None:
+        """One forward, or one prompt and what follows it; `at` counts step and micro-batch from 1."""
+        task = self.source.task
+        with device.phase(PhaseKind.INPUTS, *at):
             batch = _moved(feeder.host_batch(), device.name)
-            if self.source.task not in ("seq2seq-lm", "speech-seq2seq"):
+            if task not in ("seq2seq-lm", "speech-seq2seq"):
                 batch.pop("labels", None)
         if self.spec.new_tokens:
-            generate.check(base, self.source.task)
+            if task != "causal-lm":
+                raise UsageError(
+                    "--new-tokens is for causal language models",
+                    value=f"{type(base).__name__} ({task})",
+                    hint="leave it out: one forward is run",
+                )
             with torch.no_grad(), self._autocast(device.name):
-                generate.generate(device, model, base, batch, self.spec.new_tokens, (step, micro_batch))
+                generate.generate(device, model, base, batch, self.spec.new_tokens, at)
             return
-        with device.phase(PhaseKind.FORWARD, step, micro_batch), torch.no_grad(), self._autocast(device.name):
+        with device.phase(PhaseKind.FORWARD, *at), torch.no_grad(), self._autocast(device.name):
             outputs = model(**batch)
         del outputs
 

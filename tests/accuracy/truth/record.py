@@ -115,7 +115,7 @@ def machine() -> dict[str, Any]:
     import transformers
 
     with Nvml() as nvml:
-        driver = nvml.read().driver_version if nvml.is_open else None
+        driver = nvml.read().driver_version
     properties = torch.cuda.get_device_properties(0)
     return {
         "card": properties.name,

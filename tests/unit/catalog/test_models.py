@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from memprof.catalog import ModelEntry, find_model, has_model, list_models, load_config
+from memprof.catalog import ModelEntry, find_model, has_model, list_models
 from memprof.catalog.models import TASKS
 from memprof.errors import UsageError
 
@@ -133,7 +133,7 @@ def test_transformers_took_the_configuration_as_it_stands(key: str) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_an_entry_agrees_with_its_configuration(key: str) -> None:
     entry = find_model(key)
-    config = load_config(entry)
+    config = entry.load_config()
     assert config["architectures"] == [entry.architecture]
     assert config["dtype"] == entry.checkpoint_dtype
     assert config.get("vocab_size") == entry.vocab_size

@@ -230,7 +230,7 @@ def test_use_without_a_driver(driver):
 def test_a_driver_that_goes_away_and_comes_back(driver):
     fake = driver(FakeCard())
     with Nvml() as nvml:
-        assert nvml.is_open
+        assert nvml.read().cards
         fake.errors["nvmlDeviceGetCount_v2"] = pynvml.NVML_ERROR_UNKNOWN
         assert nvml.read().notes == ("NVML does not list the cards: Unknown Error",)
         fake.errors.clear()
