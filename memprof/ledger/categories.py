@@ -31,6 +31,7 @@ class Category(StrEnum):
 
 
 _BESIDE = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER, PhaseKind.OPTIMIZER_STEP)
+# Where its use is not seen: in a measured run, or before it is used.
 _KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
 _TIED = (ModuleRole.HEAD, ModuleRole.EMBEDDING)
 _OF_ROLE = {
@@ -79,7 +80,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     def of(index: int, storage: Storage) -> Category:
         owner = trace.owners.get(index)
         if owner is not None:
-            return _OF_ROLE[owner.role]
+            named = owner.role is Role.BUFFER and _KV_CACHE.search(owner.name)
+            return Category.KV_CACHE if named else _OF_ROLE[owner.role]
         if storage.hidden:
             return Category.LIBRARY_WORKSPACE
         if index in copies:
@@ -91,9 +93,10 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
         if kind in (PhaseKind.FORWARD, PhaseKind.DECODE, PhaseKind.EVALUATION):
             if is_logits(storage, birth):
                 return Category.LOGITS_AND_LOSS
-            if _KV_CACHE.search(trace.source_line(storage) or ""):
-                return Category.KV_CACHE
-            return Category.ACTIVATIONS if index in outlives else Category.TEMPORARIES
+            if index not in outlives:
+                return Category.TEMPORARIES
+            named = _KV_CACHE.search(trace.source_line(storage) or "")
+            return Category.KV_CACHE if named else Category.ACTIVATIONS
         if kind is PhaseKind.BACKWARD:
             if storage.module != NONE and trace.modules[storage.module].role in _TIED and storage.shape in weights:
                 # Of a tied weight: the head's part, before the embedding's is added and the sum becomes `.grad`.

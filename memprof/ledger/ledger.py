@@ -212,7 +212,7 @@ def _live_tensors(trace: Trace, categories: list[Category], time: int, *, rounds
     names: dict[int, list[str | None]] = {}
     for index in alive_at(trace, time):
         storage, owner = trace.storages[index], trace.owners.get(index)
-        names[index] = [trace.module_path(storage), owner.name if owner else None]
+        names[index] = [trace.module_path(storage), (owner.name or None) if owner else None]
         key = (
             storage.num_bytes,
             storage.shape,

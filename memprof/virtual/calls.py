@@ -11,6 +11,7 @@ from memprof.trace.events import GPU, HOST
 from memprof.virtual.device_rules import mixes, takes_numbers_of_host
 from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import expansion
+from memprof.watch.caches import WRITES
 
 _aten = torch.ops.aten
 
@@ -57,6 +58,7 @@ class Operator:
         "func",
         "handler",
         "input_copies",
+        "joins",
         "kind",
         "makes_sparse",
         "mixes_devices",
@@ -65,6 +67,7 @@ class Operator:
         "scratch",
         "uses_cublas",
         "uses_cublaslt",
+        "writes_part",
     )
 
     def __init__(self, func: Any) -> None:
@@ -86,6 +89,8 @@ class Operator:
         self.uses_cublaslt = packet in registry.uses_cublaslt
         self.mixes_devices = mixes(func)
         self.makes_sparse = packet in _MAKES_SPARSE
+        self.joins = packet is torch.ops.aten.cat
+        self.writes_part = packet in WRITES
 
     def takes_of_host(self, tensor: torch.Tensor) -> bool:
         """Whether the kernel on the card takes this tensor of the host."""

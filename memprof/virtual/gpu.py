@@ -253,6 +253,7 @@ class VirtualGpu(Watch):
 
     def _outermost_call(self, module: nn.Module, index: int, args: Any, kwargs: Any) -> None:
         super()._outermost_call(module, index, args, kwargs)
+        self.recording.caches.call_begins(index, (*args, *kwargs.values()))
         if self.phases.recognises and torch._C._current_graph_task_id() == -1:
             self._growth.call_begins(module, index)
 
@@ -263,6 +264,7 @@ class VirtualGpu(Watch):
 
     def _outermost_return(self, result: Any) -> None:
         """That call returns."""
+        self.recording.caches.call_returned(result)
         if self.phases.recognises and torch._C._current_graph_task_id() == -1:
             self._growth.call_returned(result)
 

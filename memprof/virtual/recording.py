@@ -36,6 +36,7 @@ from memprof.virtual.limits import not_yet, refuse_sharded
 from memprof.virtual.machine import Machine
 from memprof.virtual.stand_ins import EMPTY
 from memprof.virtual.values import Values
+from memprof.watch.caches import Caches
 from memprof.watch.recorder import Place, Recorder
 
 _META = torch.device("meta")
@@ -60,6 +61,7 @@ class RecordingMode(Machine):
         self._lent: list[torch.Tensor] = []
         """Stand for small host tensors in the last call that mixed them with virtual ones, and hold their values."""
         self.meter = Meter(recorder, self.device_of)
+        self.caches = Caches(recorder)
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
 
@@ -101,6 +103,10 @@ class RecordingMode(Machine):
             if mixed and not operator.mixes_devices:
                 self._check_devices(operator, call, place)
             self.recorder.note_forward(place)
+            if operator.writes_part and self.caches.looks:
+                self.caches.written(args[0])
+            elif operator.joins and self.caches.looks:
+                self.caches.joins(args[0])
             if func in _MAYBE_IN_PLACE and in_backward():
                 plain = self._on_plain_run(call)
                 if plain is not None:

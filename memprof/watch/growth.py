@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memprof.trace.events import GPU, NONE, Forward, PhaseKind
+from memprof.watch.caches import tensors_in
 from memprof.watch.holders import Search
 from memprof.watch.recorder import Recorder
 
@@ -24,8 +25,6 @@ MIN_CALL_BYTES = 64 << 10
 MAX_SEARCHES = 8
 """In one run. Each looks through all objects of the process, some tens of milliseconds."""
 
-_MAX_DEPTH = 4
-"""Of the containers in what a module returns."""
 _sequence_number = torch._C._autograd._get_sequence_nr
 _Key = tuple[int, int]
 """Operator and line: what makes the counterparts of one tensor in other steps."""
@@ -89,7 +88,7 @@ class GrowthWatch:
             return
         (begin, module, source, training, number), self._call = self._call, None
         with torch._C.DisableTorchFunction():
-            outputs = {self._recorder.index_of(tensor) for tensor in _tensors(result)} - {NONE}
+            outputs = {self._recorder.index_of(tensor) for tensor in tensors_in(result)} - {NONE}
         trace = self._recorder.trace
         nodes = self._nodes() - number
         made = tuple(sorted(outputs))
@@ -191,12 +190,3 @@ class _Looks:
         rises = {key: min(third[key] - second.get(key, 0), second.get(key, 0) - first.get(key, 0)) for key in third}
         grown = {key: rise for key, rise in rises.items() if rise > 0}
         return set(grown) if any(rise >= least for rise in grown.values()) else set()
-
-
-def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors of what a module returned."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part, depth + 1)

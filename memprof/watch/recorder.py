@@ -249,6 +249,18 @@ class Recorder:
                     known = self.trace.owners.setdefault(index, owner)
                     if not known.name and (owner.name or known.role is Role.INPUT):
                         self.trace.owners[index] = owner
+                        if known.role is Role.KV_CACHE:
+                            self.keeps(index)
+
+    def keeps(self, index: int) -> None:
+        """The program keeps a storage for later tokens. Buffers and inputs may turn out to be such."""
+        known = self.trace.owners.get(index)
+        if known is None or known.role in (Role.BUFFER, Role.INPUT):
+            self.trace.owners[index] = Owner(Role.KV_CACHE, known.name if known else "")
+
+    def is_alive(self, index: int) -> bool:
+        """Whether a storage that a tensor shows was not freed yet."""
+        return index in self._refs
 
     def made_outside_modules(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in memory of this run that no module's code allocated."""

@@ -1,0 +1,133 @@
+"""What a model keeps of earlier tokens (keys, values, states), told by what its code does to it and not by a name.
+
+All of these hold within a part of a model that is called without gradients:
+
+| the engine's way | what is seen |
+|---|---|
+| buffers that are filled by and by, a pool of pages | memory older than the call is written in part |
+| a state that is overwritten | ... or wholly, in two calls |
+| tensors that grow | what an earlier call made is joined to new, and the result is still there after the call |
+| lists that are given back | what an earlier call returned is given again, in a container |
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memprof.trace.events import NONE, Storage
+from memprof.watch.recorder import Recorder
+
+_aten = torch.ops.aten
+WRITES = frozenset({_aten.copy_, _aten.index_copy_, _aten.index_put_, _aten._index_put_impl_, _aten.scatter_})
+"""Operators that write a part of their first argument."""
+_MAX_DEPTH = 4
+"""Of the containers in what a module is given and returns."""
+_Key = tuple[int, int, int]
+
+
+class Caches:
+    """Looks at one run, and tells its recorder what is kept for later tokens."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._begins: list[int] = []
+        """Storages made before each call of a module from outside all others, and in `_roots` which module it is."""
+        self._roots: list[int] = []
+        self._infers = False
+        self._joined: list[tuple[int, int]] = []
+        """In the call that is running: the older part, and the storages made before the join."""
+        self._overwritten: dict[int, int] = {}
+        """Storages, and the number of the first call that overwrote them."""
+        self._returned: defaultdict[int, set[int]] = defaultdict(set)
+        """What the last call of each module returned."""
+        self._lines: set[_Key] = set()
+        """Operators, lines and modules that make what is kept."""
+
+    def call_begins(self, module: int, given: Any) -> None:
+        """A module is called from outside all others, with these arguments."""
+        self._infers = not torch.is_grad_enabled()
+        self._begins.append(len(self._recorder.trace.storages))
+        self._roots.append(module)
+        if self._infers:
+            again = self._indices([one for one in given if not isinstance(one, torch.Tensor)])
+            for index in again & self._returned[module]:
+                self._keep(index)
+
+    def call_returned(self, result: Any) -> None:
+        """That call returns `result`."""
+        if not self._infers:
+            return
+        self._infers = False
+        trace = self._recorder.trace
+        for old, before in self._joined:
+            new = next(
+                (i for i in range(before, len(trace.storages)) if trace.op(trace.storages[i]) == "aten.cat"), NONE
+            )
+            if self._recorder.is_alive(new):
+                self._keep(old)
+                self._keep(new)
+        self._joined.clear()
+        returned = self._indices([result])
+        self._returned[self._roots[-1]] = returned
+        for index in returned:
+            if _line(trace.storages[index]) in self._lines:
+                self._keep(index)
+
+    @property
+    def looks(self) -> bool:
+        """Whether what the program does now may be to a cache: it is in a part of a model that infers."""
+        return self._infers and self._recorder.modules.current not in (NONE, self._roots[-1])
+
+    def written(self, target: torch.Tensor) -> None:
+        """An operator of WRITES writes into `target`."""
+        index = self._recorder.index_of(target)
+        if not NONE < index < self._begins[-1] or not _holds_numbers(target):
+            return
+        whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize
+        if not whole or self._overwritten.setdefault(index, len(self._begins)) < len(self._begins):
+            self._keep(index)
+
+    def joins(self, parts: list[torch.Tensor]) -> None:
+        """`parts` are about to be joined to one tensor."""
+        trace = self._recorder.trace
+        for part in parts:
+            index = self._recorder.index_of(part)
+            if NONE < index < self._begins[-1] and trace.storages[index].module != NONE and _holds_numbers(part):
+                maker = bisect.bisect_right(self._begins, index) - 1
+                if maker >= 0 and self._roots[maker] == self._roots[-1]:
+                    self._joined.append((index, len(trace.storages)))
+
+    def _keep(self, index: int) -> None:
+        self._recorder.keeps(index)
+        storage = self._recorder.trace.storages[index]
+        if storage.module != NONE:
+            self._lines.add(_line(storage))
+
+    def _indices(self, values: Any) -> set[int]:
+        """Of the tensors with numbers in `values`, containers looked into."""
+        with torch._C.DisableTorchFunction():
+            found = {self._recorder.index_of(tensor) for tensor in tensors_in(values) if _holds_numbers(tensor)}
+        return found - {NONE}
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """The tensors of what a module is given or returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth < _MAX_DEPTH and isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part, depth + 1)
+
+
+def _line(storage: Storage) -> _Key:
+    return storage.op, storage.source, storage.module
+
+
+def _holds_numbers(tensor: torch.Tensor) -> bool:
+    """Numbers of any precision, quantized ones too, and no tokens, positions or masks."""
+    return tensor.is_floating_point() or tensor.dtype in (torch.int8, torch.uint8)
