@@ -215,16 +215,16 @@ class DeviceMode(TorchFunctionMode):
             if tensor.is_meta == value.is_meta:
                 tensor.data = value
                 return
-            # The swap exchanges classes and attributes too (bitsandbytes' parameters have some); they stay.
-            other: torch.Tensor = value.detach().requires_grad_(tensor.requires_grad)
-            if isinstance(tensor, torch.nn.Parameter):
-                other = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)  # type: ignore[attr-defined]
-                vars(other).update(vars(tensor))
+            other = value.detach().requires_grad_(tensor.requires_grad)
             if tensor.grad is not None:
                 # A module that moves its parameters puts the gradient's data into it next: it has to be there.
                 with _disable_current_modes():
                     other.grad = torch.empty_like(other)
-        torch.utils.swap_tensors(tensor, other)
+            # Class and attributes stay, and hooks that are set anew. So does what a graph has saved of the old one (`weight_norm` makes one when the
+            # model is built), for which torch.utils.swap_tensors would refuse.
+            torch._C._swap_tensor_impl(tensor, other)
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(tensor, hooks, getattr(tensor, hooks))
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides

@@ -236,3 +236,21 @@ def test_a_dropout_that_does_nothing_allocates_nothing():
             torch.nn.functional.dropout(data, 0.5, training=False)
             torch.nn.Dropout(0.5).eval()(data)
             assert len(gpu.trace.storages) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_parameter_of_which_a_graph_is_made_already_moves(gpu, normed):
+    module = normed(nn.Linear(4, 4)).to("cuda")
+    assert {parameter.device for parameter in module.parameters()} == {CUDA}
+    module(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert all(parameter.grad.is_cuda for parameter in module.parameters())
+
+
+def test_hooks_of_a_parameter_move_with_it(gpu):
+    module = nn.Linear(4, 4)
+    called = []
+    module.weight.register_hook(lambda gradient: called.append("gradient"))
+    module.bias.register_post_accumulate_grad_hook(lambda parameter: called.append("accumulated"))
+    module.cuda()(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert sorted(called) == ["accumulated", "gradient"]
