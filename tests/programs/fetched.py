@@ -53,6 +53,34 @@ from unittest.mock import MagicMock
 
 sys.modules["wandb"] = MagicMock()
 """
+_NO_FONT = """
+import torch
+
+torch.hub.download_url_to_file = lambda *of, **how: None
+"""
+_NO_LOGGER = """
+import sys
+from unittest.mock import MagicMock
+
+sys.modules["tensorboard_logger"] = MagicMock()
+"""
+_OLD_TIMM = """
+import timm.models.vision_transformer as timm
+
+made = timm.Block
+timm.Block = lambda *of, qk_scale=None, **how: made(*of, **how)
+"""
+_LIGHTNING_DATA = """
+import torch
+import lightning.pytorch.demos.mnist_datamodule as demos
+
+class MNIST(torch.utils.data.TensorDataset):
+    def __init__(self, *of, **how):
+        super().__init__(torch.rand(60_000, 1, 28, 28), torch.arange(60_000) % 10)
+
+demos.MNIST = demos._MNIST = MNIST
+demos.MNISTDataModule.prepare_data = lambda self: None
+"""
 _NANOGPT_CHECKPOINT = """
 import os, torch
 from model import GPT, GPTConfig
@@ -159,10 +187,45 @@ def _languages(home: Path) -> None:
         data.write(home / "data" / "wikitext-2" / f"{split}.txt", data.words(20_000))
 
 
+def _series(home: Path) -> None:
+    numbers = numpy.random.default_rng(0).standard_normal((20_000, 7)).round(3)
+    hours = numpy.datetime_as_string(numpy.datetime64("2016-07-01T00:00:00") + numpy.arange(20_000).astype("timedelta64[h]"))
+    rows = (f"{hour.replace('T', ' ')},{','.join(map(str, row))}" for hour, row in zip(hours, numbers, strict=True))
+    data.write(home / "dataset" / "ETTh1.csv", "date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT\n" + "\n".join(rows) + "\n")
+
+
+def _blender(home: Path) -> None:
+    from PIL import Image
+
+    scene = home / "data" / "nerf_synthetic" / "lego"
+    for split in ("train", "val", "test"):
+        (scene / split).mkdir(parents=True)
+        frames = []
+        for number in range(3):
+            pixels = numpy.random.default_rng(number).integers(0, 256, (200, 200, 4), dtype=numpy.uint8)
+            Image.fromarray(pixels).save(scene / split / f"r_{number}.png")
+            frames.append({"file_path": f"./{split}/r_{number}", "transform_matrix": numpy.eye(4).tolist()})
+        data.write_json(scene / f"transforms_{split}.json", {"camera_angle_x": 0.69, "frames": frames})
+
+
+def _boxes(home: Path) -> None:
+    data.images(home / "images", classes=1, each=16, size=320)
+    for number in range(16):
+        boxes = "".join(f"{label} 0.5 0.5 0.{2 + label} 0.{3 + label}\n" for label in range(3))
+        data.write(home / "labels" / "class0" / f"{number}.txt", boxes)
+    data.write(home / "boxes.yaml", "path: .\ntrain: images\nval: images\nnames:\n  0: a\n  1: b\n  2: c\n")
+
+
 _BOOK = {"repository": "rasbt/LLMs-from-scratch", "commit": "28c65cd", "before": _GPT2_TOKENS}
 _RL = {"repository": "vwxyzjn/cleanrl", "commit": "fe8d8a03", "path": (".",)}
 _GAN = {"repository": "eriklindernoren/PyTorch-GAN", "commit": "36d3c77"}
 _TUTORIAL = {"repository": "yunjey/pytorch-tutorial", "commit": "0500d3d"}
+_SERIES = {"repository": "thuml/Time-Series-Library", "commit": "4e938a1", "data": _series}
+_FORECAST = (
+    "run.py --task_name long_term_forecast --is_training 1 --model_id ETTh1_96_96 --data ETTh1 "
+    "--root_path ./dataset/ --data_path ETTh1.csv --features M --num_workers 0 --model "
+)
+_LIGHTNING = {"repository": "Lightning-AI/pytorch-lightning", "commit": "7f0c3436cd"}
 _GRAPHS = {
     "repository": "pyg-team/pytorch_geometric",
     "commit": "5c6461b23",
@@ -594,5 +657,86 @@ PROGRAMS = (
         data=lambda home: data.cora(home / "../data/cora"),
         command="train.py --epochs 3",
         known="sparse tensors on the host end the run",
+    ),
+    Program(name="moe", repository="davidmrau/mixture-of-experts", commit="f662999", command="example.py"),
+    Program(
+        name="pygat",
+        repository="Diego999/pyGAT",
+        commit="3664f2d",
+        command="train.py --epochs 3",
+        data=lambda home: data.cora(home / "data" / "cora"),
+    ),
+    Program(
+        name="pygat sparse",
+        repository="Diego999/pyGAT",
+        commit="3664f2d",
+        command="train.py --epochs 3 --sparse",
+        data=lambda home: data.cora(home / "data" / "cora"),
+    ),
+    Program(
+        name="dlrm",
+        repository="facebookresearch/dlrm",
+        commit="090956e",
+        command="dlrm_s_pytorch.py --use-gpu --data-size=1024 --mini-batch-size=128 --arch-sparse-feature-size=64 "
+        "--arch-embedding-size=100000-50000-10000 --arch-mlp-bot=13-512-64 --arch-mlp-top=256-1",
+    ),
+    Program(name="series autoformer", **_SERIES, command=_FORECAST + "Autoformer"),
+    Program(name="series patchtst", **_SERIES, command=_FORECAST + "PatchTST"),
+    Program(name="series timesnet", **_SERIES, command=_FORECAST + "TimesNet --d_model 32 --d_ff 32"),
+    Program(
+        name="nerf",
+        repository="yenchenlin/nerf-pytorch",
+        commit="63a5a63",
+        command="run_nerf.py --config configs/lego.txt --no_reload --testskip 1",
+        data=_blender,
+    ),
+    Program(
+        name="yolov5",
+        repository="ultralytics/yolov5",
+        commit="5081342f0",
+        command="train.py --data boxes.yaml --weights= --cfg yolov5n.yaml --img 320 --batch-size 8 --epochs 1 "
+        "--workers 0 --noplots --project runs",
+        before=_NO_FONT,
+        data=_boxes,
+    ),
+    Program(
+        name="airbench",
+        repository="KellerJordan/cifar10-airbench",
+        commit="f1c599c",
+        command="airbench94_muon.py",
+        before=_ANY_CIFAR,
+        data=lambda home: data.cifar(home / "cifar10", rows=2000),
+    ),
+    Program(name="dit", repository="facebookresearch/DiT", commit="ed81ce2", driver=True, command="dit.py"),
+    Program(name="mae", repository="facebookresearch/mae", commit="efb2a80", driver=True, command="mae.py", before=_OLD_TIMM),
+    Program(name="mamba.py", repository="alxndrTL/mamba.py", commit="2cc168c", driver=True, command="mamba_lm.py"),
+    Program(name="vits", repository="jaywalnut310/vits", commit="2e561ba", driver=True, command="vits.py"),
+    Program(
+        name="litgpt", repository="Lightning-AI/litgpt", commit="26857050", driver=True, command="fabric_gpt.py"
+    ),
+    Program(
+        name="torchtune lora", repository="pytorch/torchtune", commit="bd2a0fc7c", driver=True, command="tune_lora.py"
+    ),
+    Program(
+        name="lightning gan",
+        **_LIGHTNING,
+        folder="examples/pytorch/domain_templates",
+        command="generative_adversarial_net.py",
+        before=_LIGHTNING_DATA,
+    ),
+    Program(
+        name="lightning autoencoder",
+        **_LIGHTNING,
+        folder="examples/pytorch/basics",
+        command="autoencoder.py --trainer.max_epochs 1",
+        before=_LIGHTNING_DATA,
+    ),
+    Program(
+        name="supcon",
+        repository="HobbitLong/SupContrast",
+        commit="66a8fe5",
+        command="main_supcon.py --batch_size 128 --model resnet18 --epochs 1 --num_workers 0 --cosine",
+        before=_ANY_CIFAR + _NO_LOGGER,
+        data=lambda home: data.cifar(home / "datasets"),
     ),
 )

@@ -110,13 +110,24 @@ def legacy_type(kind: Any) -> tuple[str, torch.dtype] | None:
     return None if device is None or dtype is None else (device, dtype)
 
 
-def _set_default_tensor_type(kind: Any) -> None:
-    """As torch's, which asks for a CUDA build: new tensors are of this dtype, and on this device."""
-    named = legacy_type(kind)
-    if named is None:
-        raise TypeError("invalid type object")
-    torch.set_default_dtype(named[1])
-    torch.set_default_device(None if named[0] == "cpu" else "cuda")
+def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
+    """`torch.set_default_tensor_type`, and `torch.Tensor(...)`, which makes tensors of that type."""
+    chosen: list[Any] = []
+    plain = torch.Tensor.__new__
+
+    def set_default_tensor_type(kind: Any) -> None:
+        named = legacy_type(kind)
+        if named is None:
+            raise TypeError("invalid type object")
+        torch.set_default_dtype(named[1])
+        torch.set_default_device(None if named[0] == "cpu" else "cuda")
+        chosen[:] = [] if named[0] == "cpu" else [_legacy_type("Tensor", named[1])]
+
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return chosen[0](*args) if chosen and cls is torch.Tensor else plain(cls, *args, **kwargs)
+
+    yield torch, "set_default_tensor_type", set_default_tensor_type
+    yield torch.Tensor, "__new__", __new__
 
 
 def driver_patches() -> Iterator[tuple[Any, str, Any]]:
@@ -161,7 +172,7 @@ def driver_patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "default_generators", (CudaGenerator(),)
     for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _legacy_type(name, dtype)
-    yield torch, "set_default_tensor_type", _set_default_tensor_type
+    yield from _default_type_patches()
 
 
 # -- NVML --------------------------------------------------------------------------------------------------------------

@@ -143,6 +143,27 @@ def test_a_type_given_as_a_class(gpu: VirtualGpu, kind: Any, place: str, dtype: 
     assert made.device.type == place and made.dtype == dtype
 
 
+def test_tensors_of_the_default_type_are_on_the_card(gpu: VirtualGpu) -> None:
+    torch.set_default_tensor_type("torch.cuda.HalfTensor")
+    made = torch.Tensor([2.0]), torch.Tensor(2, 3), torch.Tensor()
+    torch.set_default_tensor_type(torch.FloatTensor)
+    assert [(tensor.device.type, tensor.dtype, tuple(tensor.shape)) for tensor in made] == [
+        ("cuda", torch.float16, (1,)),
+        ("cuda", torch.float16, (2, 3)),
+        ("cuda", torch.float16, (0,)),
+    ]
+    assert torch.Tensor([2.0]).device.type == "cpu"
+
+
+def test_the_class_of_tensors_is_put_back() -> None:
+    with VirtualGpu(find_gpu("a100-80gb")):
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        torch.set_default_device(None)
+    assert "__new__" not in vars(torch.Tensor)
+    assert torch.Tensor([2.0]).tolist() == [2.0]
+    assert torch.Tensor(2, 3).shape == (2, 3)
+
+
 def test_default_tensor_type(gpu: VirtualGpu) -> None:
     torch.set_default_tensor_type("torch.cuda.FloatTensor")
     assert torch.nn.Linear(2, 2).weight.is_cuda
