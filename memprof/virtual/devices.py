@@ -220,8 +220,8 @@ class DeviceMode(TorchFunctionMode):
                 # A module that moves its parameters puts the gradient's data into it next: it has to be there.
                 with _disable_current_modes():
                     other.grad = torch.empty_like(other)
-            # Class and attributes stay, and hooks that are set anew. So does what a graph has saved of the old one (`weight_norm` makes one when the
-            # model is built), for which torch.utils.swap_tensors would refuse.
+            # Class and attributes stay, and hooks that are set anew. So does what a graph has saved of the old one
+            # (`weight_norm` makes one when the model is built), for which torch.utils.swap_tensors would refuse.
             torch._C._swap_tensor_impl(tensor, other)
             for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(tensor, hooks, getattr(tensor, hooks))

@@ -7,7 +7,7 @@ modules whose forward raises, and it leaves torch's fast path for hook-less modu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -41,7 +41,7 @@ class ModuleTracker:
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             index = tracker._known.get(self)
             if index is None:
-                index = tracker._register(self)
+                index = tracker._register(self, args, kwargs)
             outer = tracker.current
             if outer == NONE:
                 tracker.on_outermost(self, index, args, kwargs)
@@ -69,11 +69,11 @@ class ModuleTracker:
     def add_root(self, root: nn.Module) -> None:
         """Name all modules below `root`, before its first call (a model that was just built)."""
         if root not in self._known:
-            self._add_tree(root)
+            self._add_tree(root, reads_tokens=True)
 
-    def _register(self, module: nn.Module) -> int:
+    def _register(self, module: nn.Module, args: Any, kwargs: Any) -> int:
         if self.current == NONE:
-            self._add_tree(module)
+            self._add_tree(module, reads_tokens=_are_tokens(args, kwargs))
             self.on_root(module)
         else:
             # Created during the forward, or reached past its parent's children: named after who calls it.
@@ -89,14 +89,25 @@ class ModuleTracker:
             if parameter is not None:
                 self._parameter_module.setdefault(id(parameter), index)
 
-    def _add_tree(self, root: nn.Module) -> None:
+    def _add_tree(self, root: nn.Module, *, reads_tokens: bool) -> None:
         stacks = dict(_stacks(root))
-        reads_tokens = any(isinstance(module, nn.Embedding) for module in root.modules())
+        reads_tokens = reads_tokens and any(isinstance(module, nn.Embedding) for module in root.modules())
         head = _head(root, stacks, reads_tokens=reads_tokens)
         layers = {path: stack for stack, modules in stacks.items() for path in _layers(stack, modules)}
-        above = {"", *(stack[:end] for stack in stacks for end in range(len(stack)) if stack[end] == ".")}
+        above = {
+            "",
+            *_wrapped(root),
+            *(stack[:end] for stack in stacks for end in range(len(stack)) if stack[end] == "."),
+        }
+        # Parts that were called alone before the whole was, as a detector's are while it is built.
+        again = {
+            below
+            for module in root.modules()
+            if module in self._known and self.table[self._known[module]].role is ModuleRole.ROOT
+            for below in module.modules()
+        }
         for path, module in root.named_modules():
-            if module in self._known:
+            if module in self._known and module not in again:
                 continue
             role = ModuleRole.OTHER
             if module is root:
@@ -129,6 +140,24 @@ def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
         yield from _stacks(child, f"{path}.")
 
 
+def _wrapped(root: nn.Module) -> Iterator[str]:
+    """Paths of the modules that are all that is in those around them, as of a model in DataParallel."""
+    path = ""
+    while len(children := list(root.named_children())) == 1 and next(children[0][1].children(), None) is not None:
+        name, root = children[0]
+        path = f"{path}.{name}".lstrip(".")
+        yield path
+
+
+def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a model is called with a text: with more than one whole number a sample, or with nothing else."""
+    given = [*args, *kwargs.values()]
+    given += [value for part in given if isinstance(part, Mapping) for value in part.values()]
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    whole = [tensor for tensor in tensors if not tensor.dtype.is_floating_point and tensor.dtype != torch.bool]
+    return bool(whole) and (len(whole) == len(tensors) or any(tensor.dim() > 1 for tensor in whole))
+
+
 def _layers(path: str, stack: nn.Module) -> Iterator[str]:
     """What is called of a stack: its members, or what is in them where they are bare lists of modules."""
     for name, member in stack.named_children():
@@ -140,7 +169,7 @@ def _layers(path: str, stack: nn.Module) -> Iterator[str]:
 
 def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) -> nn.Module | None:
     """The module that produces the logits: what the model says, else of one that reads tokens the last Linear outside
-    its layers that has an output for each word, or is a part of the model by itself (a classifier)."""
+    its layers that has an output for each word, or if there is none is a part of the model by itself (a classifier)."""
     getter = getattr(root, "get_output_embeddings", None)
     if callable(getter):
         try:
@@ -152,12 +181,12 @@ def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) 
     if not stacks or not reads_tokens:
         return None
     words = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
-    last = None
+    found: dict[bool, nn.Module] = {}
     for path, module in root.named_modules():
         inside = any(path == stack or path.startswith(stack + ".") for stack in stacks)
         if isinstance(module, nn.Linear) and not inside and (module.out_features in words or "." not in path):
-            last = module
-    return last
+            found[module.out_features in words] = module
+    return found.get(True, found.get(False))
 
 
 MODULE_CALL: CodeType = next(

@@ -55,6 +55,51 @@ class Painter(nn.Module):
         return x * 2
 
 
+class Gated(nn.Module):
+    """A language model that has a Linear beside its head, called before its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, 64)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head, self.gate = nn.LayerNorm(64), nn.Linear(64, 1000), nn.Linear(64, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x * self.gate(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Conditional(nn.Module):
+    """Of images of a class: it has an embedding, and reads no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels, self.first = nn.Embedding(10, 64), nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + self.labels(torch.zeros(len(x), dtype=torch.int64, device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return x * 2
+
+
+class Detector(nn.Module):
+    """Its parts are called one by one while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, 64))
+        for part in self.model:
+            part(torch.zeros(1, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model[1](self.model[0](x))
+
+
 def trained(model: nn.Module, *, tokens: bool) -> memprof.Report:
     with memprof.virtual_gpu("h100-80gb") as gpu:
         model.cuda()
@@ -89,6 +134,30 @@ def test_a_model_of_images_has_its_own_modules_for_stages() -> None:
         "first Linear", "down layer 0", "down layer 1", "middle Sequential", "up layer 0", "up layer 1", "own code",
         "loss",
     ]  # fmt: skip
+
+
+def test_the_head_has_an_output_for_each_word() -> None:
+    expected = ["embedding", "layer 0", "layer 1", "final norm", "logits", "loss"]
+    assert forward_stages(Gated(), tokens=True) == expected
+
+
+def test_an_embedding_of_labels_makes_no_language_model() -> None:
+    expected = ["first Linear", "labels Embedding", "own code", "layer 0", "layer 1", "loss"]
+    stages = forward_stages(Conditional(), tokens=False)
+    assert sorted(set(stages)) == sorted(expected)
+
+
+def test_parts_that_were_called_alone_are_parts_of_the_whole() -> None:
+    assert forward_stages(Detector(), tokens=False) == ["model.0 Sequential", "model.1 Linear", "loss"]
+
+
+def test_what_is_inside_a_wrapper_has_stages() -> None:
+    wrapped = forward_stages(nn.DataParallel(Painter()), tokens=False)
+    assert wrapped[:2] == ["module.first Linear", "down layer 0"]
+    assert forward_stages(nn.DataParallel(Detector()), tokens=False)[:2] == [
+        "module.model.0 Sequential",
+        "module.model.1 Linear",
+    ]
 
 
 @pytest.mark.parametrize("moved", [True, False])
