@@ -12,7 +12,8 @@
 
 A closure that an optimizer's step is given interrupts it: after the closure's forward and backward the step goes on.
 A step begins with a forward that has gradients, or where no module is called, with the backward pass. It ends with the
-optimizer's; with several optimizers, when the one that stepped first steps again.
+optimizer's; with several optimizers, when the one that stepped first steps again; without one, when the next forward
+with gradients comes after a backward pass.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Phases:
         """The training step that is running or has just ended, from 1; 0 before the first."""
         self._ended = True
         """Whether it has."""
-        self.on_step: Callable[[Optimizer], None] = lambda optimizer: None
-        """An optimizer has made a step: the outermost one, where one steps another."""
+        self.on_step: Callable[[Optimizer | None], None] = lambda optimizer: None
+        """An optimizer has made a step: the outermost one, where one steps another; None: the program itself has."""
         self.trains = False
         """Whether a model was called with gradients."""
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
@@ -107,6 +108,8 @@ class Phases:
         self.before_forward(module)
         trains = torch.is_grad_enabled()
         self.trains = self.trains or (trains and _is_trained(module))
+        if trains and self._ran_backward and not self.optimizers and not self._ended:
+            self._end_step(None)
         if self._ended and (trains or (self.step == 0 and not self.optimizers)):
             self._begin_step()
         if self._generating:
@@ -114,7 +117,7 @@ class Phases:
             self._generating += 1
             if self._now().kind is PhaseKind.DECODE:
                 return
-        elif not trains and not module.training and self.optimizers and _is_trained(module):
+        elif not trains and not module.training and (self.optimizers or self.backwards) and _is_trained(module):
             kind = PhaseKind.EVALUATION
         else:
             kind = PhaseKind.FORWARD
@@ -166,7 +169,10 @@ class Phases:
             return
         self._outermost.clear()
         self._stepped.add(optimizer)
-        if len(self._stepped) >= len(self.optimizers):
+        self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
+
+    def _end_step(self, optimizer: Optimizer | None, *, last: bool = True) -> None:
+        if last:
             self._ended = True
             self._stepped.clear()
         self._begin(PhaseKind.OTHER)

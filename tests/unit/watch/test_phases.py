@@ -1,0 +1,36 @@
+"""Phases of programs that no optimizer tells apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memprof.catalog import find_gpu
+from memprof.flows.script import run_script
+from memprof.script import Ended, Program, StopRule
+
+WITHOUT_OPTIMIZER = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).cuda()
+for step in range(6):
+    model.train()
+    model.zero_grad()
+    model(torch.randn(16, 64, device="cuda")).mean().backward()
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(16, 64, device="cuda"))
+"""
+
+
+def test_a_program_that_steps_itself_has_steps(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_OPTIMIZER)
+    gpu = find_gpu("a100-80gb")
+    stopped, whole = (run_script(Program(str(script)), StopRule(steps), gpu=gpu).document for steps in (2, None))
+    assert stopped.program is not None and whole.program is not None
+    assert (stopped.program.ended, stopped.program.steps) == (Ended.STEPS, 2)
+    assert (whole.program.ended, whole.program.steps) == (Ended.EXIT, 6)
+    assert {row.step for row in whole.stages if row.name == "evaluation 0 Linear"} == set(range(1, 7))
