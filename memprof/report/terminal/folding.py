@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
 from memprof.ledger.stage_amounts import Stage
@@ -67,14 +67,20 @@ def _step(rows: list[Stage]) -> Iterator[ShownStage]:
         if row.micro_batch:
             peaks[row.micro_batch] = max(peaks.get(row.micro_batch, 0), row.peak_allocated_bytes)
     full = max(peaks, key=lambda micro_batch: (peaks[micro_batch], micro_batch), default=0)
+    # What lies between two micro-batches goes with the first.
+    owners = list(accumulate(rows, lambda last, row: last if row.name == "other" else row.micro_batch, initial=0))[1:]
+    steps = [number for number, row in enumerate(rows) if row.name == "optimizer step"]
+    # Where an optimizer steps between them (a GAN's), they are no micro-batches.
+    word = "pass" if steps and any(owners[steps[0] :]) else "micro-batch"
     summaries: list[ShownStage] = []
-    for micro_batch, group in groupby(rows, key=lambda row: row.micro_batch):
+    for micro_batch, group in groupby(zip(owners, rows, strict=True), key=lambda owned: owned[0]):
+        members = [row for _, row in group]
         if micro_batch in (0, full):
             yield from _folded_summaries(summaries)
             summaries = []
-            yield from _folded_layers(list(group))
+            yield from _folded_layers(members)
         else:
-            summaries.append(_joined(list(group), name=f"micro-batch {micro_batch}"))
+            summaries.append(_joined(members, name=f"{word} {micro_batch}"))
     yield from _folded_summaries(summaries)
 
 
@@ -82,10 +88,8 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
     """Whole micro-batches that cost the same, as one row."""
     for _, group in groupby(summaries, key=lambda row: row.delta_bytes):
         alike = list(group)
-        name = alike[0].name
-        if len(alike) > 1:
-            last = alike[-1].name.removeprefix("micro-batch ")
-            name = f"{name}-{last}".replace("batch ", "batches ")
+        word, first = alike[0].name.split()
+        name = alike[0].name if len(alike) == 1 else f"{word}es {first}-{alike[-1].name.split()[1]}"
         yield _joined(alike, name=name)
 
 

@@ -36,9 +36,9 @@ class Builder:
         self._module = NONE
         self.phase(PhaseKind.MODEL, 0)
 
-    def phase(self, kind: PhaseKind, step: int = 1) -> None:
+    def phase(self, kind: PhaseKind, step: int = 1, micro_batch: int = 1) -> None:
         """What follows happens in this phase."""
-        self.trace.phases.append(Phase(kind, step, 1))
+        self.trace.phases.append(Phase(kind, step, micro_batch))
         self._event(EventKind.PHASE, len(self.trace.phases) - 1)
 
     def enter(self, path: str, class_name: str = "Module", role: ModuleRole = ModuleRole.OTHER) -> None:

@@ -100,3 +100,35 @@ def test_whole_steps_that_cost_the_same_are_one_row() -> None:
         ("backward", 1, 1),
         ("optimizer step", 1, 1),
     ]
+
+
+def passes(b: Builder, step: int, *sizes: int) -> None:
+    """Forward, backward and what lies between them, of each size in MiB."""
+    for number, size in enumerate(sizes, 1):
+        b.phase(PhaseKind.FORWARD, step, number)
+        held = b.new(size * MIB)
+        b.phase(PhaseKind.BACKWARD, step, number)
+        b.free(held)
+        b.phase(PhaseKind.OTHER, step, 0)
+        b.free(b.new(MIB))
+
+
+def test_micro_batches_are_folded_with_what_lies_between_them() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    passes(b, 1, 32, 16, 16, 16)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 1, 0)
+    b.free(b.new(4 * MIB))
+    assert [name for name, *_ in shown(b)][-2:] == ["micro-batches 2-4", "optimizer step"]
+
+
+def test_passes_between_optimizers_are_no_micro_batches() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    passes(b, 1, 16, 32)
+    b.phase(PhaseKind.OPTIMIZER_STEP, 1, 0)
+    b.free(b.new(4 * MIB))
+    b.phase(PhaseKind.FORWARD, 1, 3)
+    b.free(b.new(8 * MIB))
+    names = [name for name, *_ in shown(b)]
+    assert names[0] == "pass 1" and names[-2:] == ["optimizer step", "pass 3"]
