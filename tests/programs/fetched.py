@@ -65,8 +65,10 @@ from unittest.mock import MagicMock
 sys.modules["tensorboard_logger"] = MagicMock()
 """
 _OLD_TIMM = """
+import numpy
 import timm.models.vision_transformer as timm
 
+numpy.float = float
 made = timm.Block
 timm.Block = lambda *of, qk_scale=None, **how: made(*of, **how)
 """
@@ -189,8 +191,12 @@ def _languages(home: Path) -> None:
 
 def _series(home: Path) -> None:
     numbers = numpy.random.default_rng(0).standard_normal((20_000, 7)).round(3)
-    hours = numpy.datetime_as_string(numpy.datetime64("2016-07-01T00:00:00") + numpy.arange(20_000).astype("timedelta64[h]"))
-    rows = (f"{hour.replace('T', ' ')},{','.join(map(str, row))}" for hour, row in zip(hours, numbers, strict=True))
+    hours = numpy.datetime_as_string(
+        numpy.datetime64("2016-07-01T00:00:00") + numpy.arange(20_000).astype("timedelta64[h]")
+    )
+    rows = (
+        f"{str(hour).replace('T', ' ')},{','.join(map(str, row))}" for hour, row in zip(hours, numbers, strict=True)
+    )
     data.write(home / "dataset" / "ETTh1.csv", "date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT\n" + "\n".join(rows) + "\n")
 
 
@@ -708,12 +714,12 @@ PROGRAMS = (
         data=lambda home: data.cifar(home / "cifar10", rows=2000),
     ),
     Program(name="dit", repository="facebookresearch/DiT", commit="ed81ce2", driver=True, command="dit.py"),
-    Program(name="mae", repository="facebookresearch/mae", commit="efb2a80", driver=True, command="mae.py", before=_OLD_TIMM),
+    Program(
+        name="mae", repository="facebookresearch/mae", commit="efb2a80", driver=True, command="mae.py", before=_OLD_TIMM
+    ),
     Program(name="mamba.py", repository="alxndrTL/mamba.py", commit="2cc168c", driver=True, command="mamba_lm.py"),
     Program(name="vits", repository="jaywalnut310/vits", commit="2e561ba", driver=True, command="vits.py"),
-    Program(
-        name="litgpt", repository="Lightning-AI/litgpt", commit="26857050", driver=True, command="fabric_gpt.py"
-    ),
+    Program(name="litgpt", repository="Lightning-AI/litgpt", commit="26857050", driver=True, command="fabric_gpt.py"),
     Program(
         name="torchtune lora", repository="pytorch/torchtune", commit="bd2a0fc7c", driver=True, command="tune_lora.py"
     ),
