@@ -353,7 +353,6 @@ PROGRAMS = (
         command="main.py --epochs 5",
         before=_EXTRACTED,
         data=lambda home: data.cora(home / "cora"),
-        known="sparse tensors on the host end the run",
     ),
     Program(
         name="examples gat",
@@ -361,7 +360,7 @@ PROGRAMS = (
         folder="gat",
         command="main.py --epochs 5",
         data=lambda home: data.cora(home / "cora"),
-        known="sparse tensors on the host end the run",
+        findings=frozenset({"attention-scores"}),
     ),
     Program(
         name="examples super_resolution",
@@ -503,7 +502,11 @@ PROGRAMS = (
     ),
     Program(name="pyg gcn", **_GRAPHS, command="gcn.py --epochs 3"),
     Program(name="pyg gat", **_GRAPHS, command="gat.py --epochs 3"),
-    Program(name="pyg gcn2", **_GRAPHS, command="gcn2_cora.py", known="sparse tensors on the host end the run"),
+    Program(
+        name="pyg gcn2",
+        **_GRAPHS,
+        command="gcn2_cora.py",
+    ),
     Program(name="pyg gin", **_GRAPHS, command="mutag_gin.py --epochs 2"),
     Program(
         name="unet",
@@ -607,7 +610,6 @@ PROGRAMS = (
         commit="c0d2f62",
         driver=True,
         command="whisper_train.py",
-        known="sparse tensors on the host end the run",
     ),
     Program(
         name="segment-anything",
@@ -644,7 +646,6 @@ PROGRAMS = (
         folder="implementations/wgan_gp",
         command="wgan_gp.py --n_epochs 1",
         data=_mnist("../../data/mnist"),
-        known="x.type(torch.cuda.FloatTensor) ends the run",
     ),
     Program(
         name="gan cgan",
@@ -652,7 +653,6 @@ PROGRAMS = (
         folder="implementations/cgan",
         command="cgan.py --n_epochs 1",
         data=_mnist("../../data/mnist"),
-        known="x.type(torch.cuda.FloatTensor) ends the run",
     ),
     Program(
         name="pygcn",
@@ -662,15 +662,22 @@ PROGRAMS = (
         path=("..",),
         data=lambda home: data.cora(home / "../data/cora"),
         command="train.py --epochs 3",
-        known="sparse tensors on the host end the run",
+        findings=frozenset({"evaluation-with-gradients"}),
     ),
-    Program(name="moe", repository="davidmrau/mixture-of-experts", commit="f662999", command="example.py"),
+    Program(
+        name="moe",
+        repository="davidmrau/mixture-of-experts",
+        commit="f662999",
+        command="example.py",
+        findings=frozenset({"evaluation-with-gradients"}),
+    ),
     Program(
         name="pygat",
         repository="Diego999/pyGAT",
         commit="3664f2d",
         command="train.py --epochs 3",
         data=lambda home: data.cora(home / "data" / "cora"),
+        findings=frozenset({"evaluation-with-gradients"}),
     ),
     Program(
         name="pygat sparse",
@@ -678,6 +685,7 @@ PROGRAMS = (
         commit="3664f2d",
         command="train.py --epochs 3 --sparse",
         data=lambda home: data.cora(home / "data" / "cora"),
+        findings=frozenset({"evaluation-with-gradients"}),
     ),
     Program(
         name="dlrm",
@@ -695,6 +703,7 @@ PROGRAMS = (
         commit="63a5a63",
         command="run_nerf.py --config configs/lego.txt --no_reload --testskip 1",
         data=_blender,
+        findings=frozenset({"fragmentation"}),
     ),
     Program(
         name="yolov5",
@@ -712,6 +721,7 @@ PROGRAMS = (
         command="airbench94_muon.py",
         before=_ANY_CIFAR,
         data=lambda home: data.cifar(home / "cifar10", rows=2000),
+        findings=frozenset({"fragmentation"}),
     ),
     Program(name="dit", repository="facebookresearch/DiT", commit="ed81ce2", driver=True, command="dit.py"),
     Program(
@@ -719,7 +729,14 @@ PROGRAMS = (
     ),
     Program(name="mamba.py", repository="alxndrTL/mamba.py", commit="2cc168c", driver=True, command="mamba_lm.py"),
     Program(name="vits", repository="jaywalnut310/vits", commit="2e561ba", driver=True, command="vits.py"),
-    Program(name="litgpt", repository="Lightning-AI/litgpt", commit="26857050", driver=True, command="fabric_gpt.py"),
+    Program(
+        name="litgpt",
+        repository="Lightning-AI/litgpt",
+        commit="26857050",
+        driver=True,
+        command="fabric_gpt.py",
+        findings=frozenset({"logits-explosion"}),
+    ),
     Program(
         name="torchtune lora", repository="pytorch/torchtune", commit="bd2a0fc7c", driver=True, command="tune_lora.py"
     ),
