@@ -51,19 +51,6 @@ def _error(line: str, what: str, hint: str) -> MemprofError:
     return MemprofError(f"not yet: {line} {what}", hint=hint)
 
 
-def refuse_sharded(kinds: Any) -> None:
-    """Tensors of a device mesh ask for operators on fake tensors, of devices that are not there.
-
-    Raises:
-        MemprofError: `kinds`, the classes of an operator's tensors, has such a tensor's.
-    """
-    if any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.") for kind in kinds):
-        raise not_yet(
-            "uses DTensor (fully_shard, tensor parallelism)",
-            "with one process it shards nothing: leave it out, or use DistributedDataParallel",
-        )
-
-
 def program_line() -> str:
     """The line that runs now: `file:line function`, outside torch and memprof."""
     frame = sys._getframe(1)

@@ -32,7 +32,7 @@ from memprof.virtual.flops import Meter
 from memprof.virtual.kernels import in_place_backward as formulas
 from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
 from memprof.virtual.launch import Launch
-from memprof.virtual.limits import not_yet, refuse_sharded
+from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
 from memprof.virtual.stand_ins import EMPTY
 from memprof.virtual.values import Values
@@ -42,6 +42,8 @@ from memprof.watch.recorder import Place, Recorder
 _META = torch.device("meta")
 _NoTorchFunction = torch._C.DisableTorchFunction
 _MAYBE_IN_PLACE = formulas.CANDIDATES | FILLS_ZEROS.keys()
+_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 registry.load()
 
@@ -73,9 +75,11 @@ class RecordingMode(Machine):
     # -- every operator ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _dispatch_mode(_FAKE) is not None:
+            # How a DTensor learns the shapes of results: nothing of that is in memory.
+            return func(*args, **(kwargs or {}))
         if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             # A tensor subclass unwraps itself first; its inner operators come back here.
-            refuse_sharded(types)
             return NotImplemented
         with _NoTorchFunction():
             operator = self._operator(func)

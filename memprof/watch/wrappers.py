@@ -1,11 +1,13 @@
 """Tensors without storages of their own: inside `vmap` or `grad` of torch.func a module is given tensors around others,
-and a sparse one is made of indices and values."""
+one that is spread over a device mesh has this rank's part inside, and a sparse one is made of indices and values."""
 
 from __future__ import annotations
 
 import torch
 
 _functorch = torch._C._functorch
+_PART = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+"""Class of a tensor of torch.distributed -> the attribute that is this rank's part of it."""
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
@@ -14,10 +16,12 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside the wrappers of torch.func, of which there is one for each transformation; else `tensor`."""
+    """The tensor inside the wrappers of torch.func, of which there is one for each transformation, and of
+    torch.distributed; else `tensor`."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
-    return tensor
+    part = _PART.get(type(tensor).__name__)
+    return tensor if part is None else unwrapped(getattr(tensor, part))
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:

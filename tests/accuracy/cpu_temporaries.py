@@ -119,9 +119,11 @@ class Comparison(NamedTuple):
     """... and those of numbers that a program on a card keeps on the host."""
 
 
-def compared(program: Program) -> Comparison:
-    """Run `program` on both sides and leave out what is named in this file."""
+def compared(program: Program, beyond: Callable[[list[Change]], set[int]] = lambda cpu: set()) -> Comparison:
+    """Run `program` on both sides; leave out what is named in this file, and the CPU's blocks that `beyond` gives."""
     virtual, cpu = on_virtual_gpu(program, is_shared), on_cpu(program)
+    left_out = beyond(cpu)
+    cpu = [change for change in cpu if change.block not in left_out]
     temporaries = _temporaries(cpu)
     cpu = [change for change in cpu if change.block not in temporaries]
     numbers = _numbers(cpu, virtual)

@@ -9,13 +9,10 @@ import pytest
 
 from tests.processes import Done, python
 
-SHARDED = """
+TWO = """
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-torch.distributed.init_process_group("nccl", rank=0, world_size=1, init_method="tcp://127.0.0.1:1")
-model = nn.Linear(64, 64).cuda()
-fully_shard(model)
+x = torch.ones(9, device="cuda")
+torch.distributed.init_process_group("nccl", rank=0, world_size=2, init_method="tcp://127.0.0.1:1")
 """
 CAUGHT = """
 import torch
@@ -46,9 +43,9 @@ def refused(done: Done, said: str) -> dict:
 
 
 def test_what_is_not_simulated_ends_the_run(tmp_path):
-    document = refused(ran(tmp_path, SHARDED, "--json"), "uses DTensor")
+    document = refused(ran(tmp_path, TWO, "--json"), "a group of 2 processes")
     assert document["program"]["ended"] == "not simulated" and document["failure"]["source"].endswith("<module>")
-    done = ran(tmp_path, SHARDED)
+    done = ran(tmp_path, TWO)
     assert done.exit_code == 1 and "\nRefused: " in done.stdout and "Fits" not in done.stdout
     assert "stopped where it cannot be simulated" in " ".join(done.stdout.split())  # folded after the path of the file
     assert done.stderr.startswith("memprof: not yet: ")

@@ -52,6 +52,9 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     the CPU is taken to have one on CUDA.
     """
     name = func.name()
+    if func.namespace == "fsdp":
+        # fully_shard's own: Python, the same on every device, which calls torch's operators.
+        return functools.partial(func._op_dk, torch._C.DispatchKey.CUDA)
     if _has_kernel(name, "CPU"):
         return None
     explicit = [key for key in _EXPLICIT if _has_kernel(name, key)]

@@ -100,8 +100,9 @@ def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        return [getattr(tensor, name) for name in names]
-    found: list[torch.Tensor] = []
+        found = [getattr(tensor, name) for name in names]
+        return [part for part in found if isinstance(part, torch.Tensor)]  # a DTensor names its device mesh too
+    found = []
     holder = getattr(tensor, "quant_state", None)
     while holder is not None:
         found += [value for value in vars(holder).values() if isinstance(value, torch.Tensor)]

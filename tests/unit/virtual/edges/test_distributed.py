@@ -14,7 +14,7 @@ from torch import nn
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.trace.events import GPU, EventKind
+from memprof.trace.events import GPU, EventKind, Role
 from memprof.virtual import VirtualGpu
 
 CARD = find_gpu("a100-80gb")
@@ -210,11 +210,105 @@ def test_ddp_trains_and_saves(gpu: VirtualGpu) -> None:
     assert list(parallel.module.state_dict()) == ["weight", "bias"]
 
 
-def test_sharding_of_whole_modules(gpu: VirtualGpu) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+def test_fsdp1_of_whole_modules(gpu: VirtualGpu) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     sharded = FullyShardedDataParallel(layers(), device_id=0)
     sharded(torch.ones(2, 1024, device="cuda")).sum().backward()
     assert all(p.grad is not None for p in sharded.parameters())
-    with pytest.raises(MemprofError, match=r"not yet: .*uses DTensor"):
-        fully_shard(layers())
+
+
+# -- sharding: accuracy/test_parallel_against_cpu.py has the bytes ----------------------------------------------------
+
+
+def fully_sharded(**options: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = layers()
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def test_a_sharded_model_says_where_it_is(gpu: VirtualGpu) -> None:
+    model = fully_sharded()
+    weight = model[0].weight
+    assert weight.device == CUDA and weight.is_cuda and not weight.is_meta and weight.to_local().is_cuda
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    assert weight.grad.device == CUDA and weight.grad.full_tensor().is_cuda
+    assert gpu.trace.mismatches == []
+    roles = {owner.role: 0 for owner in gpu.trace.owners.values()}
+    for index, owner in gpu.trace.owners.items():
+        roles[owner.role] += gpu.trace.storages[index].num_bytes
+    assert roles[Role.PARAMETER] >= 32 * MIB and roles[Role.GRADIENT] == 32 * MIB
+
+
+def test_a_model_sharded_on_the_meta_device_is_made_on_the_card(gpu: VirtualGpu) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def made() -> Any:
+        with torch.device("meta"):
+            return fully_shard(nn.Linear(1024, 1024, bias=False))
+
+    with pytest.raises(RuntimeError, match="meta device"):
+        made()(torch.ones(2, 1024, device="cuda"))
+    model = made()
+    gc.collect()
+    model.to_empty(device="cuda")
+    assert torch.cuda.memory_allocated() == 4 * MIB
+    nn.init.ones_(model.weight)
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+
+
+def test_offloaded_parameters_are_pinned_and_on_the_host(gpu: VirtualGpu) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    model = fully_sharded(offload_policy=CPUOffloadPolicy())
+    del model[0]
+    gc.collect()
+    assert torch.cuda.memory_allocated() == 0
+    weight = model[0].weight
+    assert weight.device.type == "cpu" and weight.to_local().is_pinned()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 1024, device="cuda")).sum().backward()
+        assert weight.grad.device.type == "cpu"
+        optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].device.type == "cpu"
+    assert gpu.trace.mismatches == []
+
+
+def test_metadata_of_the_kernel_that_joins_gradients(gpu: VirtualGpu) -> None:
+    """native/cuda/TensorShape.cu: a number for each 2 KiB of a chunk, six for each tensor and two."""
+    model = fully_sharded()
+    since = len(gpu.trace.storages)
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    made = [s.num_bytes for s in gpu.trace.storages[since:] if gpu.trace.op(s) == "aten._chunk_cat"]
+    assert made == [8 * (4 * MIB // 2048 + 6 + 2)] * 8
+
+
+def test_tensors_spread_over_a_mesh(gpu: VirtualGpu) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cuda", (1,))
+    spread = distribute_tensor(torch.ones(1024, 1024, device="cuda"), mesh, [Shard(0)])
+    assert torch.cuda.memory_allocated() == 4 * MIB and spread.device == CUDA
+    whole = spread.redistribute(mesh, [Replicate()])
+    product = whole @ spread.t()
+    assert isinstance(product, DTensor) and product.device == CUDA
+    del whole, spread, product
+    gc.collect()
+    assert torch.cuda.memory_allocated() == 0
+    host = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (1,)))
+    assert host.device.type == "cpu" and host.sum().item() == 4
+
+
+def test_a_sharded_checkpoint(gpu: VirtualGpu) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model = fully_sharded()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    saved = get_model_state_dict(model, options=options)
+    assert [value.shape for value in saved.values()] == [torch.Size([1024, 1024])] * 8
+    assert all(value.device.type == "cpu" for value in saved.values())
