@@ -28,6 +28,11 @@ class MemprofError(Exception):
         self.value = value
         self.hint = hint
 
+    @property
+    def line(self) -> str:
+        """Problem and value in one line."""
+        return self.problem if self.value is None else f"{self.problem} ({self.value})"
+
     def __str__(self) -> str:
         lines = [self.problem]
         if self.value is not None:

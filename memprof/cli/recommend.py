@@ -147,19 +147,16 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     if request.goal is None:
         from memprof.flows.recommend.largest import recommend_models
 
-        return recommend_models(spec, progress, spec.context_length)
+        return recommend_models(spec, progress)
     from memprof.flows.recommend.for_data import recommend_for_data
     from memprof.flows.recommend.plans import Goal
+    from memprof.flows.recommend.search import Question
     from memprof.flows.recommend.search import recommend as search
 
-    goal = Goal(request.goal)
-    batch, precision, micro_batch = request.effective_batch, request.precision, request.batch_size
+    question = Question(Goal(request.goal), request.effective_batch, request.precision, request.batch_size)
     if request.lengths is not None:
-        return recommend_for_data(
-            spec, goal, progress, request.lengths, request.lengths_column,
-            effective_batch=batch, precision=precision, micro_batch=micro_batch,
-        )  # fmt: skip
-    return search(spec, goal, progress, effective_batch=batch, precision=precision, micro_batch=micro_batch)[0]
+        return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column)
+    return search(spec, question, progress)[0]
 
 
 def _print(answer: Recommendation, request: Request) -> None:

@@ -88,10 +88,7 @@ def vocab(
         if model is not None:
             savings = flow.simulate(spec, counted, caps, progress)
         else:
-            savings = flow.reckon(
-                params, counted, caps, vocab_size=spec.vocab_size, context_length=spec.context_length,
-                batch_size=spec.batch_size, dtype=spec.dtype, optimizer=spec.optimizer,
-            )  # fmt: skip
+            savings = flow.reckon(params, counted, caps, spec)
     document = build_vocabulary(tuple(corpus), counted, caps, savings, __version__)
     if request.as_json:
         print_json(document)

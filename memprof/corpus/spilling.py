@@ -17,11 +17,7 @@ MAX_RUNS = 64
 
 
 class SpillingCounter:
-    """Exact counts of words; use it as a context manager, which removes its files.
-
-    Args:
-        max_words: different words held in memory.
-    """
+    """Exact counts of words, `max_words` different ones in memory; a context manager, which removes its files."""
 
     def __init__(self, max_words: int = MAX_WORDS) -> None:
         self._counts: Counter[str] = Counter()

@@ -65,17 +65,12 @@ class Tally:
 
 
 class Undecodable:
-    """Told of every undecodable place while a file is decoded with errors=ERRORS: use it as a context manager.
-
-    Args:
-        tally: where they are counted.
-        path: the file.
-        before: bytes of the file in front of what is decoded, where that is known.
-    """
+    """Told of every undecodable place while a file is decoded with errors=ERRORS: use it as a context manager."""
 
     def __init__(self, tally: Tally, path: Path) -> None:
         self._tally, self._path = tally, path
         self.before: int | None = None
+        """Bytes of the file in front of what is decoded, where that is known."""
 
     def __enter__(self) -> Undecodable:
         _now.sink = self

@@ -45,14 +45,9 @@ def card_use(card: int | str) -> CardUse:
 
 
 class Nvml:
-    """NVML held open, for reading again and again: a context manager.
+    """NVML held open, for reading again and again: a context manager."""
 
-    Args:
-        module: what to use for pynvml; as a rule left out.
-    """
-
-    def __init__(self, module: ModuleType | None = None) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._nvml: Any = None
         self._why_not = ""
 
@@ -99,7 +94,7 @@ class Nvml:
     # -- opening -------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        module = self._module or _pynvml()
+        module = _pynvml()
         if module is None:
             self._why_not = "cards cannot be seen: pynvml is not installed (pip install nvidia-ml-py)"
             return

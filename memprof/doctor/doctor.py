@@ -40,10 +40,7 @@ class _Error:
 def diagnose(stream: BinaryIO, name: str, known: advice.Known | None = None) -> list[Diagnosis]:
     """The errors in a log, explained: the one that explains the others first; empty if there is none.
 
-    Args:
-        stream: the log, read once in pieces.
-        name: of the log, for errors.
-        known: what is known of the run.
+    The log is read once, in pieces; its name is for errors.
 
     Raises:
         UsageError: this is no text, or the model is not in the catalog.

@@ -70,12 +70,7 @@ class Passage:
 
 
 class Log:
-    """A log that is read once.
-
-    Args:
-        stream: its bytes.
-        name: for errors.
-    """
+    """A log that is read once; its name is for errors."""
 
     def __init__(self, stream: BinaryIO, name: str) -> None:
         self._stream = stream

@@ -134,15 +134,7 @@ def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) ->
 
 
 def moments(subject: Subject, plan: Plan, batch_size: int, context_length: int, shards: Shards) -> tuple[Moment, ...]:
-    """Every moment at which the run may be at its highest.
-
-    Args:
-        subject: the model; with a geometry, unless the weights alone are asked for.
-        plan: the method and the dtype.
-        batch_size: sequences of a micro-batch.
-        context_length: tokens of each.
-        shards: how the state is spread.
-    """
+    """Every moment at which the run may be at its highest. A model without a geometry has its weights alone."""
     held = state(subject, plan)
     if plan.method.kind == "weights":
         return (Moment("loaded", {"parameters": held.parameters}),)

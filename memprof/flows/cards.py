@@ -61,5 +61,4 @@ def measured_device_facts(name: str) -> DeviceFacts:
         return DeviceFacts(processor_name(), total, total)
     from memprof.measured.cuda import cuda_card
 
-    card = cuda_card()
-    return DeviceFacts(*card)
+    return DeviceFacts(*cuda_card())

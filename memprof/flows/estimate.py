@@ -31,7 +31,6 @@ def simulate(
         plan: what is done with it.
         batch_size: sequences of a micro-batch.
         context_length: tokens of each.
-        progress: is told what is being done.
 
     Raises:
         MemprofError: the model cannot be built or run.
@@ -54,9 +53,4 @@ def simulate(
         )
         _, document = profile(spec, progress)
     peak = document.peak
-    return Simulated(
-        peak.stage,
-        peak.allocated_bytes,
-        document.verdict.required_bytes,
-        dict(peak.categories),
-    )
+    return Simulated(peak.stage, peak.allocated_bytes, document.verdict.required_bytes, dict(peak.categories))

@@ -167,13 +167,7 @@ def analyze_file(
     device: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Analysis:
-    """The document of `memprof analyze`.
-
-    Args:
-        path: the file.
-        question: what to show.
-        device: one device only.
-        progress: is told what is being done.
+    """The document of `memprof analyze`, of one device if one is given.
 
     Raises:
         UsageError: the file, the device or the moment is not what it should be.

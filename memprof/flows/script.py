@@ -30,13 +30,7 @@ BEYOND = (
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a script did.
-
-    Args:
-        trace: what happened.
-        outcome: how it ended.
-        document: the report; None if nothing was ever on the card.
-    """
+    """What a script did; it has no report if nothing was ever on the card."""
 
     trace: Trace
     outcome: ScriptOutcome

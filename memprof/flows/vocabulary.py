@@ -195,17 +195,7 @@ def _describe(target: Target) -> str:
     return f"{target.model}, {batch}, {target.dtype}{amp}, {doing}"
 
 
-def reckon(
-    params: str | None,
-    counted: CorpusCount,
-    caps: Sequence[Cap],
-    *,
-    vocab_size: int | None,
-    context_length: int | None,
-    batch_size: int,
-    dtype: str | None,
-    optimizer: str,
-) -> Savings:
+def reckon(params: str | None, counted: CorpusCount, caps: Sequence[Cap], spec: TargetSpec) -> Savings:
     """The same without a run: rows of embedding and head times their width, and one copy of the logits.
 
     Parameters are rows x hidden size, once if embedding and head share their weights and else twice; gradients as many;
@@ -214,17 +204,19 @@ def reckon(
     Args:
         params: a size such as 1.2B, which stands for a model of the shape of Llama (`catalog.synthesize`); None: the
             width is not known, and the logits are all that is.
+        spec: vocabulary before, batch, context, dtype and optimizer.
 
     Raises:
         UsageError: not a size, or an optimizer whose state is not so many numbers for each parameter.
     """
+    optimizer, batch_size = spec.optimizer, spec.batch_size
     if optimizer not in STATES:
         raise UsageError(
             f"the state of {optimizer} is no fixed number for each parameter", value=f"--optimizer {optimizer}",
             hint="name a model: --model has it simulated",
         )  # fmt: skip
-    dtype = dtype or "bfloat16"
-    context = context_length or DEFAULT_CONTEXT
+    dtype = spec.dtype or "bfloat16"
+    context = spec.context_length or DEFAULT_CONTEXT
     columns = size = others = 0
     notes = ["By arithmetic: rows of embedding and head, and one copy of the logits. A run has more of both."]
     what = f"batch {batch_size} x {context:,} tokens, {dtype}, {optimizer}"
@@ -239,7 +231,7 @@ def reckon(
         notes.append(f"Hidden size {config['hidden_size']:,}, {tables}; {format_count(others)} parameters beside them.")
     else:
         notes.append("Without --model or --params the width is not known, and the logits are all that can be told.")
-    rows = vocab_size or before_size(counted) or 0
+    rows = spec.vocab_size or before_size(counted) or 0
 
     def of(name: str, vocabulary: int) -> Memory:
         count = others + columns * vocabulary

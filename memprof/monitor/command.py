@@ -77,11 +77,7 @@ class Signals:
 
 
 class Command:
-    """A command that runs.
-
-    Args:
-        arguments: program and arguments.
-        environment: variables beside our own.
+    """A command that runs; `environment` has variables beside our own.
 
     Raises:
         CommandError: there is no such program, or it cannot be run.

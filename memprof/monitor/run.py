@@ -69,7 +69,6 @@ def monitor(
         interval: seconds between two.
         log: a CSV file to write.
         once: take one sample and return.
-        open_nvml: gives what reads the cards.
 
     Raises:
         CommandError: the command cannot be started.

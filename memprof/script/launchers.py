@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import importlib
 import json
 import os
@@ -68,10 +69,6 @@ def _torchrun(arguments: Sequence[str], module: str = "torch.distributed.run") -
     _one(processes * run.parse_min_max_nnodes(args.nnodes)[1], "torch.distributed.run")
     local_rank = () if run.get_use_env(args) else ("--local-rank=0",)
     return _start(args, _variables_of_torch(args), *local_rank)
-
-
-def _old_torch_launch(arguments: Sequence[str]) -> Start:
-    return _torchrun(arguments, "torch.distributed.launch")
 
 
 def _variables_of_torch(args: Any) -> dict[str, str]:
@@ -195,7 +192,7 @@ _COMMANDS: dict[str, tuple[Launcher, str]] = {
 """Name of a command -> the launcher, and the first argument that makes it one."""
 _MODULES: dict[str, tuple[Launcher, str]] = {
     "torch.distributed.run": (_torchrun, ""),
-    "torch.distributed.launch": (_old_torch_launch, ""),
+    "torch.distributed.launch": (functools.partial(_torchrun, module="torch.distributed.launch"), ""),
     "accelerate.commands.launch": (_accelerate, ""),
     "accelerate.commands.accelerate_cli": (_accelerate, "launch"),
     "deepspeed": (_deepspeed, ""),

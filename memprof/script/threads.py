@@ -19,11 +19,7 @@ _NOTE = (
 
 
 class ThreadWatch:
-    """Notes the first thread that dies because it sees no card.
-
-    Args:
-        stop: ends the program, from whatever thread.
-    """
+    """Notes the first thread that dies because it sees no card, and calls `stop`, which ends the program."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop

@@ -43,12 +43,7 @@ class _Fed:
 
 
 class WorstBatch:
-    """Feeds it.
-
-    Args:
-        assume: told what was looked through, and what was fed.
-        phases: of the program: how far its training is.
-    """
+    """Feeds it; `assume` is told what was looked through, and what was fed."""
 
     def __init__(self, assume: Callable[[str], None], phases: Phases) -> None:
         self._assume = assume

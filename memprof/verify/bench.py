@@ -66,7 +66,7 @@ def _skipping(found: Verification, remedy: Remedy, specimen: Specimen) -> Iterat
     try:
         yield
     except UsageError as error:
-        found.skipped.setdefault((remedy.name, specimen.name), f"{error.problem} ({error.value})")
+        found.skipped.setdefault((remedy.name, specimen.name), error.line)
 
 
 @quiet_transformers()

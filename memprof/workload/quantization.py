@@ -54,11 +54,7 @@ def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, An
     transformers does it: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host memory, one weight
     after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
 
-    Args:
-        model_class: a class of transformers.
-        configuration: the model's.
-        arguments: `dtype` and, if asked for, `attn_implementation`.
-        spec: `quantize` is set.
+    `arguments` are `dtype` and, if asked for, `attn_implementation`.
     """
     import transformers
 

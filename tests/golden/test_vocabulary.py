@@ -13,6 +13,7 @@ from memprof.flows import vocabulary as vocab
 from memprof.report.documents.vocabulary import SIMULATED, Memory, Savings, Vocabulary, build_vocabulary
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.vocabulary import view
+from memprof.spec import TargetSpec
 from tests.golden.test_report import check
 
 FREQUENCIES = Frequencies.of([20_000 // rank for rank in range(1, 20_001)])
@@ -25,9 +26,7 @@ def by_words() -> Vocabulary:
         files=3, rows=12, notes=("wiki.txt: 2 bytes are undecodable and read as U+FFFD; the first is 0xe9.",),
     )  # fmt: skip
     caps = vocab.caps_of(counted, [("99%", Fraction(99, 100)), ("90%", Fraction(9, 10))], asked=500)
-    savings = vocab.reckon(
-        "1.2B", counted, caps, vocab_size=None, context_length=4096, batch_size=8, dtype=None, optimizer="adamw"
-    )
+    savings = vocab.reckon("1.2B", counted, caps, TargetSpec(model="none", context_length=4096, batch_size=8))
     return build_vocabulary(("wiki.txt", "more/*.jsonl"), counted, caps, savings, "0")
 
 

@@ -72,7 +72,7 @@ def next_step(
         try:
             better = runs.with_fixes([*fixes, fix])
         except MemprofError as error:
-            not_applied[name] = why(error)
+            not_applied[name] = error.line
             asked[name] = 2
             continue
         saved = run.needed_bytes - better.needed_bytes
@@ -101,8 +101,3 @@ def _in_question(run: LadderRun, left: Sequence[str]) -> list[str]:
             name: None for name in left if category in REMEDIES[name].saves or category in REMEDIES[name].ladder_against
         }
     return list(found)
-
-
-def why(error: MemprofError) -> str:
-    """What an error says of a remedy that does not apply, in a line."""
-    return error.problem if error.value is None else f"{error.problem} ({error.value})"

@@ -58,11 +58,7 @@ class LadderRun:
 
 
 class Runs(abc.ABC):
-    """Runs of one program with different remedies; each is made once.
-
-    Args:
-        gpu: the card.
-    """
+    """Runs of one program with different remedies; each is made once."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -138,12 +134,7 @@ class Runs(abc.ABC):
 
 
 class SpecRuns(Runs):
-    """Runs of one spec.
-
-    Args:
-        spec: the run as it is.
-        progress: told what is being done.
-    """
+    """Runs of one spec."""
 
     def __init__(self, spec: TargetSpec, progress: Callable[[str], None]) -> None:
         self._progress = progress

@@ -32,21 +32,15 @@ _SAID = "memprof: "
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is run.
-
-    Args:
-        program: the script.
-        rule: when to stop it.
-        gpu: the card.
-        alloc_conf: the allocator's settings, None: the environment's.
-        worst_batch: feed the largest batches first.
-    """
+    """What is run."""
 
     program: Program
     rule: StopRule
     gpu: Gpu
     alloc_conf: str | None = None
+    """None: the environment's."""
     worst_batch: bool = False
+    """Feed the largest batches first."""
 
     def options(self) -> list[str]:
         """Of `memprof run`, before the script."""
@@ -63,13 +57,7 @@ class Request:
 
 
 class ScriptRuns(Runs):
-    """Runs of one script.
-
-    Args:
-        request: the run as it is.
-        from_outside: names of the remedies that can be switched on so.
-        progress: told what is being done.
-    """
+    """Runs of one script, with the remedies that can be switched on from outside."""
 
     def __init__(self, request: Request, from_outside: Sequence[str], progress: Callable[[str], None]) -> None:
         self._request = request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
-from memprof.flows.ladder.climb import next_step, why
+from memprof.flows.ladder.climb import next_step
 from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
 from memprof.remedies.fixes import Fix
 from memprof.remedy_catalog import REMEDIES, helping, tiers, why_not_together
@@ -160,7 +160,7 @@ def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tu
         try:
             runs.check([*fixes, Fix(REMEDIES[name])])
         except UsageError as error:
-            not_applied[name] = why(error)
+            not_applied[name] = error.line
             continue
         fixes.append(Fix(REMEDIES[name]))
     while fixes:
@@ -169,10 +169,10 @@ def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tu
         except UsageError as error:
             # The message begins with the name of the one that does not apply to this model.
             guilty = next((fix for fix in fixes if fix.remedy.name in str(error)), fixes[-1])
-            not_applied[guilty.remedy.name] = why(error)
+            not_applied[guilty.remedy.name] = error.line
             fixes.remove(guilty)
         except RunFailedError as error:
             # What this kind adds comes last in its list.
-            not_applied[fixes[-1].remedy.name] = why(error)
+            not_applied[fixes[-1].remedy.name] = error.line
             return [], None
     return [], None

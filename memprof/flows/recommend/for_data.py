@@ -8,8 +8,7 @@ from pathlib import Path
 
 from memprof.flows.recommend.foretell import cut, length_row
 from memprof.flows.recommend.lengths import read_lengths
-from memprof.flows.recommend.plans import Goal
-from memprof.flows.recommend.search import recommend
+from memprof.flows.recommend.search import Question, recommend
 from memprof.report.documents.recommendation import Recommendation
 from memprof.spec import TargetSpec
 
@@ -18,40 +17,22 @@ MAX_ROWS = 4
 
 
 def recommend_for_data(
-    spec: TargetSpec,
-    goal: Goal,
-    progress: Callable[[str], None],
-    file: Path,
-    column: str | None = None,
-    *,
-    effective_batch: int | None = None,
-    precision: str | None = None,
-    micro_batch: int | None = None,
+    spec: TargetSpec, question: Question, progress: Callable[[str], None], file: Path, column: str | None = None
 ) -> Recommendation:
     """`search.recommend` at the longest sequence of `file`, and the odds at its micro-batch and larger ones.
 
-    Args:
-        spec: model and card; sequences are cut to its context length, if it has one.
-        goal: what is to be done.
-        progress: told what is being done.
-        file: the lengths.
-        column: of a table: which has them.
-        effective_batch: sequences in an optimizer step.
-        precision: this alone.
-        micro_batch: this alone.
+    Sequences are cut to the context length of `spec`, if it has one.
 
     Raises:
         UsageError: the file has no lengths.
     """
     lengths, read = cut(*read_lengths(file, column), spec.context_length)
     spec = spec.edit(context_length=read.longest)
-    answer, search, found = recommend(
-        spec, goal, progress, effective_batch=effective_batch, precision=precision, micro_batch=micro_batch
-    )
+    answer, search, found = recommend(spec, question, progress)
     tried = found.chosen or found.least
     assert tried is not None
-    if micro_batch is not None:
-        sizes = [micro_batch]
+    if question.micro_batch is not None:
+        sizes = [question.micro_batch]
     else:
         safe = tried.micro_batch
         sizes = [safe, *(size for size in (2 * safe, 4 * safe, 8 * safe) if size <= read.count)][:MAX_ROWS]

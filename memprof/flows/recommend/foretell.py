@@ -30,14 +30,13 @@ def cut(lengths: list[int], read: Lengths, context_length: int | None) -> tuple[
 
 def length_row(search: Search, tried: Tried, lengths: list[int], size: int, context_length: int) -> LengthRow:
     """A micro-batch. Padded to its longest sequence, it needs what a batch of that length needs."""
-    available = search.runs.gpu.total_bytes
     accumulation = max(search.effective_batch // size, 1)
 
     def needed(length: int) -> int:
         spec = tried.plan.spec(search.base.edit(context_length=length), size, accumulation)
-        return search.runs.run(spec, f"{size} x {length:,} tokens", accumulation).against(available)
+        return search.runs.needed_bytes(spec, f"{size} x {length:,} tokens", accumulation)
 
-    limit = find_limit(needed, available, low=1, high=lengths[-1], begin=lengths[-1])
+    limit = find_limit(needed, search.runs.gpu.total_bytes, low=1, high=lengths[-1], begin=lengths[-1])
     longest = limit.largest or 0
     count = len(lengths)
     too_long = count - bisect.bisect_right(lengths, longest)

@@ -61,22 +61,17 @@ def tasks(gpu: Gpu) -> list[Task]:
     return found
 
 
-def recommend_models(
-    spec: TargetSpec, progress: Callable[[str], None], context_length: int | None = None
-) -> Recommendation:
-    """The table for `spec`'s card; everything in it was run.
+def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recommendation:
+    """The table for `spec`'s card at its context length, or 2,048 tokens; everything in it was run.
 
-    Args:
-        spec: names the card; its model is not looked at.
-        progress: told what is being done.
-        context_length: at which models are tried; None: 2,048.
+    The model of `spec` is not looked at.
     """
-    gpu = virtual_card(spec)
+    gpu, context_length = virtual_card(spec), spec.context_length or CONTEXT
     runs = Simulator(gpu, progress)
-    rows = tuple(_largest(runs, spec, task, context_length or CONTEXT) for task in tasks(gpu))
+    rows = tuple(_largest(runs, spec, task, context_length) for task in tasks(gpu))
     return Recommendation(
         device=device_facts(gpu),
-        context_length=context_length or CONTEXT,
+        context_length=context_length,
         largest=rows,
         runs=len(runs),
         not_applied=dict(runs.failures),
@@ -163,7 +158,7 @@ def _longest(
 
     def needed(length: int) -> int:
         one = _spec(spec, task, entry, length)
-        return runs.run(one, f"{task.name}: {entry.key} at {length:,} tokens").against(available)
+        return runs.needed_bytes(one, f"{task.name}: {entry.key} at {length:,} tokens")
 
     if high <= max(at, GRAIN):
         return at, None

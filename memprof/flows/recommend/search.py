@@ -28,6 +28,30 @@ DEFAULT_EFFECTIVE_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked of a search.
+
+    Attributes:
+        goal: what is to be done.
+        effective_batch: sequences in an optimizer step; of inference, sequences at a time. None: 8, or `micro_batch` if
+            that is given (inference: 1).
+        precision: half, amp, float32, int8 or nf4 alone.
+        micro_batch: this micro-batch alone.
+    """
+
+    goal: Goal
+    effective_batch: int | None = None
+    precision: str | None = None
+    micro_batch: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """The effective batch, also where it is not given."""
+        default = 1 if self.goal is Goal.INFER else DEFAULT_EFFECTIVE_BATCH
+        return self.effective_batch or self.micro_batch or default
+
+
+@dataclass(frozen=True, slots=True)
 class Tried:
     """A plan at a micro-batch, and what came of it."""
 
@@ -47,32 +71,13 @@ class Found:
 
 
 class Search:
-    """Searches the configurations of a goal.
+    """Searches the configurations of a goal; `base` names model, context length and card."""
 
-    Args:
-        runs: makes the runs.
-        base: model, context length and card.
-        goal: what is to be done.
-        effective_batch: sequences in an optimizer step; of inference, sequences at a time.
-        precision: this precision alone.
-        micro_batch: this micro-batch alone.
-    """
-
-    def __init__(
-        self,
-        runs: Simulator,
-        base: TargetSpec,
-        goal: Goal,
-        effective_batch: int,
-        precision: str | None = None,
-        micro_batch: int | None = None,
-    ) -> None:
+    def __init__(self, runs: Simulator, base: TargetSpec, question: Question) -> None:
         self.runs = runs
-        self.base = base_spec(goal, base)
-        self.goal = goal
-        self.effective_batch = effective_batch
-        self.micro_batch = micro_batch
-        self.tiers = tiers(goal, runs.gpu, precision)
+        self.goal, self.effective_batch, self.micro_batch = question.goal, question.batch, question.micro_batch
+        self.base = base_spec(self.goal, base)
+        self.tiers = tiers(self.goal, runs.gpu, question.precision)
         self.tried: dict[tuple[Plan, int], Tried] = {}
 
     def search(self) -> Found:
@@ -139,8 +144,7 @@ class Search:
 
         def needed(size: int) -> int:
             spec = tried.plan.spec(self.base, size, accumulation)
-            outcome = self.runs.run(spec, tried.plan.label(size), tried.accumulation)
-            return outcome.against(self.runs.gpu.total_bytes)
+            return self.runs.needed_bytes(spec, tried.plan.label(size), tried.accumulation)
 
         return find_limit(needed, self.runs.gpu.total_bytes, low=1, high=MAX_BATCH, begin=tried.micro_batch)
 
@@ -155,7 +159,7 @@ class Search:
 
         def needed(length: int, accumulation: int) -> int:
             spec = tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, accumulation)
-            return self.runs.run(spec, f"context {length:,}", tried.accumulation).against(available)
+            return self.runs.needed_bytes(spec, f"context {length:,}", tried.accumulation)
 
         def limit(accumulation: int) -> Bound:
             begin = max(now // GRAIN * GRAIN, GRAIN)
@@ -224,32 +228,17 @@ class Search:
 
 
 def recommend(
-    spec: TargetSpec,
-    goal: Goal,
-    progress: Callable[[str], None],
-    *,
-    effective_batch: int | None = None,
-    precision: str | None = None,
-    micro_batch: int | None = None,
+    spec: TargetSpec, question: Question, progress: Callable[[str], None]
 ) -> tuple[Recommendation, Search, Found]:
-    """The configuration for `spec`'s model on its card, with its limits and the code to paste.
-
-    Args:
-        spec: model, context length and card; everything else is searched.
-        goal: what is to be done.
-        progress: told what is being done.
-        effective_batch: sequences in an optimizer step; None: 8, or `micro_batch` if that is given (inference: 1).
-        precision: half, amp, float32, int8 or nf4 alone.
-        micro_batch: this micro-batch alone.
+    """The configuration for `spec`'s model, at its context length and on its card, with its limits and code to paste.
 
     Raises:
         MemprofError: the model cannot be found, or no way to run the goal applies to it.
     """
     gpu = virtual_card(spec)
     runs = Simulator(gpu, progress)
-    default = 1 if goal is Goal.INFER else DEFAULT_EFFECTIVE_BATCH
-    batch = effective_batch or micro_batch or default
-    search = Search(runs, spec, goal, batch, precision, micro_batch)
+    goal, batch = question.goal, question.batch
+    search = Search(runs, spec, question)
     if goal is Goal.INFER and search.at(search.tiers[0], batch) is None:
         # It does not decode: its forward alone.
         runs.failures.clear()
@@ -292,7 +281,7 @@ def recommend(
         runs=len(runs),
         not_applied=dict(runs.failures),
         card_note=gpu.note,
-        assumptions=_assumptions(goal, effective_batch, batch),
+        assumptions=_assumptions(question),
     )
     return answer, search, dataclasses.replace(found, chosen=chosen)
 
@@ -357,16 +346,16 @@ def _reason(chosen: Tried | None, found: Found, search: Search) -> str:
     return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
 
 
-def _assumptions(goal: Goal, asked: int | None, batch: int) -> tuple[str, ...]:
+def _assumptions(question: Question) -> tuple[str, ...]:
     found = [
         "Times are lower bounds at the card's published rates: compute and transfers one after the other. They rank "
         "configurations; real kernels reach a part of these rates.",
         f"Context lengths are searched in steps of {GRAIN} tokens, batches one by one.",
     ]
-    if goal is not Goal.INFER:
+    if question.goal is not Goal.INFER:
         found.append(
             "Of more than two micro-batches in a step two are run: each after the second finds what the second found."
         )
-        if asked is None:
-            found.append(f"{batch} sequences in an optimizer step (no --effective-batch was given).")
+        if question.effective_batch is None:
+            found.append(f"{question.batch} sequences in an optimizer step (no --effective-batch was given).")
     return tuple(found)

@@ -43,10 +43,6 @@ class SimulatedRun:
     target: Target
     dies_in: str
 
-    def against(self, available: int) -> int:
-        """What it needs, and on the right side of `available`: a run may fit by giving the cache back on the way."""
-        return min(self.needed_bytes, available) if self.fits else max(self.needed_bytes, available + 1)
-
     @property
     def seconds(self) -> float:
         """The least time of a step."""
@@ -54,12 +50,7 @@ class SimulatedRun:
 
 
 class Simulator:
-    """Makes runs and remembers them.
-
-    Args:
-        gpu: the card.
-        progress: told what is being done.
-    """
+    """Makes runs and remembers them."""
 
     def __init__(self, gpu: Gpu, progress: Callable[[str], None]) -> None:
         self.gpu = gpu
@@ -99,8 +90,13 @@ class Simulator:
         try:
             return self.run(spec, label, micro_batches)
         except MemprofError as error:
-            self.failures[label] = error.problem if error.value is None else f"{error.problem} ({error.value})"
+            self.failures[label] = error.line
             return None
+
+    def needed_bytes(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> int:
+        """What a run needs; if it fits no more than the card has: it may give the cache back on the way. Else more."""
+        outcome, available = self.run(spec, label, micro_batches), self.gpu.total_bytes
+        return min(outcome.needed_bytes, available) if outcome.fits else max(outcome.needed_bytes, available + 1)
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
         trace, document = profile(spec, explained=False)

@@ -132,11 +132,7 @@ def _load(plan: Plan, spec: TargetSpec, model: _Model) -> list[str]:
             f"lora_dropout={spec.lora_dropout}{targets})"
         )
         lines.append("model = peft.get_peft_model(model, lora)")
-    return lines
-
-
-def _on_device(plan: Plan) -> list[str]:
-    return [] if plan.precision in ("int8", "nf4") else ["model.to(device)"]
+    return lines if plan.precision in ("int8", "nf4") else [*lines, "model.to(device)"]
 
 
 def _imports(plan: Plan) -> list[str]:
@@ -170,15 +166,15 @@ def _apply(names: list[str]) -> list[str]:
 
 
 def _pytorch(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> str:
+    scaled = spec.amp == "float16"
     lines = [
         *_head(spec, _imports(plan)),
-        f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {_length(spec)}",
+        f"micro_batch, accumulation, length = {spec.batch_size}, {accumulation}, {spec.context_length}",
         "",
         *_load(plan, spec, model),
-        *_on_device(plan),
         *_apply(list(spec.fixes)),
         *_optimizer(plan),
-        *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if _scaled(spec) else []),
+        *(['scaler = torch.amp.GradScaler(device, enabled=device == "cuda")'] if scaled else []),
         "",
         "",
         "def batches():  # yours",
@@ -199,7 +195,7 @@ def _pytorch(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
         lines.append("            loss = model(**batch).loss / accumulation")
     else:
         lines.append("        loss = model(**batch).loss / accumulation")
-    if _scaled(spec):
+    if scaled:
         lines += ["        scaler.scale(loss).backward()", "    scaler.step(optimizer)", "    scaler.update()"]
     else:
         lines += ["        loss.backward()", "    optimizer.step()"]
@@ -233,10 +229,9 @@ def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
         *_head(head_spec, imports),
         "",
         *_load(plan, spec, model),
-        *_on_device(plan),
         *_apply(fixes),
         *([] if optim is not None else _optimizer(plan)),
-        f"count, length = {2 * spec.batch_size * accumulation}, {_length(spec)}",
+        f"count, length = {2 * spec.batch_size * accumulation}, {spec.context_length}",
         "rows = torch.randint(model.config.vocab_size, (count, length))  # yours",
         'dataset = [{"input_ids": row, "labels": row} for row in rows]',
         "arguments = transformers.TrainingArguments(",
@@ -253,10 +248,9 @@ def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
 def _inference(plan: Plan, spec: TargetSpec, model: _Model) -> str:
     lines = [
         *_head(spec, _imports(plan)),
-        f"batch, length = {spec.batch_size}, {_length(spec)}",
+        f"batch, length = {spec.batch_size}, {spec.context_length}",
         "",
         *_load(plan, spec, model),
-        *_on_device(plan),
         "model.eval()",
         "prompt = torch.randint(model.config.vocab_size, (batch, length), device=device)  # yours",
         "with torch.no_grad():",
@@ -266,12 +260,3 @@ def _inference(plan: Plan, spec: TargetSpec, model: _Model) -> str:
     else:
         lines.append("    output = model(prompt).logits")
     return "\n".join([*lines, "print(output.shape)"]) + "\n"
-
-
-def _scaled(spec: TargetSpec) -> bool:
-    return spec.amp == "float16"
-
-
-def _length(spec: TargetSpec) -> int:
-    assert spec.context_length is not None
-    return spec.context_length
