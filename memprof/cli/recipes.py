@@ -64,8 +64,7 @@ def run_recipe(context: typer.Context, name: Name) -> None:
 def copy_recipe(
     name: Name,
     directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A new folder, or one that is there: then the copy is made inside it."),
+        Path, typer.Argument(metavar="DIR", help="A new folder, or one that is there: then the copy is made inside it.")
     ],
 ) -> None:
     """Copy a recipe's folder, to change it and run it from there. Nothing is overwritten."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -71,18 +72,14 @@ class Host:
 def read_host() -> Host:
     """The limits in force here."""
     shm_total = shm_free = locked = None
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         shm = os.statvfs("/dev/shm")
         shm_total, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-    except (OSError, AttributeError):
-        pass
-    try:
+    with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         locked = None if soft == resource.RLIM_INFINITY else soft
-    except (ImportError, OSError, ValueError):
-        pass
     return Host(memory_bytes(), available_bytes(), shm_total, shm_free, locked, _cgroup_limit())
 
 

@@ -58,11 +58,7 @@ def capture_virtual(
 
 
 def capture_measured(
-    workload: Workload,
-    name: str,
-    progress: Callable[[str], None] = lambda doing: None,
-    *,
-    detail: bool = False,
+    workload: Workload, name: str, progress: Callable[[str], None] = lambda doing: None, *, detail: bool = False
 ) -> Trace:
     """Run `workload` for real, on "cpu" or "cuda".
 

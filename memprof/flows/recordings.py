@@ -162,10 +162,7 @@ def _check_memory(path: Path, size: int) -> None:
 
 
 def analyze_file(
-    path: Path,
-    question: Question,
-    device: int | None = None,
-    progress: Callable[[str], None] = lambda doing: None,
+    path: Path, question: Question, device: int | None = None, progress: Callable[[str], None] = lambda doing: None
 ) -> Analysis:
     """The document of `memprof analyze`, of one device if one is given.
 

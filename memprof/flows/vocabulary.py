@@ -21,13 +21,7 @@ from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
 from memprof.report.documents.report import Document
-from memprof.report.documents.vocabulary import (
-    ARITHMETIC,
-    SIMULATED,
-    Cap,
-    Memory,
-    Savings,
-)
+from memprof.report.documents.vocabulary import ARITHMETIC, SIMULATED, Cap, Memory, Savings
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import HOST, Trace
 from memprof.trace.facts import Target

@@ -155,11 +155,7 @@ def _gemma2(**large: Any) -> nn.Module:
 
 SPECIMENS = {
     "gpt2": Specimen(
-        "gpt2",
-        _gpt2,
-        lambda: _gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024),
-        VOCAB,
-        _ALL_CASES,
+        "gpt2", _gpt2, lambda: _gpt2(n_embd=128, n_layer=4, vocab_size=8000, n_positions=1024), VOCAB, _ALL_CASES
     ),
     "llama": Specimen("llama", _llama, lambda: _llama(**_LARGE), VOCAB, _ALL_CASES),
     "gemma2": Specimen("gemma2", _gemma2, lambda: _gemma2(**_LARGE, head_dim=32), VOCAB, _ALL_CASES),

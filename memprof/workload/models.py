@@ -197,13 +197,7 @@ def _default_architecture(model_type: str) -> str:
 
 
 def _hugging_face(
-    name: str,
-    architecture: str,
-    task: str,
-    config: dict[str, Any],
-    dtype: str,
-    notes: list[str],
-    spec: TargetSpec,
+    name: str, architecture: str, task: str, config: dict[str, Any], dtype: str, notes: list[str], spec: TargetSpec
 ) -> ModelSource:
     if spec.vocab_size is not None:
         if "vocab_size" not in config:
@@ -326,9 +320,7 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
             ) from error
         if not isinstance(model, nn.Module):
             raise UsageError(
-                f"the factory {factory} did not return a module",
-                value=type(model).__name__,
-                hint="return an nn.Module",
+                f"the factory {factory} did not return a module", value=type(model).__name__, hint="return an nn.Module"
             )
         return model
 

@@ -162,7 +162,5 @@ def _choose(names: list[str], path: str) -> str:
     if len(names) == 1:
         return names[0]
     raise UsageError(
-        "which column has the lengths?",
-        value=f"{path}: {', '.join(names[:12])}",
-        hint="name it: --lengths-column NAME",
+        "which column has the lengths?", value=f"{path}: {', '.join(names[:12])}", hint="name it: --lengths-column NAME"
     )

@@ -47,7 +47,6 @@ class Plan:
     """adamw (fused), adamw-8bit, torchao-adamw-8bit, adamw-cpu (states and step in host memory), none."""
     activations: Activations = Activations.KEPT
     chunked_loss: bool = False
-    attention: str | None = None
     given_up: str = ""
     """What the numbers lose, in words; empty if nothing."""
 
@@ -65,8 +64,6 @@ class Plan:
         if self.precision == "amp" or self.goal is Goal.QLORA:
             # QLoRA's layer norms and head are in float32: trainers run it under autocast.
             changes |= {"amp": self.half, "dtype": None}
-        if self.attention is not None:
-            changes["attention"] = self.attention
         if self.goal is Goal.INFER:
             return base.edit(**changes)
         changes["gradient_accumulation"] = min(accumulation, 2)
@@ -97,8 +94,6 @@ class Plan:
                 parts.append(f"activations {self.activations.value}")
             if self.chunked_loss:
                 parts.append("chunked loss")
-        if self.attention is not None:
-            parts.append(f"{self.attention} attention")
         if micro_batch is not None:
             parts.append(f"batch {micro_batch}" if self.goal is Goal.INFER else f"micro-batch {micro_batch}")
         return ", ".join(parts)

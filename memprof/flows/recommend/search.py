@@ -309,7 +309,7 @@ def _choice(runs: Simulator, tried: Tried, pareto: bool) -> Choice:
         "optimizer": plan.optimizer,
         "activations": plan.activations.value,
         "chunked_loss": plan.chunked_loss,
-        "attention": plan.attention,
+        "attention": outcome.spec.attention,
         "alloc_conf": outcome.spec.alloc_conf,
     }
     return Choice(
