@@ -2,6 +2,6 @@
 
 from memprof.cost.bottleneck import bottleneck_of
 from memprof.cost.price import HOST_BYTES, cost_of
-from memprof.cost.work import StepWork, accumulated_work, step_work
+from memprof.cost.work import StepWork, step_work
 
-__all__ = ["HOST_BYTES", "StepWork", "accumulated_work", "bottleneck_of", "cost_of", "step_work"]
+__all__ = ["HOST_BYTES", "StepWork", "bottleneck_of", "cost_of", "step_work"]

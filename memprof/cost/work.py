@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from memprof.catalog import Gpu
 from memprof.trace.events import GPU, HOST, Phase, Trace
@@ -32,33 +32,22 @@ class StepWork:
         return self.compute_seconds + self.bus_seconds
 
 
-def step_work(trace: Trace, gpu: Gpu) -> StepWork | None:
-    """The work of the last step of a run on this card; None if it was not counted."""
-    if not trace.work:
-        return None
-    last = max(phase.step for phase in trace.phases)
-    return _work(trace, gpu, lambda phase: phase.step == last)
+def step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
+    """The work of the last step of a run on this card; None if it was not counted.
 
-
-def accumulated_work(trace: Trace, gpu: Gpu, micro_batches: int) -> StepWork | None:
-    """The work of a step with so many micro-batches, from a run that had fewer; None if it was not counted.
-
-    The last step's last micro-batch stands for those that were not run: they do the same on tensors of the same shapes.
+    Of `micro_batches`, the last one that was run stands for those that were not: they do the same on tensors of the
+    same shapes.
     """
     if not trace.work:
         return None
     last = max(phase.step for phase in trace.phases)
     ran = max(phase.micro_batch for phase in trace.phases if phase.step == last)
     whole = _work(trace, gpu, lambda phase: phase.step == last)
+    if micro_batches <= ran:
+        return whole
     one = _work(trace, gpu, lambda phase: phase.step == last and phase.micro_batch == ran)
-    more = max(micro_batches - ran, 0)
-    return StepWork(
-        whole.operations + more * one.operations,
-        whole.bus_bytes + more * one.bus_bytes,
-        whole.host_bytes + more * one.host_bytes,
-        whole.compute_seconds + more * one.compute_seconds,
-        whole.bus_seconds + more * one.bus_seconds,
-    )
+    both = zip(astuple(whole), astuple(one), strict=True)
+    return StepWork(*(of_all + (micro_batches - ran) * of_one for of_all, of_one in both))
 
 
 def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:

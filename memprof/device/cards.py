@@ -44,8 +44,6 @@ class NvmlCard:
         free_bytes: what can still be had.
         reserved_bytes: kept by driver and firmware; None if the driver is too old to tell it from `used_bytes`.
         utilisation_percent: share of the last sample period in which a kernel ran.
-        temperature_celsius: of the GPU.
-        power_watts: drawn now.
         compute_capability: major and minor.
         slices: MIG devices, if the card is sliced.
         processes: those that NVML lists, largest first.

@@ -46,16 +46,12 @@ class Environment:
     """Where a run happened. None or absent: not there, or not known.
 
     Attributes:
-        python: its release.
-        platform: operating system and machine.
         torch_version: such as "2.13.0+cu130".
         torch_cuda: the CUDA that torch was built for, None of a build for the CPU (or for ROCm: `torch_hip`).
-        torch_hip: the ROCm that torch was built for.
         torch_git: the commit that torch was built from.
         driver_version: of NVIDIA's kernel module.
         driver_cuda: the newest CUDA that the driver runs.
         cards: the names of the cards that the driver lists.
-        packages: releases by name.
         variables: those of VARIABLES that are set.
         notes: what does not fit together, one line each.
     """

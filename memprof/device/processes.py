@@ -5,13 +5,14 @@ Nothing here raises: a process may end between two reads, and another user's may
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 _MAX_NAME = 60
-_ZOMBIE = "Z"
+_ZOMBIE = b"Z"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,6 @@ class Process:
     """One process that runs.
 
     Attributes:
-        pid: its number.
         started: clock ticks since boot at its start; with the pid it names a process for good.
         name: its program and script, such as "python train.py".
         resident_bytes: pages in memory now, those shared with other processes counted in full (VmRSS).
@@ -81,12 +81,13 @@ class ProcessTree:
 
     def read(self) -> tuple[Process, ...]:
         """Those that run now, by pid; empty where there is no /proc."""
-        parents, starts = self._parents()
+        running = _running()
+        starts = {pid: started for pid, (_, started) in running.items()}
         found = {pid for pid, started in self._known.items() if starts.get(pid) == started}
         if self._root in starts:
             found.add(self._root)
         children: dict[int, list[int]] = {}
-        for pid, parent in parents.items():
+        for pid, (parent, _) in running.items():
             children.setdefault(parent, []).append(pid)
         waiting = list(found)
         while waiting:
@@ -97,27 +98,17 @@ class ProcessTree:
         self._known = {pid: starts[pid] for pid in found}
         return tuple(process for pid in sorted(found) if (process := _read(pid, starts[pid])) is not None)
 
-    def _parents(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Parent and start of every process that has not ended."""
-        parents: dict[int, int] = {}
-        starts: dict[int, int] = {}
-        try:
-            names = os.listdir(PROC)
-        except OSError:
-            return parents, starts
-        for name in names:
-            if not name.isdecimal():
-                continue
-            try:
-                stat = (PROC / name / "stat").read_bytes()
-            except OSError:
-                continue
+
+def _running() -> dict[int, tuple[int, int]]:
+    """Parent and start, by pid, of every process that has not ended."""
+    found = {}
+    for stat in PROC.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
             # proc(5): "pid (comm) state ppid ...", the start as the 22nd field; comm may hold anything but ends last.
-            state, parent, *rest = stat.rpartition(b")")[2].split()
-            if state.decode() != _ZOMBIE:
-                parents[int(name)] = int(parent)
-                starts[int(name)] = int(rest[17])
-        return parents, starts
+            state, parent, *rest = stat.read_bytes().rpartition(b")")[2].split()
+            if state != _ZOMBIE:
+                found[int(stat.parent.name)] = int(parent), int(rest[17])
+    return found
 
 
 def own_peak_bytes() -> int | None:

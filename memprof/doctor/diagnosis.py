@@ -67,15 +67,11 @@ class Figures:
     Attributes:
         tried: the segment, or the request, that was refused.
         tried_is_segment: whether `tried` is what torch's caching allocator asked of the driver for the request.
-        device: index of the card.
-        total: capacity.
         free: free according to the driver, after the allocator gave back what it could.
         process: all that this process has on the card.
         others: what each other process has, by pid.
         allowed: limit set by a memory fraction.
-        allocated: of the caching allocator.
-        reserved: of the caching allocator; allocated is part of it.
-        private_pools: of it in private pools.
+        reserved: of the caching allocator; allocated is part of it, and so are private pools.
     """
 
     tried: Size | None = None
@@ -96,10 +92,7 @@ class Candidate:
     """A tensor of which the refused request may have been.
 
     Attributes:
-        shape: its sizes.
-        dtype: such as "bfloat16".
         role: what it would be, such as "logits".
-        num_bytes: of the tensor.
         model: the catalog's model whose dimensions were taken; empty: none.
         why: what speaks for it, one line.
         exact: whether every size was known and the bytes are within what the message can mean.
@@ -135,13 +128,11 @@ class Diagnosis(Plain):
     """One error, explained.
 
     Attributes:
-        cause: why.
         title: one line for people.
         source: what printed it: "torch", "vllm", "the kernel", ...
         message: the error's own line.
         line: its number in the log, from 1.
         count: how often it stands there; of one wording the first 60 places are looked at.
-        figures: its amounts.
         explanation: one line each.
         where: the frames of the traceback that matter, the guilty one first.
         tensors: candidates for the refused request, likeliest first.

@@ -53,10 +53,6 @@ class Host:
     """Limits of this machine, bytes; None where there is none, or it is not known.
 
     Attributes:
-        total: host memory.
-        available: of it, what programs may take now.
-        shm_total: size of /dev/shm.
-        shm_free: of it, free.
         locked: limit of locked memory (RLIMIT_MEMLOCK).
         cgroup: limit of this container or job.
     """

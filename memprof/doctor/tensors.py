@@ -54,8 +54,6 @@ class Question:
 
     Attributes:
         low: the smallest request that it may be, bytes.
-        high: the largest.
-        model: its dimensions, None if no model is known.
         half: name of the half dtype in use.
         batch: sequences, None if not known.
         length: tokens of each, None if not known.

@@ -155,11 +155,9 @@ def build_estimate(
     """Every method in every dtype.
 
     Args:
-        subject: the model.
         dtype: the column to look at; None: bfloat16.
         context_length: tokens per sequence; None: 2,048, or what the model has positions for if that is less.
         batch_size: sequences per micro-batch and card.
-        lora_rank: of the adapters.
         gpus: cards to spread training over.
 
     Raises:

@@ -38,9 +38,7 @@ class MonitorOutcome:
     Attributes:
         exit_code: the command's own, 128 + n if signal n killed it; without a command 0, or that of a signal.
         command: as a shell would take it; empty without one.
-        ending: of the command, in a few words.
         elapsed: seconds.
-        peaks: the highest of the whole run.
         notes: what could not be seen or written at the end, one line each.
     """
 

@@ -52,8 +52,6 @@ class Watched:
     """One process of the command.
 
     Attributes:
-        pid: its number.
-        name: program and script.
         rank: of a distributed run (RANK), None if it has none or has not initialised CUDA.
         resident_bytes: host memory, pages shared with other processes counted in full; 0 once it has ended.
         peak_resident_bytes: the highest of that so far.
@@ -75,8 +73,6 @@ class Sample(Plain):
     Attributes:
         time: seconds since the epoch.
         elapsed: seconds since memprof began to watch.
-        cards: what NVML says.
-        processes: those of the command; empty without one.
         notes: what cannot be seen, one line each.
     """
 

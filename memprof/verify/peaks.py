@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from memprof.allocator import Settings, SettingsInForce, replay_on_card
-from memprof.catalog import DEFAULT_GPU
+from memprof.catalog import DEFAULT_GPU, find_gpu
 from memprof.measured.quiet import quiet_profiler
 from memprof.remedies.applied import apply
 from memprof.remedies.micro_batch import MicroBatches
@@ -64,7 +64,6 @@ def simulated_peak(program: Callable[[str], None], *, workspaces: bool, reserved
         program: takes a device.
         workspaces: whether to count what CUDA's libraries take for themselves; a CPU has nothing of the kind.
     """
-    from memprof.catalog import find_gpu
     from memprof.virtual import VirtualGpu
 
     settings = SettingsInForce(Settings(torch.__version__))

@@ -23,12 +23,10 @@ class Specimen:
     """A model to verify on.
 
     Args:
-        name: as the user writes it.
         build: the model in float32, its weights drawn from torch's generator.
         build_large: one for the peak.
         vocab_size: token ids are below it.
         cases: the kinds of batches that it takes; see `batches`.
-        tokens: of a sequence.
         peak_tokens: of the sequence in the step whose peak is simulated and measured.
         kind: it is for remedies for such models alone (`Remedy.for_models`); empty: for all that are for no kind.
     """

@@ -27,8 +27,6 @@ class Task:
     """One way to use a model.
 
     Attributes:
-        name: in words.
-        plan: how it is run.
         least_bytes: of a parameter, whatever else the run takes: what cannot fit is not run.
         likely_bytes: of a parameter, to begin the search with.
     """

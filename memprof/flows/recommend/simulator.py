@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memprof.catalog import Gpu
-from memprof.cost import HOST_BYTES, StepWork, accumulated_work
+from memprof.cost import HOST_BYTES, StepWork, step_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.account import analyze
@@ -100,7 +100,7 @@ class Simulator:
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
         trace, document = profile(spec, explained=False)
-        step = accumulated_work(trace, self.gpu, micro_batches)
+        step = step_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
         remedy = helping("fragmentation")[0]
         if not document.verdict.fits and together and not remedy.is_on(spec):
