@@ -54,7 +54,7 @@ class LiveAllocator:
         replay.skip(last)
         replay.event = last + 1
         try:
-            replay.live[ref] = replay.allocator.malloc(num_bytes)
+            replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
             report = dataclasses.replace(
                 error.report, process_bytes=error.report.reserved_bytes + self._card.context_bytes

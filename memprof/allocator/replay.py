@@ -115,6 +115,8 @@ class TraceReplay:
         self.event = 0
         self.live: dict[int, Block] = {}
         """Blocks of the storages that are alive, by storage."""
+        self.stream = 0
+        """On which memory is taken where the replay has come to."""
         self._has_limit = card is not None
         self._retries_in_vain = 0
 
@@ -168,7 +170,7 @@ class TraceReplay:
             return
         before = self.allocator.statistics.num_alloc_retries
         try:
-            self.allocator.free(self.allocator.malloc(num_bytes))
+            self.allocator.free(self.allocator.malloc(num_bytes, self.stream))
         except OutOfMemory:
             self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
 
@@ -188,7 +190,7 @@ class TraceReplay:
     def _play(self, end: int | None, *, writes: bool, stop_at_oom: bool = False) -> None:
         storages, refused, live, blocks = self.trace.storages, self.trace.refused, self.live, self.timeline.blocks
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
-        alloc, dead, emptied = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE
+        alloc, dead, emptied, moved = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
         begin = self.event
         events = self.trace.events[begin:end]
         for time, (kind, ref) in enumerate(events, begin):
@@ -201,7 +203,7 @@ class TraceReplay:
                     if refused and ref in refused:
                         self._ask(storage.num_bytes)
                     else:
-                        block = live[ref] = malloc(storage.num_bytes)
+                        block = live[ref] = malloc(storage.num_bytes, self.stream)
                         if writes:
                             blocks[ref] = block.size
             elif kind is dead:
@@ -209,6 +211,8 @@ class TraceReplay:
                     free(live.pop(ref))
             elif kind is emptied:
                 self.allocator.empty_cache()
+            elif kind is moved:
+                self.stream = ref
             if writes:
                 end_event(grew=asked)
                 if stop_at_oom and self.timeline.first_oom is not None:

@@ -6,7 +6,9 @@ the card that the trace names. A trace has no clock: event i of the trace happen
 
 from __future__ import annotations
 
+import bisect
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +71,9 @@ class _WritingDriver(SimulatedDriver):
         self.events = events
         self.time = 0
         self.stack: Stack = ()
+        self.stream = 0
+        self._streams: list[tuple[int, int]] = []
+        """Where memory was taken, and on which stream."""
 
     def malloc(self, size: int) -> int | None:
         address = super().malloc(size)
@@ -91,7 +96,10 @@ class _WritingDriver(SimulatedDriver):
         self._write(Action.SEGMENT_UNMAP, address, size)
 
     def _write(self, action: Action, address: int, size: int) -> None:
-        self.events.append(SnapshotEvent(action, address, size, 0, DEFAULT_POOL, self.time, self.stack))
+        if action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
+            bisect.insort(self._streams, (address, self.stream))
+        _, stream = self._streams[bisect.bisect(self._streams, (address, sys.maxsize)) - 1]
+        self.events.append(SnapshotEvent(action, address, size, stream, DEFAULT_POOL, self.time, self.stack))
 
 
 def snapshot_of(trace: Trace, config: AllocatorConfig, card: CardMemory | None) -> Converted:
@@ -133,32 +141,35 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
                 continue
             driver.stack = stack = writer.stack(ref, storage)
             try:
-                block = allocator.malloc(storage.num_bytes)
+                block = allocator.malloc(storage.num_bytes, driver.stream)
             except OutOfMemory as error:
                 free = error.report.free_bytes
-                events.append(SnapshotEvent(Action.OOM, free, storage.num_bytes, 0, DEFAULT_POOL, time, stack))
+                refusal = SnapshotEvent(Action.OOM, free, storage.num_bytes, driver.stream, DEFAULT_POOL, time, stack)
+                events.append(refusal)
                 if ref in refused:
                     continue
                 driver.lift_limit()
                 allocator.allowed_bytes = None
                 allocator.gc_enabled = False
-                block = allocator.malloc(storage.num_bytes)
+                block = allocator.malloc(storage.num_bytes, driver.stream)
             live[ref] = block
             stacks[block.address] = stack
-            event = SnapshotEvent(Action.ALLOC, block.address, storage.num_bytes, 0, DEFAULT_POOL, time, stack)
-            events.append(event)
+            size, stream = storage.num_bytes, driver.stream
+            events.append(SnapshotEvent(Action.ALLOC, block.address, size, stream, DEFAULT_POOL, time, stack))
             found.origins.append(writer.origin(ref, storage))
         elif kind is EventKind.FREE and ref in live:
             driver.stack = ()
             block = live.pop(ref)
             events += [
-                SnapshotEvent(action, block.address, block.requested, 0, DEFAULT_POOL, time, ())
+                SnapshotEvent(action, block.address, block.requested, block.owner.stream, DEFAULT_POOL, time, ())
                 for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
             ]
             allocator.free(block)
         elif kind is EventKind.EMPTY_CACHE:
             driver.stack = ()
             allocator.empty_cache()
+        elif kind is EventKind.STREAM:
+            driver.stream = ref
     found.slices = slices(trace)
     found.snapshot = Snapshot(
         segments=_segments(allocator, stacks),

@@ -35,6 +35,7 @@ class EventKind(enum.IntEnum):
     ENTER = 3  # Trace.modules: a module's forward begins
     EXIT = 4  # Trace.modules: a module's forward ends
     EMPTY_CACHE = 5  # nothing, 0: torch.cuda.empty_cache() was called
+    STREAM = 6  # nothing, the stream's own number (0: the default one): memory is taken on it from here on
 
 
 class Event(NamedTuple):

@@ -18,9 +18,10 @@ from memprof.trace.events import Event, EventKind, Owner, Role, Storage, Trace, 
 from memprof.trace.files import write_whole
 from memprof.trace.plain import fields_from_plain
 
-SCHEMA = 2
-"""The newest schema that is read. 2 has EMPTY_CACHE events; a capture without them is written as schema 1, which
-earlier releases read too."""
+SCHEMA = 3
+"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events; a capture is written as the first that has
+what is in it, which earlier releases read too."""
+_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3}
 
 _FORMAT = "memprof capture"
 _LONG = ("events", "storages", "owners", "work", "times")
@@ -36,7 +37,7 @@ def save_trace(trace: Trace, path: Path) -> None:
     """
     document = {
         "format": _FORMAT,
-        "schema": SCHEMA if any(event.kind is EventKind.EMPTY_CACHE for event in trace.events) else 1,
+        "schema": max((_SINCE.get(kind, 1) for kind in {event.kind for event in trace.events}), default=1),
         **{one.name: getattr(trace, one.name) for one in dataclasses.fields(trace)},
         "facts": trace.facts.to_json(),
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
@@ -107,6 +108,7 @@ def _check(trace: Trace) -> None:
         EventKind.ENTER: len(trace.modules),
         EventKind.EXIT: len(trace.modules),
         EventKind.EMPTY_CACHE: 1,
+        EventKind.STREAM: 1 << 63,
     }
     for event in trace.events:
         if not 0 <= event.ref < sizes[event.kind]:

@@ -360,7 +360,8 @@ class RecordingMode(Machine):
         if not self._workspace.permanent:
             self.transients([self._workspace.num_bytes], operator.name, place)
             return
-        thread = "backward" if in_backward() else "forward"
+        # One for each handle, of which a thread has its own, and stream.
+        thread = f"{'backward' if in_backward() else 'forward'} {self.recorder.stream}"
         if thread not in self._taken_workspaces:
             self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, GPU, keep=True)
             self._taken_workspaces.add(thread)

@@ -71,6 +71,9 @@ class Recorder:
         self.on_death: Callable[[int], None] = lambda address: None
         self.refusal: Callable[[], str | None] | None = None
         """Asked after each request for memory on the card: what torch.OutOfMemoryError is to say, or None."""
+        self.stream = 0
+        """Of the card, on which the program takes memory now."""
+        self._stream_of_trace = 0
         self.counts_hidden = True
         """Whether memory that no tensor shows is recorded."""
         self._temporaries: set[int] = set()
@@ -186,6 +189,9 @@ class Recorder:
                 hidden,
             )
         )
+        if device != "cpu" and self.stream != self._stream_of_trace:
+            self._stream_of_trace = self.stream
+            trace.events.append(Event(EventKind.STREAM, self.stream))
         trace.events.append(Event(EventKind.ALLOC, index))
         if device != "cpu":
             self.live_bytes += num_bytes

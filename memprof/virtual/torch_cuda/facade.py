@@ -34,7 +34,7 @@ _OF_RANDOM = (
 
 _NOTHING = (
     "set_device", "init", "_lazy_init", "synchronize", "ipc_collect", "manual_seed", "manual_seed_all", "seed",
-    "seed_all", "set_rng_state", "set_rng_state_all", "set_stream",
+    "seed_all", "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
 _ZERO = ("current_device", "initial_seed", "utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 _TRUE = ("is_available", "is_initialized", "is_bf16_supported")
@@ -259,9 +259,11 @@ def cuda_facade(
             inner[last] = value
         return nested
 
-    @contextlib.contextmanager
-    def stream(stream: Any) -> Iterator[None]:
-        yield
+    def set_stream(stream: Any) -> None:
+        recorder.stream = recorder.stream if stream is None else stream.stream_id
+
+    def current_stream(device: Any = None) -> streams.CudaStream:
+        return streams.CudaStream(stream_id=recorder.stream)
 
     fraction = 1.0
 
@@ -302,9 +304,9 @@ def cuda_facade(
         "list_gpu_processes": returning("no processes are running"),
         "device_memory_used": lambda device=None: gpu.total_bytes - mem_get_info()[0],
         "device": _Device,
-        "stream": stream,
-        "current_stream": lambda device=None: streams.CudaStream(),
-        "default_stream": lambda device=None: streams.CudaStream(),
+        "set_stream": set_stream,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: streams.CudaStream(stream_id=0),
         "is_current_stream_capturing": returning(False),
     }
     for name, value in cuda.items():
@@ -328,8 +330,8 @@ def cuda_facade(
         "set_device_index": nothing,
         "set_device_idx": nothing,
         "empty_host_cache": nothing,
-        "current_stream": lambda device=None: streams.CudaStream(),
-        "set_stream": nothing,
+        "current_stream": current_stream,
+        "set_stream": set_stream,
         "synchronize": nothing,
         "empty_cache": empty_cache,
         "get_memory_info": mem_get_info,

@@ -1,13 +1,23 @@
-"""Streams and events on the virtual GPU, where everything happens at once and in order."""
+"""Streams and events on the virtual GPU, where everything happens at once and in order.
+
+A stream matters all the same: it has memory of its own in torch's caching allocator.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 _HostStream, _HostEvent = torch.Stream, torch.Event
+_POOL = 32
+"""Streams of one priority."""
+_PRIORITIES = 4
+_MADE: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+"""Of each priority, how many were made."""
 
 
 def _is_host(device: Any) -> bool:
@@ -33,25 +43,39 @@ class _InOrder:
 
 
 class Stream(_InOrder):
-    """`torch.Stream`: of the card, unless the host's is asked for."""
+    """`torch.Stream`: of the card, unless the host's is asked for.
 
-    stream_id = device_index = cuda_stream = native_handle = priority = 0
+    A new one is the next of a pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
+    """
+
+    device_index = 0
 
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return _HostStream("cpu") if _is_host(device) else super().__new__(cls)
 
-    def __enter__(self) -> Stream:
-        return self
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **rest: Any) -> None:
+        super().__init__()
+        self.priority = min(max(priority, 1 - _PRIORITIES), 0)
+        if stream_id is None:
+            stream_id = 1 - self.priority * _POOL + next(_MADE[self.priority]) % _POOL
+        self.stream_id = self.cuda_stream = self.native_handle = stream_id
+        self._outer: list[Any] = []
+
+    def __enter__(self) -> Any:
+        self._outer.append(torch.cuda.current_stream())
+        this: Any = self
+        torch.cuda.set_stream(this)
+        return this
 
     def __exit__(self, *exc: object) -> None:
-        pass
+        torch.cuda.set_stream(self._outer.pop())
 
     def __eq__(self, other: object) -> bool:
-        """There is one order: all streams are the same."""
-        return isinstance(other, Stream)
+        """Two of a pool are the same once it has been gone through."""
+        return isinstance(other, Stream) and self.stream_id == other.stream_id
 
     def __hash__(self) -> int:
-        return 0
+        return hash(self.stream_id)
 
     def is_capturing(self) -> bool:
         """No graph is being captured."""
@@ -94,9 +118,13 @@ class CudaEvent(Event):
 class ExternalStream(CudaStream):
     """`torch.cuda.ExternalStream`: a stream that another library made."""
 
+    def __init__(self, stream_ptr: int, device: Any = None, **rest: Any) -> None:
+        super().__init__(stream_id=stream_ptr)
+
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement): classes stay classes, each under the names that torch gives it."""
+    _MADE.clear()
     yield torch, "Stream", Stream
     yield torch, "Event", Event
     for owner in (torch.cuda, torch.cuda.streams):

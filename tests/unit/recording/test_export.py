@@ -32,11 +32,15 @@ SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:40", "roundup_pow
 
 
 def plain_trace(requests: list[tuple[int, int]]) -> Trace:
-    """A trace of (name, bytes) requests; 0 bytes frees the name."""
+    """A trace of (name, bytes) requests; 0 bytes frees the name. From the tenth name on they are another stream's."""
     trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.OTHER, 0, 0)], events=[Event(EventKind.PHASE, 0)])
     live: dict[int, int] = {}
+    stream = 0
     for name, num_bytes in requests:
         if num_bytes and name not in live:
+            if stream != (33 if name > 9 else 0):
+                stream = 33 - stream
+                trace.events.append(Event(EventKind.STREAM, stream))
             live[name] = len(trace.storages)
             trace.storages.append(Storage(num_bytes, (num_bytes,), "uint8", "cuda:0", 0, NONE, NONE, 0, NONE, False))
             trace.events.append(Event(EventKind.ALLOC, live[name]))

@@ -64,10 +64,11 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["run.memprof"]
 
 
-def test_an_emptied_cache_needs_the_newer_schema(tmp_path: Path) -> None:
-    plain, emptied = sample(), sample()
+def test_what_is_new_in_it_decides_the_schema(tmp_path: Path) -> None:
+    plain, emptied, streams = sample(), sample(), sample()
     emptied.events.append(Event(EventKind.EMPTY_CACHE, 0))
-    for trace, schema in ((plain, 1), (emptied, 2)):
+    streams.events += [Event(EventKind.EMPTY_CACHE, 0), Event(EventKind.STREAM, 33)]
+    for trace, schema in ((plain, 1), (emptied, 2), (streams, 3)):
         save_trace(trace, tmp_path / "a")
         with gzip.open(tmp_path / "a") as file:
             assert json.load(file)["schema"] == schema <= SCHEMA

@@ -287,6 +287,20 @@ def test_metadata_of_the_kernel_that_joins_gradients(gpu: VirtualGpu) -> None:
     assert made == [8 * (4 * MIB // 2048 + 6 + 2)] * 8
 
 
+def test_gradients_are_reduced_on_a_stream_of_their_own(gpu: VirtualGpu) -> None:
+    model = fully_sharded()
+    since = len(gpu.trace.storages)
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    streams, made = {0: 0}, 0
+    for event in gpu.trace.events:
+        if event.kind is EventKind.STREAM:
+            made = event.ref
+        elif event.kind is EventKind.ALLOC and event.ref >= since:
+            streams[made] = streams.get(made, 0) + (gpu.trace.op(gpu.trace.storages[event.ref]) == "aten.empty")
+    # Of each layer: the whole weight and its gradient's buffer on the stream that computes, the sum on another.
+    assert sorted(streams.values()) == [8, 16]
+
+
 def test_tensors_spread_over_a_mesh(gpu: VirtualGpu) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
