@@ -70,8 +70,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     def is_logits(storage: Storage, time: int) -> bool:
         """Whether `storage`, which is made at `time` or of what was, is of the logits or the loss."""
         span = span_at(time)
-        if span is None:
-            return False
+        if span is None or (storage.shape in weights and trace.op(storage) == "aten._to_copy"):
+            return False  # the latter is the head's weight, cast by autocast
         # A head that is no module of its own (an einsum, a module of the program's): one value for each word.
         return span.is_logits_or_loss or (
             span.is_after_layers and len(storage.shape) > 1 and storage.shape[-1] == words and not storage.hidden

@@ -179,3 +179,12 @@ def test_weights_that_are_never_called_are_parameters(moved: bool) -> None:
         program()
     size = sum(p.numel() * 4 for p in model.parameters())
     assert gpu.report().peak.categories["parameters"] == size
+
+
+def test_weights_that_autocast_has_cast_are_no_logits() -> None:
+    with memprof.virtual_gpu("h100-80gb") as gpu, torch.no_grad(), torch.amp.autocast("cuda", dtype=torch.bfloat16):
+        model = Gated().cuda()
+        ids = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+        for _ in range(2):
+            model(ids)
+    assert gpu.report().peak.categories["logits and loss"] < 1000 * 64 * 2
