@@ -76,7 +76,8 @@ def find(context: Context) -> list[Finding]:
         title += f"free ({share}) when the card is full; allocated memory alone, at most {most}, would fit"
     else:
         title += f"never in use ({share}): tensors take at most {most}"
-    return [Finding("fragmentation", Severity.WARNING, title, gap, tuple(evidence), remedies)]
+    severity = Severity.WARNING if remedies or decides else Severity.NOTE
+    return [Finding("fragmentation", severity, title, gap, tuple(evidence), remedies)]
 
 
 def _kept(segments: list[SegmentLayout]) -> list[Evidence]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memprof.allocator import CardMemory, parse_config, replay_on_card
-from memprof.findings import Context, Finding
+from memprof.findings import Context, Finding, Severity
 from memprof.findings.fragmentation import find
 from memprof.ledger.ledger import build_ledger
 from memprof.trace.events import Owner, PhaseKind, Role
@@ -36,6 +36,7 @@ def one(context: Context) -> Finding:
 def test_says_what_is_free_and_what_pins_it() -> None:
     finding = one(pinned().context())
     assert finding.id == "fragmentation" and finding.num_bytes == 4 * 120 * MIB
+    assert finding.severity is Severity.WARNING
     assert "480.00 MiB of the 1.00 GiB" in finding.title and "47%" in finding.title
     assert "tensors take at most 544.00 MiB" in finding.title
     kept, evaluated, segments = finding.evidence
@@ -109,3 +110,4 @@ def test_no_remedy_where_segments_expand_already() -> None:
     run = replay_on_card(b.trace, CardMemory(10_000 * MIB, 0), parse_config("expandable_segments:True"))
     for finding in find(Context(build_ledger(b.trace, run), 10_000 * MIB)):
         assert not finding.remedies and "expandable" not in finding.evidence[1].text
+        assert finding.severity is Severity.NOTE
