@@ -66,6 +66,9 @@ def find(context: Context) -> list[Finding]:
             )
         )
         remedies = would_help(context, "attention-scores of sdpa")
+    elif "scores" in kinds.values() and not any(trace.op(trace.storages[index]) in _PRODUCTS for index in kinds):
+        # No products of queries and keys, as in a graph attention's sums of two terms: no fused kernel computes these.
+        remedies = ()
     return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
 
 

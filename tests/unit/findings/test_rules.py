@@ -255,6 +255,14 @@ class TestAttentionScores:
             b.new(1, 16, 1024, 1024, op="aten._softmax")
         assert of(b.context(), "attention-scores") and not of(b.context(), "float32-upcast")
 
+    def test_sums_of_two_terms_are_not_told_to_use_sdpa(self) -> None:
+        b = training(1024, 100)
+        for _ in range(4):
+            b.new(8, 1024, 1024, op="aten.add", line="gat.py:1 scores")
+            b.new(8, 1024, 1024, op="aten._softmax", line="gat.py:2 softmax")
+        (finding,) = of(b.context(), "attention-scores")
+        assert not finding.remedies
+
     def test_math_path_of_sdpa_is_not_told_to_use_sdpa(self) -> None:
         (finding,) = of(self.eager("aten._safe_softmax").context(), "attention-scores")
         assert "sdpa-attention" not in finding.remedies
