@@ -50,7 +50,11 @@ def to_copy(launch: Launch) -> Any:
                 launch.values.set(result, source.to(dtype))
         return result
     large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
-    if large and (launch.values.get(source) is None or launch.values.is_uniform(source)):
+    # What is not known of several elements stays so (`scores.cpu() < 0.5` is a mask like any other), but for gradients
+    # of small host tensors, which are real.
+    several = source.numel() > 1 and torch._C._current_graph_task_id() == -1
+    unknown = launch.values.get(source) is None
+    if (unknown and (large or several)) or (large and launch.values.is_uniform(source)):
         result = torch.empty_like(source, dtype=dtype)
         launch.record(result, device=HOST)
         launch.values.learn(launch.func, launch.args, launch.kwargs, [result])

@@ -323,6 +323,18 @@ def test_an_unknown_mask_keeps_everything(gpu: VirtualGpu, name: str) -> None:
     assert not gpu.trace.mismatches
 
 
+def test_what_is_not_known_stays_so_on_the_host(gpu: VirtualGpu) -> None:
+    scores = torch.randn(8, device="cuda").cpu()
+    assert len(scores[scores < 0.5]) == len(scores[scores > 0.5]) == len((~(scores < 0.5)).nonzero()) == 8
+    assert scores.tolist() == scores.numpy().tolist() == [1.0] * 8
+
+
+def test_a_gradient_of_a_small_host_tensor_is_real(gpu: VirtualGpu) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    (weight.to("cuda") * torch.randn(4, device="cuda")).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [1.0] * 4
+
+
 def test_a_condition_is_false(gpu: VirtualGpu) -> None:
     keep = torch.randn(8, device="cuda") > 0
     assert not keep.any()
