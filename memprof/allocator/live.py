@@ -16,14 +16,7 @@ _COUNTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_
 
 
 class LiveAllocator:
-    """Follows a trace that grows, and only when asked: each question replays what happened since the last one.
-
-    Args:
-        trace: what the recorder writes.
-        card: the card of the run.
-        config: the allocator's settings.
-        release: whose rules.
-    """
+    """Follows a trace that grows, and only when asked: each question replays what happened since the last one."""
 
     def __init__(
         self, trace: Trace, card: CardMemory, config: AllocatorConfig | None = None, release: Release = LATEST

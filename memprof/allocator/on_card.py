@@ -103,13 +103,7 @@ class OnCard:
 def replay_on_card(
     trace: Trace, card: CardMemory | None, config: AllocatorConfig | None = None, release: Release = LATEST
 ) -> OnCard:
-    """Replay `trace` on `card`, and on one without limit where the two differ.
-
-    Args:
-        trace: the run.
-        card: None: there is no card to judge by.
-        config: the allocator's settings.
-        release: whose rules and messages.
+    """Replay `trace` on `card`, and on one without limit where the two differ; None: there is no card to judge by.
 
     Raises:
         UsageError: settings that ask for another allocator.

@@ -10,12 +10,7 @@ from memprof.allocator.stats import Statistics
 
 
 class PrivatePool:
-    """`PrivatePool`; the default pool is one that never ends.
-
-    Args:
-        pool_id: (0, 0) for the default pool.
-        statistics: the device's counters.
-    """
+    """`PrivatePool`; the default pool is one that never ends."""
 
     __slots__ = ("large", "small")
 

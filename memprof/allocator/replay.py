@@ -92,13 +92,7 @@ class TraceReplay:
     """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
 
     Storages of other devices and empty ones change nothing. The card's limit is lifted at the first out-of-memory
-    error.
-
-    Args:
-        trace: the run.
-        card: None: without limit.
-        config: the settings.
-        release: whose rules.
+    error; without a card there is none.
     """
 
     def __init__(

@@ -87,11 +87,7 @@ class Settings:
 
 
 class SettingsInForce:
-    """The settings of a run that is going on, which its program may read and change.
-
-    Args:
-        settings: those that it begins with.
-    """
+    """The settings of a run that is going on, which its program may read and change."""
 
     def __init__(self, settings: Settings) -> None:
         self.now = settings

@@ -118,12 +118,8 @@ def keys_of(trace: Trace, holder: Holder) -> set[Key]:
 def holder_of(trace: Trace, pile: Pile, members: set[Key]) -> Holder | None:
     """Who keeps a pile: whoever was seen holding tensors of its kind; else the graph of the only one that has a graph.
 
-    Args:
-        trace: what happened.
-        pile: what grows.
-        members: the keys of everything that grows.
+    `members` are the keys of everything that grows.
     """
-
     own = [holder for holder in trace.holders if pile.key in keys_of(trace, holder)]
     if own:
         return max(own, key=lambda holder: len(holder.storages))

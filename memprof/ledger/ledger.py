@@ -99,11 +99,7 @@ class EmptyTraceError(MemprofError, ValueError):
 
 
 def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
-    """Account for a whole trace.
-
-    Args:
-        trace: what happened.
-        run: its replay on a card; None: by the default rules, without a card to judge by.
+    """Account for a whole trace; without its replay `run`, by the default rules and without a card to judge by.
 
     Raises:
         EmptyTraceError: the trace holds no allocation.

@@ -80,15 +80,7 @@ class Stage:
 
 
 def stages_of(trace: Trace, run: OnCard, spans: list[Span], host: list[int], oom: OutOfMemory | None) -> list[Stage]:
-    """The stages of a run.
-
-    Args:
-        trace: what happened.
-        run: its replay on a card.
-        spans: where the stages are.
-        host: bytes in host memory after every event.
-        oom: where the card is full.
-    """
+    """The stages of a run, which are at `spans`; `host`: bytes in host memory after every event."""
     timeline, context = run.timeline, trace.facts.device.context_bytes
     peaks = _measured_peaks(trace, timeline.allocated, spans)
     allocated, requested, reserved = timeline.allocated, timeline.requested, timeline.reserved

@@ -26,12 +26,7 @@ class TrainingStep:
 
 
 def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
-    """The steps that ran to their end, in order.
-
-    Args:
-        trace: what happened.
-        allocated: bytes after every event.
-    """
+    """The steps that ran to their end, in order; `allocated`: bytes after every event."""
     phases = [
         (time, trace.phases[event.ref]) for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE
     ]

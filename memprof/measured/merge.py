@@ -23,7 +23,7 @@ class _Merge:
         self._module_sources = sources
         """Line of each module's forward, as an index of the trace's sources."""
         self._ops: dict[str, int] = {}
-        self._lines: dict[str, int] = {}
+        self._lines = {line: index for index, line in enumerate(trace.sources)}
         self._phase = NONE
         self._modules: list[int] = []
 
@@ -56,10 +56,9 @@ class _Merge:
                 elif self._modules:
                     self._modules.pop()
             elif kind == _FREE_ORDER:
-                if number in index_of:
-                    events.append(Event(EventKind.FREE, index_of[number]))
-                else:
+                if number not in index_of:
                     continue
+                events.append(Event(EventKind.FREE, index_of[number]))
             else:
                 assert isinstance(item, Allocation)
                 if not item.num_bytes or self._phase == NONE:
@@ -67,6 +66,7 @@ class _Merge:
                 index_of[number] = self._storage(item, places, claims.get(number, ()))
                 events.append(Event(EventKind.ALLOC, index_of[number]))
             times.append(time_ns)
+        self.trace.ops, self.trace.sources = list(self._ops), list(self._lines)
         begin = times[0] if times else 0
         self.trace.times = [time_ns - begin for time_ns in times]
         for reading in marks.readings:
@@ -89,23 +89,13 @@ class _Merge:
                     break
         return found
 
-    def _source(self, line: str) -> int:
-        """Its index in the trace's sources."""
-        if not self._lines:
-            self._lines = {known: index for index, known in enumerate(self.trace.sources)}
-        index = self._lines.get(line)
-        if index is None:
-            index = self._lines[line] = len(self.trace.sources)
-            self.trace.sources.append(line)
-        return index
-
     def _storage(self, item: Allocation, places: dict[int, tuple[int, int]], claims: list[Claim] | tuple[()]) -> int:
         trace = self.trace
         index = len(trace.storages)
         module = self._modules[-1] if self._modules else NONE
         source = self._module_sources[module] if module != NONE else NONE
         if item.source is not None:
-            source = self._source(item.source)
+            source = self._lines.setdefault(item.source, len(self._lines))
         forward_event = NONE
         if item.sequence >= 0 and item.sequence in places and not self._modules:
             # A backward operator belongs to the module whose forward it differentiates.
@@ -122,17 +112,13 @@ class _Merge:
             shape, dtype = claim.shape, claim.dtype
             if claim.on_host:
                 device = HOST
-        op = self._ops.get(item.op)
-        if op is None:
-            op = self._ops[item.op] = len(trace.ops)
-            trace.ops.append(item.op)
         trace.storages.append(
             Storage(
                 item.num_bytes,
                 shape if shape is not None else (item.num_bytes,),
                 dtype if dtype is not None else "uint8",
                 device,
-                op,
+                self._ops.setdefault(item.op, len(self._ops)),
                 module,
                 source,
                 self._phase,
@@ -146,11 +132,7 @@ class _Merge:
 def merge(trace: Trace, marks: Marks, recorded: Recorded, sources: list[int]) -> None:
     """Fill `trace`, which has its device, modules and sources, with events, storages, owners and samples.
 
-    Args:
-        trace: to be filled.
-        marks: what was noted.
-        recorded: what the profiler saw.
-        sources: for each module of the trace, the line of its forward, as an index of its sources.
+    `sources` has for each module of the trace the line of its forward, as an index of the trace's sources.
     """
     trace.phases = list(marks.phases)
     _Merge(trace, marks, recorded, sources).run()

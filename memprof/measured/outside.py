@@ -12,14 +12,10 @@ from memprof.trace.facts import NvmlFacts, OtherProcess
 
 
 class Outside:
-    """NVML, held open for one card: a context manager.
+    """NVML, held open for one card: a context manager."""
 
-    Args:
-        nvml: what to ask; as a rule left out.
-    """
-
-    def __init__(self, nvml: Nvml | None = None) -> None:
-        self._nvml = Nvml() if nvml is None else nvml
+    def __init__(self) -> None:
+        self._nvml = Nvml()
         self._card: int | str = 0
 
     def __enter__(self) -> Outside:

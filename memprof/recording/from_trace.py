@@ -256,13 +256,8 @@ def _module_name(trace: Trace, ref: int) -> str:
 def _segments(allocator: CachingAllocator, stacks: dict[int, Stack]) -> list[SnapshotSegment]:
     return [
         SnapshotSegment(
-            device=0,
-            address=segment.address,
-            size=segment.size,
-            stream=segment.stream,
-            is_small=segment.is_small,
-            pool_id=segment.pool_id,
-            expandable=segment.expandable,
+            0,
+            *segment[:6],  # all that the two have in common
             blocks=tuple(
                 SnapshotBlock(
                     block.address,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from memprof.allocator.blocks import PoolId
-from memprof.allocator.rebuild import Ranges
+from memprof.allocator.rebuild import Range, Ranges
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.categories import Category
 from memprof.recording.recording import Life, Recording
@@ -41,16 +40,10 @@ class Group:
     module: str
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentUse:
-    """A segment at a moment; of an expandable one, a contiguous mapped run."""
+@dataclass(slots=True)
+class SegmentUse(Range):
+    """A segment at a moment."""
 
-    address: int
-    size: int
-    stream: int
-    is_small: bool
-    pool_id: PoolId
-    expandable: bool
     used: int
     largest_free: int
     releasable: int
@@ -162,12 +155,7 @@ def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[Seg
             at = max(at, stop)
         found.append(
             SegmentUse(
-                address=run.address,
-                size=run.size,
-                stream=run.stream,
-                is_small=run.is_small,
-                pool_id=run.pool_id,
-                expandable=run.expandable,
+                **{part.name: getattr(run, part.name) for part in fields(run)},
                 used=run.size - free,
                 largest_free=largest,
                 releasable=releasable,
@@ -177,9 +165,9 @@ def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[Seg
     return found
 
 
-def fragmentation(recording: Recording, event: int, alive: list[Life] | None = None) -> Fragmentation:
+def fragmentation(recording: Recording, event: int) -> Fragmentation:
     """What is reserved and not in use after `event`."""
-    alive = recording.alive(event) if alive is None else alive
+    alive = recording.alive(event)
     segments = segments_at(recording, event, alive)
     used = sum(segment.used for segment in segments)
     return Fragmentation(

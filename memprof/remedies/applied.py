@@ -97,12 +97,7 @@ class Applied:
 
 
 class Changes:
-    """What an installer records: how to take back each thing that it does, before or as it does it.
-
-    Args:
-        applied: where it is recorded.
-        remedy: the remedy's name.
-    """
+    """What an installer records: how to take back each thing that it does, before or as it does it."""
 
     def __init__(self, applied: Applied, remedy: str) -> None:
         self._applied = applied

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import make_optimizer, refuse_gradients, trained_parameters
@@ -23,26 +23,15 @@ def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.
     parameters = trained_parameters(model, changes.remedy)
     refuse_gradients(parameters, changes.remedy, type(model).__name__)
     optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
-    handles: list[RemovableHandle] = []
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    changes.on_undo(remove)
     for parameter, own in zip(parameters, optimizers, strict=True):
-        handles.append(parameter.register_post_accumulate_grad_hook(_Step(own)))
+        changes.on_undo(parameter.register_post_accumulate_grad_hook(partial(_step, own)).remove)
     changes.result(BackwardOptimizer(optimizers))
     changes.note(f"{len(parameters)} parameters are updated in the backward by {type(optimizers[0]).__name__}")
 
 
-class _Step:
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._optimizer.step()
-        parameter.grad = None
+def _step(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    optimizer.step()
+    parameter.grad = None
 
 
 class BackwardOptimizer:

@@ -12,12 +12,6 @@ from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import trained_parameters
 
-_MAKERS: dict[str, tuple[str, str]] = {
-    "bitsandbytes": ("bitsandbytes.optim", "AdamW8bit"),
-    "torchao": ("torchao.optim", "AdamW8bit"),
-}
-"""Package to the module and name of its optimizer."""
-
 
 def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
     """Make the optimizer; it is the result of this remedy.
@@ -32,9 +26,9 @@ def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) 
 
 
 def _find() -> tuple[str, Callable[..., Any]]:
-    for package, (module, name) in _MAKERS.items():
+    for package in ("bitsandbytes", "torchao"):
         try:
-            return package, getattr(importlib.import_module(module), name)
+            return package, importlib.import_module(f"{package}.optim").AdamW8bit
         except (ImportError, AttributeError):
             continue
     raise UsageError(

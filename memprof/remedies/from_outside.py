@@ -62,7 +62,9 @@ class Switch:
         for remedy in (fix.remedy for fix in self._in_models):
             if "optimizer" in remedy.options:
                 options["optimizer"] = _optimizer_of(model, optimizers, remedy)
-        applied = apply(_within(model), names, undoable=False, **options)
+        # Below the wrapper of a model that runs in more than one process.
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        applied = apply(inner, names, undoable=False, **options)
         self.changes += map(str, applied.changes)
 
 
@@ -79,11 +81,3 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer], remedy: Rem
     raise UsageError(
         f"{remedy.name} does not apply: the model is called before it has an optimizer", value=type(model).__name__
     )
-
-
-def _within(model: nn.Module) -> nn.Module:
-    """The model that was wrapped for more than one process; remedies are applied below that."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner: nn.Module = model.module
-        return inner
-    return model

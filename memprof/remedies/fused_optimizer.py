@@ -20,12 +20,9 @@ def install(
     *,
     optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] = adamw,
 ) -> None:
-    """Switch the optimizer to its fused implementation; it is the result.
+    """Switch the optimizer, one that is there (which keeps its state) or is made now, to its fused implementation.
 
-    Args:
-        model: whose parameters it is for.
-        changes: see `Changes`.
-        optimizer: one that is there, which keeps its state, or a function that makes one.
+    It is the result.
 
     Raises:
         UsageError: its class has no fused implementation; it is fused already; or options of it rule that out.

@@ -327,6 +327,7 @@ def _cross_entropy(
     return (total if reduction == "sum" else total / (target != ignore_index).sum()).to(self.dtype)
 
 
+_BOTH = (_Tensor, torch)
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **{
         getattr(_Tensor, name).__get__: lambda self, name=name: getattr(self._hidden, name)
@@ -336,71 +337,43 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **{
         func: _plain(func)
         for func in (
-            _Tensor.shape.__get__,  # type: ignore[attr-defined]
-            _Tensor.dtype.__get__,  # type: ignore[attr-defined]
-            _Tensor.ndim.__get__,  # type: ignore[attr-defined]
-            _Tensor.layout.__get__,  # type: ignore[attr-defined]
-            _Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-            _Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-            _Tensor.size,
-            _Tensor.dim,
-            _Tensor.numel,
-            _Tensor.nelement,
-            _Tensor.__len__,
-            _Tensor.element_size,
-            _Tensor.is_floating_point,
-            _Tensor.is_complex,
-            torch.is_floating_point,
-            torch.is_complex,
-            torch.numel,
+            *(getattr(_Tensor, name).__get__ for name in ("shape", "dtype", "ndim", "layout", "is_sparse", "itemsize")),
+            *(getattr(_Tensor, name) for name in ("size", "dim", "nelement", "__len__", "element_size")),
+            *(getattr(owner, name) for owner in _BOTH for name in ("numel", "is_floating_point", "is_complex")),
         )
     },
+    **{
+        getattr(owner, name): handler
+        for owner in _BOTH
+        for name, handler in (
+            ("detach", _detach),
+            ("reshape", _reshape),
+            ("flatten", _flatten),
+            ("unsqueeze", _unsqueeze),
+            ("squeeze", _squeeze),
+            ("transpose", _swap),
+            ("permute", _permute),
+            ("tanh", _tanh(False)),
+            ("tanh_", _tanh(True)),
+        )
+    },
+    functional.tanh: _tanh(False),
     _Tensor.contiguous: _same,
-    _Tensor.detach: _detach,
-    torch.detach: _detach,
     _Tensor.view: _reshape,
-    _Tensor.reshape: _reshape,
-    torch.reshape: _reshape,
-    _Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    _Tensor.unsqueeze: _unsqueeze,
-    torch.unsqueeze: _unsqueeze,
-    _Tensor.squeeze: _squeeze,
-    torch.squeeze: _squeeze,
-    _Tensor.transpose: _swap,
-    torch.transpose: _swap,
-    _Tensor.permute: _permute,
-    torch.permute: _permute,
     _Tensor.mT.__get__: lambda self: _swap(self, 1, 2),  # type: ignore[attr-defined]
     _Tensor.__getitem__: _getitem,
-    _Tensor.float: _cast(torch.float32),
-    _Tensor.double: _cast(torch.float64),
-    _Tensor.half: _cast(torch.float16),
-    _Tensor.bfloat16: _cast(torch.bfloat16),
+    **{getattr(_Tensor, name): _cast(getattr(torch, name)) for name in ("float", "double", "half", "bfloat16")},
     _Tensor.to: _to,
     _Tensor.type_as: _to,
     **{
-        function: _arithmetic(kind, negate=name.startswith("sub"), in_place=in_place)
-        for name, kind in (
-            ("mul", "mul"),
-            ("multiply", "mul"),
-            ("div", "div"),
-            ("divide", "div"),
-            ("true_divide", "div"),
-            ("add", "add"),
-            ("sub", "add"),
-            ("subtract", "add"),
+        getattr(owner, name + mark): _arithmetic(kind, negate=name.startswith("sub"), in_place=bool(mark))
+        for kind, names in (
+            ("mul", ("mul", "multiply")),
+            ("div", ("div", "divide", "true_divide")),
+            ("add", ("add", "sub", "subtract")),
         )
-        for function, in_place in (
-            (getattr(_Tensor, name), False),
-            (getattr(torch, name), False),
-            (getattr(_Tensor, name + "_"), True),
-        )
+        for name in names
+        for owner, mark in ((_Tensor, ""), (torch, ""), (_Tensor, "_"))
     },
-    _Tensor.tanh: _tanh(False),
-    torch.tanh: _tanh(False),
-    functional.tanh: _tanh(False),
-    _Tensor.tanh_: _tanh(True),
-    torch.tanh_: _tanh(True),
     functional.cross_entropy: _cross_entropy,
 }

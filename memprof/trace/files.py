@@ -12,11 +12,7 @@ from memprof.errors import MemprofError, UsageError
 def write_whole(path: Path, data: bytes, what: str = "file", *, option: str = "--to") -> None:
     """Write `data` to a file that appears at `path` once it is complete, replacing what is there.
 
-    Args:
-        path: where it shall be.
-        data: all of the file.
-        what: what errors call it.
-        option: where another place can be named.
+    Errors call it `what`, and name the `option` with which another place is chosen.
 
     Raises:
         MemprofError: it cannot be written (no such folder, no permission, disk full); `path` is as it was.

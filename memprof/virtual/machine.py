@@ -142,7 +142,7 @@ class Machine(TorchDispatchMode):
     def note_mixed(self, op: str, tensors: list[torch.Tensor], place: Place | None = None) -> None:
         """On a real GPU this call raises: keep what it was given, and where from."""
         place = place or self.recorder.place(sys._getframe(1))
-        self.recorder.mismatch(
+        self.recorder.trace.mismatches.append(
             DeviceMismatch(
                 len(self.recorder.trace.events),
                 self.recorder.op_index(op),

@@ -70,20 +70,15 @@ def describe(
     unknown_read: tuple[int, str] | None,
     dispatch: CodeType,
 ) -> Failure:
-    """The failure that `error` is.
+    """The failure that `error`, raised in `phase`, is.
 
-    Args:
-        error: what was raised.
-        recorder: of the run.
-        phase: in which it was raised.
-        unknown_read: index of the line that last read an unknown value, and what it was told.
-        dispatch: code of the dispatch mode's method, whose frames name operators.
+    `unknown_read` is the index of the line that last read an unknown value, and what it was told; `dispatch` the code
+    of the dispatch mode's method, whose frames name operators.
     """
     op: str | None = None
     module = NONE
     lines: list[str] = []
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
+    for step in _steps(error.__traceback__):
         frame = step.tb_frame
         if frame.f_code is dispatch:
             func, place = frame.f_locals.get("func"), frame.f_locals.get("place")
@@ -95,10 +90,9 @@ def describe(
             module = module if index is None else index  # None: it raised before the module was known
         elif recorder.is_program(frame.f_code):
             lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
-        step = step.tb_next
-    message = (str(error).strip().splitlines() or [""])[0]
+    source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
-        return refusal(error.problem, error.hint, lines[-1] if lines else None, phase)
+        return refusal(error.problem, error.hint, source, phase)
     kind, named = _kind(error, str(error))
     read = None
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
@@ -110,10 +104,10 @@ def describe(
         kind=kind,
         phase=_doing(phase),
         error=type(error).__name__,
-        message=message,
+        message=_first_line(error),
         op=named or op,
         module=None if module == NONE else recorder.trace.modules[module].path,
-        source=lines[-1] if lines else None,
+        source=source,
         read=read,
     )
 
@@ -160,12 +154,16 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
         kind=FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0],
         phase=_doing(phase),
         error=type(error).__name__,
-        message=(text.strip().splitlines() or [""])[0],
+        message=_first_line(error),
         op=None,
         module=None,
         source=source,
         read=None,
     )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:

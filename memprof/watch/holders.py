@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -109,7 +109,7 @@ class Search:
             variables = _Variables(self._recorder)
             result: list[Holder] = []
             seen: set[int] = set()
-            for name, value in variables.tensors():
+            for name, value in variables.tensors:
                 if value.grad_fn is None or id(value.grad_fn) in seen:
                     continue
                 seen.add(id(value.grad_fn))
@@ -137,9 +137,7 @@ class Search:
         return {bisect.bisect_right(self._step_begins, n) for n in numbers if n < _IN_FORWARD_ORDER}
 
     def _holder(self, found: _Found, storages: set[int], roots: list[torch.Tensor], variables: _Variables) -> Holder:
-        held, kind = found.held, ""
-        if not isinstance(held, torch.Tensor):
-            kind = type(held).__name__
+        held = found.held
         lines = [(name, _line_that_fills(name)) for name in found.names]
         name, line = next(((name, line) for name, line in lines if line is not None), (found.names[0], None))
         where = line
@@ -150,7 +148,7 @@ class Search:
         nodes = _nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
-            kind=kind,
+            kind="" if isinstance(held, torch.Tensor) else type(held).__name__,
             name=name.text,
             source=where,
             fills=line is not None,
@@ -169,7 +167,8 @@ class _Variables:
         self.names: dict[int, list[_Name]] = {}
         """By the id of the value."""
         self.batches: int | None = None
-        self._tensors: list[tuple[_Name, torch.Tensor]] = []
+        self.tensors: list[tuple[_Name, torch.Tensor]] = []
+        """Those that are tensors, and tensors that are attributes of the program's objects."""
         loaders: dict[int, DataLoader[Any]] = {}
         seen_globals: set[int] = set()
         frame: FrameType | None = sys._getframe(1)
@@ -190,10 +189,6 @@ class _Variables:
             except (TypeError, NotImplementedError):  # of a data set without length
                 self.batches = None
 
-    def tensors(self) -> Iterator[tuple[_Name, torch.Tensor]]:
-        """Those that are tensors, and tensors that are attributes of the program's objects."""
-        yield from self._tensors
-
     def _add(self, values: dict[str, Any], code: CodeType) -> None:
         for name, value in values.items():
             kind = type(value)
@@ -201,11 +196,11 @@ class _Variables:
                 continue
             self.names.setdefault(id(value), []).append(_Name(name, code))
             if issubclass(kind, torch.Tensor):
-                self._tensors.append((_Name(name, code), value))
+                self.tensors.append((_Name(name, code), value))
             elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
                 for attribute, part in _attributes(value).items():
                     if issubclass(type(part), torch.Tensor):
-                        self._tensors.append((_Name(f"{kind.__name__}.{attribute}", None, kind), part))
+                        self.tensors.append((_Name(f"{kind.__name__}.{attribute}", None, kind), part))
 
 
 def _is_loader(value: Any) -> bool:
@@ -228,9 +223,9 @@ def _locals(frame: FrameType) -> dict[str, Any]:
 
 def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> list[_Found]:
     """Everything with a name above these tensors, within MAX_DEPTH."""
-    own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables._tensors)}
+    own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     own.update(id(pair) for pair in tensors.values())
-    own.update(id(pair) for pair in variables._tensors)
+    own.update(id(pair) for pair in variables.tensors)
     level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
     beneath: dict[int, set[int]] = {key: {key} for key in level}
     found: dict[int, _Found] = {}

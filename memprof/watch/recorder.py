@@ -11,6 +11,7 @@ import bisect
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 
 from memprof.trace.events import (
     NONE,
-    DeviceMismatch,
     Event,
     EventKind,
     Owner,
@@ -48,15 +48,13 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     index: int
 
 
+@dataclass(slots=True, eq=False)
 class Place:
     """Where in the program an operator runs: indices as in `Storage`."""
 
-    __slots__ = ("forward_event", "module", "source")
-
-    def __init__(self, module: int, source: int, forward_event: int) -> None:
-        self.module = module
-        self.source = source
-        self.forward_event = forward_event
+    module: int
+    source: int
+    forward_event: int
 
 
 class Recorder:
@@ -272,10 +270,6 @@ class Recorder:
         """Whether `tensor` is in memory of this run that no module's code allocated."""
         index = self.index_of(next(iter(parts_of_sparse(tensor)), tensor))
         return index != NONE and self.trace.storages[index].module == NONE
-
-    def mismatch(self, finding: DeviceMismatch) -> None:
-        """An operator was given tensors on different devices."""
-        self.trace.mismatches.append(finding)
 
     # -- where the program is ---------------------------------------------------------------------------------------
 

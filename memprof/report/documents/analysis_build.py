@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from memprof.allocator import AllocatorConfig
 from memprof.allocator.blocks import DEFAULT_POOL
@@ -113,12 +113,7 @@ def _device(recording: Recording, question: Question) -> DeviceReport:
         steps=None if steps is None else StepsRow(len(steps.begins), steps.found_by, steps.begins),
         leaks=() if steps is None else tuple(find_leaks(recording, steps)),
         missing_frames=_missing(recording, peak),
-        replay=ReplayRow(
-            allocations=replay.allocations,
-            identical_addresses=replay.identical_addresses,
-            final_layout_identical=replay.final_layout_identical,
-            first_difference=replay.first_difference,
-        ),
+        replay=ReplayRow(**{row.name: getattr(replay, row.name) for row in fields(ReplayRow)}),
         what_if=None if question.what_if is None else what_if(recording, question.what_if),
     )
 

@@ -212,19 +212,6 @@ class Comparison(Plain):
         """Whether the two peaks are known to be in different stages, steps or micro-batches."""
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
 
-    @property
-    def no_difference(self) -> bool:
-        """Nothing differs but perhaps settings."""
-        return not (
-            any(row.difference_bytes for row in self.totals)
-            or any(row.status != SAME for row in self.stages)
-            or any(row.difference_bytes for row in self.categories)
-            or self.tensors
-            or self.kernels_a.num_bytes != self.kernels_b.num_bytes
-            or any(row.difference_bytes for row in self.reserved)
-            or self.findings
-        )
-
     def frames(self) -> dict[str, DataFrame]:
         """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
         from memprof.report.frames import frames_of

@@ -27,12 +27,8 @@ def match_tensors(a: list[TensorSide], b: list[TensorSide], *, by_shape: bool) -
     """Pair the tensors of two peaks.
 
     In this order: all the same; another operator or another number of them; another shape or dtype at the same place,
-    by the same operator. What is left is only in one.
-
-    Args:
-        a: of one run.
-        b: of the other.
-        by_shape: False where a file does not know shapes: tensors are then matched by their bytes alone.
+    by the same operator. What is left is only in one. Where a file does not know shapes (`by_shape` is False), tensors
+    are matched by their bytes alone.
     """
     matching = _Matching(a, b)
     if by_shape:

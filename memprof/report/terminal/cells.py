@@ -37,7 +37,7 @@ def shape_text(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def some(names: list[str], most: int, *, between: str = ", ") -> str:
+def some(names: list[str], most: int) -> str:
     """The first `most` of `names`, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return between.join(names[:most]) + more
+    return ", ".join(names[:most]) + more

@@ -141,15 +141,17 @@ def _seconds(side: list[StageAmounts | None]) -> str:
 
 def _folded(stages: tuple[StageRow, ...], top: int) -> tuple[list[tuple[str, list[StageRow]]], int]:
     """Stages that differ, layers of one stack as one row, largest difference first; and how many are left out."""
-    differing = sorted((row for row in stages if row.a and row.b and row.status != SAME), key=lambda row: row.order)
-
-    def run(row: StageRow) -> tuple[object, ...]:
-        return (row.step, row.micro_batch, row.stack) if row.stack else (row.order,)
-
-    groups = [list(rows) for _, rows in groupby(differing, key=run)]
+    groups = _stacks(row for row in stages if row.a and row.b and row.status != SAME)
     groups.sort(key=lambda rows: -max(abs(row.difference_bytes or 0) for row in rows))
-    named = [(_stage_name(rows), rows) for rows in groups]
-    return named[:top], len(named) - len(named[:top])
+    return [(_stage_name(rows), rows) for rows in groups[:top]], len(groups[top:])
+
+
+def _stacks(rows: Iterable[StageRow]) -> list[list[StageRow]]:
+    """Rows in the order of the run, those of one stack of layers together."""
+    ordered = sorted(rows, key=lambda row: row.order)
+    return [
+        list(own) for _, own in groupby(ordered, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
+    ]
 
 
 def _stage_name(rows: list[StageRow]) -> str:
@@ -162,11 +164,7 @@ def _stage_name(rows: list[StageRow]) -> str:
 
 def _only(stages: tuple[StageRow, ...], status: str) -> str:
     """Names of the stages that only one has."""
-    rows = sorted((row for row in stages if row.status == status), key=lambda row: row.order)
-    groups = [
-        list(own) for _, own in groupby(rows, key=lambda row: (row.step, row.micro_batch, row.stack or row.order))
-    ]
-    return some([_stage_name(own) for own in groups], MAX_NAMED)
+    return some([_stage_name(rows) for rows in _stacks(row for row in stages if row.status == status)], MAX_NAMED)
 
 
 def _categories(document: Comparison, unit: Unit, top: int) -> RenderableType:
