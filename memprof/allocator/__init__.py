@@ -37,28 +37,8 @@ from memprof.allocator.settings import Settings, SettingsInForce
 from memprof.allocator.streams import Completion
 
 __all__ = [
-    "AllocatorConfig",
-    "Block",
-    "CachingAllocator",
-    "CardMemory",
-    "Completion",
-    "LiveAllocator",
-    "Needs",
-    "OnCard",
-    "OomReport",
-    "OutOfMemory",
-    "Recorded",
-    "SegmentLayout",
-    "Settings",
-    "SettingsInForce",
-    "SimulatedDriver",
-    "Timeline",
-    "TraceReplay",
-    "config_from_environment",
-    "format_size",
-    "parse_config",
-    "release_for",
-    "replay_on_card",
-    "replay_snapshot",
-    "without_allocator",
-]
+    "AllocatorConfig", "Block", "CachingAllocator", "CardMemory", "Completion", "LiveAllocator", "Needs", "OnCard",
+    "OomReport", "OutOfMemory", "Recorded", "SegmentLayout", "Settings", "SettingsInForce", "SimulatedDriver",
+    "Timeline", "TraceReplay", "config_from_environment", "format_size", "parse_config", "release_for",
+    "replay_on_card", "replay_snapshot", "without_allocator",
+]  # fmt: skip

@@ -52,22 +52,10 @@ UNKNOWN = Origin(NO_FRAMES, "", NO_FRAMES, Part.FORWARD, Category.UNATTRIBUTED)
 
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
 _STANDARD = re.compile(r"[/\\]lib[/\\]python3[^/\\]*[/\\](?!(?:site|dist)-packages)|[/\\]runpy\.py$|^<frozen")
-_PLUMBING = frozenset(
-    (
-        "torch",
-        "functorch",
-        "triton",
-        "einops",
-        "einx",
-        "opt_einsum",
-        "jaxtyping",
-        "beartype",
-        "typeguard",
-        "accelerate",
-        "nvtx",
-        "decorator",
-    )
-)
+_PLUMBING = frozenset((
+    "torch", "functorch", "triton", "einops", "einx", "opt_einsum", "jaxtyping", "beartype", "typeguard", "accelerate",
+    "nvtx", "decorator",
+))  # fmt: skip
 """Packages whose lines say nothing of what the program was doing."""
 _GENERATED = re.compile(r"/torchinductor_[^/]*/|^<eval_with_key>|^<torch|^<string>")
 """Code that torch.compile, torch.fx, einx and dataclasses write, and nobody reads."""
@@ -86,26 +74,12 @@ _WRAPPERS = frozenset(
 )
 """Functions that stand between a module's call and its own forward."""
 MODULE_CALLS = frozenset(("_call_impl", "_wrapped_call_impl", "_slow_forward"))
-_MODEL_BUILDING = frozenset(
-    (
-        "__init__",
-        "reset_parameters",
-        "_apply",
-        "convert",
-        "load_state_dict",
-        "from_pretrained",
-        "_load_from_state_dict",
-        "from_config",
-        "_load_state_dict_into_meta_model",
-        "init_weights",
-        "init_weight",
-        "create_weights",
-        "load_model",
-        "materialize",
-        "_init_weights",
-        "_broadcast_coalesced_reshape",  # the replicas of nn.DataParallel
-    )
-)
+_MODEL_BUILDING = frozenset((
+    "__init__", "reset_parameters", "_apply", "convert", "load_state_dict", "from_pretrained", "_load_from_state_dict",
+    "from_config", "_load_state_dict_into_meta_model", "init_weights", "init_weight", "create_weights", "load_model",
+    "materialize", "_init_weights",
+    "_broadcast_coalesced_reshape",  # the replicas of nn.DataParallel
+))  # fmt: skip
 _LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|\w*loss\w*|logsumexp", re.IGNORECASE)
 _LOSS_OPS = ("cross_entropy", "nll_loss", "mse_loss", "log_softmax")
 _LOSS_NODES = re.compile(r"NllLoss|LogSoftmax|CrossEntropy|MseLoss|SmoothL1|KlDiv|BinaryCrossEntropy")

@@ -22,20 +22,12 @@ _aten = torch.ops.aten
 _KEPT_OPERATORS = {
     getattr(_aten, name).default
     for name in (
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "convolution",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
+        "mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
     )
     if hasattr(_aten, name)  # releases differ
-}
+}  # fmt: skip
 """What costs most to compute again."""
 
 
