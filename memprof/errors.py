@@ -57,6 +57,11 @@ class RunFailedError(MemprofError):
     """The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows it in further lines."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice that looks most like `name`, or None if nothing is close."""
     by_folded = {choice.lower(): choice for choice in choices}

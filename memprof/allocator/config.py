@@ -118,7 +118,7 @@ class _Parser:
         self.at = 0
         self.found: dict[str, object] = {}
         self.limited: dict[str, int] = {}
-        self.readers: dict[str, Callable[[str], object]] = {
+        readers: dict[str, Callable[[str], object]] = {
             "backend": lambda key: self._word(key, "native", "cudaMallocAsync"),
             "max_split_size_mb": self._split_limit,
             "max_non_split_rounding_mb": self._split_limit,
@@ -138,18 +138,15 @@ class _Parser:
             "pinned_reserve_segment_size_mb": lambda key: self._integer(key, "MiB, more than 0", bool),
             "pinned_free_catch_all": self._flag,
             "graph_capture_record_stream_reuse": self._flag,
-        }
-        if release.has_large_segment_size:
-            self.readers["large_segment_size_mb"] = lambda key: self._megabytes(key, 10, inclusive=False)
-        if release.has_memory_fraction_setting:
-            self.readers["per_process_memory_fraction"] = lambda key: self._float(
+            "large_segment_size_mb": lambda key: self._megabytes(key, 10, inclusive=False),
+            "per_process_memory_fraction": lambda key: self._float(
                 key, "between 0 and 1", lambda value: 0 <= value <= 1
-            )
-        if release.has_preemptive_oom:
-            self.readers["throw_on_cudamalloc_oom"] = self._flag
-        if release.has_reserve_setting:
-            self.readers["expandable_segments_reserve"] = self._reserve
-            self.readers["expandable_segments_reserve_by_class"] = self._reserve_by_class
+            ),
+            "throw_on_cudamalloc_oom": self._flag,
+            "expandable_segments_reserve": self._reserve,
+            "expandable_segments_reserve_by_class": self._reserve_by_class,
+        }
+        self.readers = {key: reader for key, reader in readers.items() if release.knows(key)}
 
     def parse(self) -> AllocatorConfig:
         while self.at < len(self.tokens):
@@ -236,7 +233,7 @@ class _Parser:
         return min(value, UNLIMITED // MIB) * MIB
 
     def _split_limit(self, key: str) -> int:
-        if self.release.has_large_segment_size:  # the limit is that setting, known only at the end
+        if "large_segment_size_mb" in self.readers:  # the limit is that setting, known only at the end
             self.limited[key] = self._megabytes(key, 0, inclusive=True)
             return self.limited[key]
         return self._megabytes(key, LARGE_SEGMENT // MIB, inclusive=self.release.has_unified_settings)

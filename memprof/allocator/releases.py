@@ -16,26 +16,30 @@ NEWEST = (2, 15)
 """The newest release that was looked at; later ones are taken to agree with it."""
 
 
+_SINCE = {
+    "per_process_memory_fraction": (2, 10),
+    "large_segment_size_mb": (2, 11),  # in the headers of 2.12.1, not in those of 2.10.0
+    "throw_on_cudamalloc_oom": (2, 12),  # seen in 2.12.1
+    "expandable_segments_reserve": (2, 15),
+    "expandable_segments_reserve_by_class": (2, 15),
+}
+"""Settings of the allocator that not all releases have, and the first that does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
     """The profile of one torch release (major, minor)."""
 
     version: tuple[int, int]
 
+    def knows(self, setting: str) -> bool:
+        """Whether it has this setting of the allocator."""
+        return self.version >= _SINCE.get(setting, OLDEST)
+
     @property
     def has_expandable_segments(self) -> bool:
         """`expandable_segments` came with 2.1."""
         return self.version >= (2, 1)
-
-    @property
-    def has_large_segment_size(self) -> bool:
-        """`large_segment_size_mb`: in the headers of 2.12.1, not in those of 2.10.0."""
-        return self.version >= (2, 11)
-
-    @property
-    def has_memory_fraction_setting(self) -> bool:
-        """`per_process_memory_fraction` as a setting came with 2.10."""
-        return self.version >= (2, 10)
 
     @property
     def has_unified_settings(self) -> bool:
@@ -45,16 +49,6 @@ class Release:
         roundup_power2_divisions begins above the last key instead of at it.
         """
         return self.version >= (2, 9)
-
-    @property
-    def has_preemptive_oom(self) -> bool:
-        """`throw_on_cudamalloc_oom` is in 2.12.1."""
-        return self.version >= (2, 12)
-
-    @property
-    def has_reserve_setting(self) -> bool:
-        """`expandable_segments_reserve` is in 2.15.0."""
-        return self.version >= (2, 15)
 
     @property
     def capacity_phrase(self) -> str:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from memprof.findings.calls import loops, made_in, module_name, moments
-from memprof.findings.evidence import file_and_line
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import Pile, called, holder_evidence, holder_of, pile_evidence, piles, until_full
+from memprof.findings.growth import (
+    Pile,
+    by_holder,
+    fix_evidence,
+    holder_evidence,
+    kept_by,
+    pile_evidence,
+    piles,
+    until_full,
+)
 from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
@@ -35,11 +43,7 @@ def find(context: Context) -> list[Finding]:
             if trace.storages[index].module == NONE or index in outputs
         ]
         grown = piles(context, candidates, moments(loop))
-        members = {pile.key for pile in grown}
-        groups: dict[Holder | None, list[Pile]] = {}
-        for pile in grown:
-            groups.setdefault(holder_of(trace, pile, members), []).append(pile)
-        for holder, group in groups.items():
+        for holder, group in by_holder(trace, grown).items():
             per_call = sum(pile.per_round for pile in group)
             if per_call < MIN_BYTES or (holder is not None and holder.limit is not None):
                 continue
@@ -55,12 +59,9 @@ def _finding(
 ) -> Finding:
     trace = context.ledger.trace
     name = module_name(trace, loop[0])
-    by = "" if holder is None else f", kept by {called(holder)}"
-    if holder is not None and holder.fills:
-        by += f" ({file_and_line(holder.source)})"
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the card: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left)} after the last{by}"
+        f"call, {format_bytes(left)} after the last{kept_by(holder)}"
     )
     evidence = [holder_evidence(holder)]
     evidence += [pile_evidence(trace, pile, "call") for pile in group]
@@ -85,8 +86,4 @@ def _fix(context: Context, holder: Holder | None, group: list[Pile]) -> Evidence
             "fix: give the Trainer preprocess_logits_for_metrics (such as an argmax, so that no logits are kept), or "
             "eval_accumulation_steps=1, which moves them to host memory after each batch"
         )
-    line = holder.source if holder is not None and holder.fills else None
-    where = "" if line is None else f" at {file_and_line(line)}"
-    return Evidence(
-        f"fix{where}: keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)", source=line
-    )
+    return fix_evidence(holder, "keep .cpu() of each batch, or only what the metric needs of it (such as its argmax)")

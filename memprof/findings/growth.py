@@ -112,6 +112,15 @@ def keys_of(trace: Trace, holder: Holder) -> set[Key]:
     return {key_of(trace, index) for index in holder.storages}
 
 
+def by_holder(trace: Trace, grown: list[Pile]) -> dict[Holder | None, list[Pile]]:
+    """The piles that each holder keeps; None: it was not seen."""
+    members = {pile.key for pile in grown}
+    groups: dict[Holder | None, list[Pile]] = defaultdict(list)
+    for pile in grown:
+        groups[holder_of(trace, pile, members)].append(pile)
+    return groups
+
+
 # -- who keeps it ---------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +145,20 @@ def called(holder: Holder) -> str:
     """The holder for a sentence: list `losses`."""
     kind = holder.kind or "variable"
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
+
+
+def kept_by(holder: Holder | None) -> str:
+    """The holder for a title, and the line that fills it."""
+    if holder is None:
+        return ""
+    return f", kept by {called(holder)}" + (f" ({file_and_line(holder.source)})" if holder.fills else "")
+
+
+def fix_evidence(holder: Holder | None, what: str) -> Evidence:
+    """What to do, at the line that fills the holder."""
+    line = holder.source if holder is not None and holder.fills else None
+    where = "" if line is None else f" at {file_and_line(line)}"
+    return Evidence(f"fix{where}: {what}", source=line)
 
 
 def holder_evidence(holder: Holder | None) -> Evidence:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from memprof.findings.evidence import file_and_line, plural
+from memprof.findings.evidence import plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     Pile,
-    called,
+    by_holder,
+    fix_evidence,
     holder_evidence,
-    holder_of,
     is_running_sum,
+    kept_by,
     keys_of,
     pile_evidence,
     piles,
@@ -51,10 +52,7 @@ def find(context: Context) -> list[Finding]:
         and index not in trace.owners
     ]
     grown = piles(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
-    members = {pile.key for pile in grown}
-    groups: dict[Holder | None, list[Pile]] = {}
-    for pile in grown:
-        groups.setdefault(holder_of(trace, pile, members), []).append(pile)
+    groups = by_holder(trace, grown)
     for holder in trace.holders:
         if is_running_sum(holder):
             groups.setdefault(holder, [])
@@ -82,9 +80,7 @@ def _finding(context: Context, holder: Holder | None, group: list[Pile], num_ste
 
 
 def _title(holder: Holder | None, per_step: int, num_steps: int) -> str:
-    by = "" if holder is None else f", kept by {called(holder)}"
-    if holder is not None and holder.fills:
-        by += f" ({file_and_line(holder.source)})"
+    by = kept_by(holder)
     if not per_step:
         return f"The graph of every step stays alive{by}: it takes host memory, and nothing on the card"
     what = f"Memory grows by {format_bytes(per_step)} a step in {num_steps} steps"
@@ -111,10 +107,8 @@ def _saved(context: Context, holder: Holder, group: list[Pile]) -> int:
 
 def _fix(holder: Holder | None, kept: int) -> Evidence:
     """`kept` are the bytes per step of the tensors themselves, not of their graph."""
-    line = holder.source if holder is not None and holder.fills else None
-    where = "" if line is None else f" at {file_and_line(line)}"
     if kept >= MIN_BYTES:
         what = "keep what is needed of each step in host memory (.detach().cpu()) or as a number (.item()), or drop it"
     else:
         what = "keep the number (.item()), or the tensor without its graph (.detach())"
-    return Evidence(f"fix{where}: {what}", source=line)
+    return fix_evidence(holder, what)

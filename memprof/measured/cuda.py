@@ -8,7 +8,7 @@ import torch
 
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.nvml import card_use
-from memprof.errors import MemprofError
+from memprof.errors import MemprofError, first_line
 from memprof.measured.events import Recorded
 
 MAX_ENTRIES = 2_000_000
@@ -46,7 +46,7 @@ def cuda_card() -> CudaCard:
     except RuntimeError as error:
         raise MemprofError(
             "the CUDA card cannot be used",
-            value=str(error).strip().splitlines()[0],
+            value=first_line(error),
             hint="see with nvidia-smi whether it is in use or needs a reset",
         ) from None
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 from memprof.errors import MemprofError
 from memprof.measured import cuda
 from memprof.measured.events import Recorded, read_events
-from memprof.measured.marks import Marks
+from memprof.measured.marks import Counters, Marks
 from memprof.measured.merge import merge
 from memprof.measured.outside import Outside
 from memprof.measured.peaks import SharedPeaks
@@ -222,10 +222,10 @@ class MeasuredDevice(Watch):
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
-    def _read_cpu(self) -> tuple[int | None, int | None, int | None, int | None, int | None]:
+    def _read_cpu(self) -> Counters:
         return None, None, None, None, resident_bytes()
 
-    def _read_cuda(self) -> tuple[int | None, int | None, int | None, int | None, int | None]:
+    def _read_cuda(self) -> Counters:
         card, used = self._card, None
         if self.error is None:  # CUDA repeats an error at every call
             with self._noting_errors():

@@ -33,15 +33,8 @@ class Claim(NamedTuple):
     """It stays in host memory whatever the device (an optimizer's step count)."""
 
 
-class Reading(NamedTuple):
-    """What the device and the process held, read at a moment; None: not known."""
-
-    time_ns: int
-    allocated_bytes: int | None
-    peak_allocated_bytes: int | None
-    reserved_bytes: int | None
-    device_used_bytes: int | None
-    resident_bytes: int | None
+Counters = tuple[int | None, int | None, int | None, int | None, int | None]
+"""What the device and the process held, as in `Sample`: allocated, its peak, reserved, used of the device, resident."""
 
 
 class Marks:
@@ -51,12 +44,13 @@ class Marks:
         read: reads the device's counters; the time is added here.
     """
 
-    def __init__(self, read: Callable[[], tuple[int | None, int | None, int | None, int | None, int | None]]) -> None:
+    def __init__(self, read: Callable[[], Counters]) -> None:
         self._read = read
         self.phases: list[Phase] = []
         self.marks: list[Mark] = []
         self.claims: list[Claim] = []
-        self.readings: list[Reading] = []
+        self.readings: list[tuple[int, Counters]] = []
+        """Each with its time, in nanoseconds."""
 
     def begin_phase(self, phase: Phase) -> None:
         """From here on, what happens belongs to `phase`."""
@@ -76,4 +70,4 @@ class Marks:
         """Read the counters."""
         # Its time is that of its end: what it synchronised with has happened.
         values = self._read()
-        self.readings.append(Reading(time.time_ns(), *values))
+        self.readings.append((time.time_ns(), values))

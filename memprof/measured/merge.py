@@ -69,9 +69,9 @@ class _Merge:
         self.trace.ops, self.trace.sources = list(self._ops), list(self._lines)
         begin = times[0] if times else 0
         self.trace.times = [time_ns - begin for time_ns in times]
-        for reading in marks.readings:
-            event = bisect.bisect_right(times, reading.time_ns) - 1
-            self.trace.samples.append(Sample(event, (reading.time_ns - begin) / 1e9, *reading[1:]))
+        for time_ns, counters in marks.readings:
+            event = bisect.bisect_right(times, time_ns) - 1
+            self.trace.samples.append(Sample(event, (time_ns - begin) / 1e9, *counters))
 
     def _claims(self) -> dict[int, list[Claim]]:
         """Number of an allocation -> what it was claimed to be."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes
 
 SETTING = "expandable_segments:True"
@@ -53,7 +53,7 @@ def install(model: nn.Module, changes: Changes) -> None:
     except (RuntimeError, ValueError) as error:
         raise UsageError(
             "torch refuses the allocator's settings",
-            value=f"{wanted}: {str(error).splitlines()[0]}",
+            value=f"{wanted}: {first_line(error)}",
             hint=f"before the program starts: {line}",
         ) from None
     changes.note(f"allocator settings: {wanted}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes
 from memprof.remedies.chunked_loss import find_head
 from memprof.remedies.optimizers import refuse_gradients
@@ -141,5 +141,5 @@ def _bitsandbytes(remedy: str) -> Any:
         return import_quietly("bitsandbytes")
     except ImportError as error:
         raise UsageError(
-            f"{remedy} needs bitsandbytes", value=str(error).splitlines()[0], hint="pip install bitsandbytes"
+            f"{remedy} needs bitsandbytes", value=first_line(error), hint="pip install bitsandbytes"
         ) from None

@@ -6,7 +6,7 @@ import fnmatch
 
 from torch import nn
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes, at_least
 from memprof.workload.adapters import adapting, target_modules
 from memprof.workload.quantization import import_quietly
@@ -48,7 +48,7 @@ def install_lora(
     try:
         peft = import_quietly("peft")
     except ImportError as error:
-        raise UsageError("lora needs PEFT", value=str(error).splitlines()[0], hint="pip install peft") from None
+        raise UsageError("lora needs PEFT", value=first_line(error), hint="pip install peft") from None
     at_least(1, "lora_rank", lora_rank)
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UsageError("lora is already on", value=type(model).__name__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 from typing import NoReturn
 
@@ -48,33 +49,22 @@ class _Plain(pickle.Unpickler):
         raise ForbiddenGlobal(f"persistent id {pid!r}")
 
 
-# Bytes that follow an opcode (pickletools.opcodes): a fixed number, or one of the negative marks.
-_LINE, _TWO_LINES, _COUNT1, _COUNT4, _COUNT8, _INDEX4, _UNKNOWN = -1, -2, -3, -4, -5, -6, -7
+_UNKNOWN, _TWO_LINES, _INDEX4 = -100, -101, -102
 
 
 def _widths() -> list[int]:
+    """By opcode: the bytes that follow it, or, below 0, how these are found (as in pickletools, and three more)."""
     table = [_UNKNOWN] * 256
-    for codes, width in (
-        (b".0(12NQR)}]laebdoqstu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94\x97\x98", 0),
-        (b"Khq\x80\x82", 1),
-        (b"M\x83", 2),
-        (b"Jj\x84", 4),
-        (b"G\x95", 8),
-        (b"FILSVPgp", _LINE),
-        (b"ci", _TWO_LINES),
-        (b"U\x8aC\x8c", _COUNT1),
-        (b"TBX\x8b", _COUNT4),
-        (b"\x8e\x8d\x96", _COUNT8),
-        (b"r", _INDEX4),
-        (b"\x92", 0),
-    ):
-        for code in codes:
-            table[code] = width
+    for opcode in pickletools.opcodes:
+        table[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
+    table[ord("c")] = table[ord("i")] = _TWO_LINES
+    table[ord("r")] = _INDEX4
     return table
 
 
 _WIDTHS = _widths()
 _STOP = ord(".")
+_FOUR = (pickletools.TAKEN_FROM_ARGUMENT4, pickletools.TAKEN_FROM_ARGUMENT4U)
 
 
 def _fixed_run() -> re.Pattern[bytes]:
@@ -106,11 +96,11 @@ def _walk(data: bytes) -> None:
             if code == _STOP:
                 return
             at += width
-        elif width == _COUNT1:
+        elif width == pickletools.TAKEN_FROM_ARGUMENT1:
             at += 1 + data[at] if at < size else 1
-        elif width == _COUNT4:
+        elif width in _FOUR:
             at += 4 + int.from_bytes(data[at : at + 4], "little")
-        elif width == _COUNT8:
+        elif width == pickletools.TAKEN_FROM_ARGUMENT8U:
             at += 8 + int.from_bytes(data[at : at + 8], "little")
         elif width == _INDEX4:
             if int.from_bytes(data[at : at + 4], "little") > size:
@@ -119,7 +109,7 @@ def _walk(data: bytes) -> None:
         elif width == _UNKNOWN:
             raise BrokenPickle(f"byte {at - 1} is no pickle opcode")
         else:
-            for _ in range(-width):
+            for _ in range(2 if width == _TWO_LINES else 1):
                 end = data.find(b"\n", at)
                 if end < 0:
                     raise BrokenPickle("it is truncated")

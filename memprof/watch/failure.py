@@ -13,7 +13,7 @@ from types import CodeType, TracebackType
 
 import torch
 
-from memprof.errors import MemprofError
+from memprof.errors import MemprofError, first_line
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 from memprof.watch.modules import MODULE_CALL
 from memprof.watch.recorder import Recorder
@@ -104,7 +104,7 @@ def describe(
         kind=kind,
         phase=_doing(phase),
         error=type(error).__name__,
-        message=_first_line(error),
+        message=first_line(error),
         op=named or op,
         module=None if module == NONE else recorder.trace.modules[module].path,
         source=source,
@@ -154,16 +154,12 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
         kind=FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0],
         phase=_doing(phase),
         error=type(error).__name__,
-        message=_first_line(error),
+        message=first_line(error),
         op=None,
         module=None,
         source=source,
         read=None,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:

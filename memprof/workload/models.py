@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
-from memprof.errors import MemprofError, UsageError, nearest
+from memprof.errors import MemprofError, UsageError, first_line, nearest
 from memprof.spec import TargetSpec
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
         instead = f"did you mean {close!r}, which is in the catalog? Or " if close else ""
         raise UsageError(
             "the configuration could not be had from the model hub",
-            value=f"{name} ({type(error).__name__}: {str(error).strip().splitlines()[0][:120]})",
+            value=f"{name} ({type(error).__name__}: {first_line(error)[:120]})",
             hint=f"{instead}check the name and the network, or download its config.json and give its path",
         ) from None
     return _from_mapping(name, config, spec)
@@ -315,7 +315,7 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
         except Exception as error:
             raise UsageError(
                 f"the factory {factory} raised {type(error).__name__}",
-                value=f"{_first_line(error)} ({_where(error)})",
+                value=f"{first_line(error)} ({_where(error)})",
                 hint="mend it, or see the whole traceback with --debug",
             ) from error
         if not isinstance(model, nn.Module):
@@ -367,13 +367,9 @@ def _import_module(name: str) -> ModuleType:
 def _import_failed(name: str, error: Exception) -> UsageError:
     return UsageError(
         f"{name} cannot be imported",
-        value=f"{type(error).__name__}: {_first_line(error)}",
+        value=f"{type(error).__name__}: {first_line(error)}",
         hint="run it with python first; --debug shows the traceback",
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _where(error: BaseException) -> str:
