@@ -111,37 +111,25 @@ def build_bridge(ledger: Ledger) -> Bridge | None:
         return None
     reserved, allocated = ledger.peak_reserved_event, ledger.peak_event
     ledger.run.prepare_layouts((reserved, allocated))
-    outside = _Outside.of(ledger.trace, ledger.trace.facts.device.context_bytes)
+    outside, seen = _outside(ledger.trace), ledger.trace.facts.nvml
     return Bridge(
         peak_reserved=_moment(ledger, reserved, ledger.peak_reserved_stage, ledger.peak_reserved_bytes, outside),
         peak_allocated=_moment(ledger, allocated, ledger.peak_stage, ledger.run.timeline.reserved[allocated], outside),
         same_moment=reserved == allocated,
-        processes=outside.processes,
+        processes=None if seen is None else seen.processes,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Outside:
-    """What is on the card beside torch's segments."""
-
-    context: int
-    libraries: int | None
-    others: int | None
-    unnamed: int | None
-    processes: tuple[OtherProcess, ...] | None
-
-    @classmethod
-    def of(cls, trace: Trace, context: int) -> _Outside:
-        seen = trace.facts.nvml or NvmlFacts()
-        used, process, reserved = seen.used_bytes, seen.process_bytes, seen.reserved_bytes
-        libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
-        return cls(
-            context=context,
-            libraries=libraries,
-            others=None if used is None or process is None else max(used - process, 0),
-            unnamed=_beside_torch(trace, context) if libraries is None else None,
-            processes=seen.processes,
-        )
+def _outside(trace: Trace) -> dict[str, int | None]:
+    """What is on the card beside torch's segments: the steps of every moment."""
+    seen, context = trace.facts.nvml or NvmlFacts(), trace.facts.device.context_bytes
+    used, process, reserved = seen.used_bytes, seen.process_bytes, seen.reserved_bytes
+    libraries = None if process is None or reserved is None else max(process - reserved - context, 0)
+    return {
+        "libraries_bytes": libraries,
+        "other_processes_bytes": None if used is None or process is None else max(used - process, 0),
+        "unnamed_bytes": _beside_torch(trace, context) if libraries is None else None,
+    }
 
 
 def _beside_torch(trace: Trace, context: int) -> int | None:
@@ -157,11 +145,11 @@ def _beside_torch(trace: Trace, context: int) -> int | None:
     return max(used - reserved - context, 0)
 
 
-def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: _Outside) -> BridgeMoment:
+def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: dict[str, int | None]) -> BridgeMoment:
     timeline = ledger.run.timeline
     requested, allocated = timeline.requested[event], timeline.allocated[event]
     segments, _ = ledger.run.layout_at(event)
-    large_unit = ledger.run.config.large_segment_size
+    large_unit, context = ledger.run.config.large_segment_size, ledger.trace.facts.device.context_bytes
     return BridgeMoment(
         stage=span.name,
         step=span.step,
@@ -172,13 +160,9 @@ def _moment(ledger: Ledger, event: int, span: Span, reserved: int, outside: _Out
         fragmentation_bytes=timeline.reserved[event] - allocated,
         given_back_bytes=reserved - timeline.reserved[event],
         reserved_bytes=reserved,
-        context_bytes=outside.context,
-        libraries_bytes=outside.libraries,
-        other_processes_bytes=outside.others,
-        unnamed_bytes=outside.unnamed,
-        device_used_bytes=reserved
-        + outside.context
-        + sum(part or 0 for part in (outside.libraries, outside.others, outside.unnamed)),
+        context_bytes=context,
+        **outside,
+        device_used_bytes=reserved + context + sum(part or 0 for part in outside.values()),
         pools=_pools(segments, large_unit),
         free_segments=_free_segments(segments),
     )

@@ -67,16 +67,6 @@ def why_no_cuda() -> str | None:
     return None
 
 
-def start_history() -> None:
-    """Have the allocator keep what it is asked for, without stacks: they are what costs time."""
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=MAX_ENTRIES)
-
-
-def forget_history() -> None:
-    """Have the allocator keep it no longer."""
-    torch.cuda.memory._record_memory_history(enabled=None)
-
-
 def take_requested_sizes(recorded: Recorded, snapshot: dict[str, Any], device: int = 0) -> str | None:
     """Replace the blocks' sizes, which the profiler tells, by what was asked for, which the history tells.
 

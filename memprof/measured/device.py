@@ -118,8 +118,9 @@ class MeasuredDevice(Watch):
             if self._outside is not None:
                 self._stack.enter_context(self._outside)
             self._patches.set_all(self._peaks.patches())
-            self._stack.callback(cuda.forget_history)
-            cuda.start_history()
+            record = torch.cuda.memory._record_memory_history
+            self._stack.callback(record, enabled=None)
+            record(enabled="all", context=None, max_entries=cuda.MAX_ENTRIES)  # without stacks, which cost time
             self._peaks.take(self._card)
         profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=self._detail

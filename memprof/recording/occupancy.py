@@ -62,36 +62,31 @@ class SegmentUse(Range):
         """Free bytes that the live blocks keep from going back."""
         return self.free - self.releasable
 
+    @property
+    def is_nearly_empty(self) -> bool:
+        """Whether a few live blocks keep it."""
+        return 0 < self.used < NEARLY_EMPTY * (self.size - self.releasable)
+
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """Reserved memory that is not in use, and why it is not."""
+    """Reserved memory that is not in use after an event, and why it is not."""
 
-    reserved: int
-    used: int
+    event: int
+    reserved_bytes: int
+    used_bytes: int
     """Blocks in use, those that wait for other streams among them."""
-    rounding: int
-    """Of it, what was not asked for: rounding to 512 bytes, and remainders that are not split off."""
-    releasable: int
-    """Free bytes that torch.cuda.empty_cache() gives back, and torch itself before it fails."""
-    pinned: int
-    """Free bytes that live blocks in the same segments keep."""
-    largest_free: int
-    segments: tuple[SegmentUse, ...]
-    """All of them, those with the most pinned bytes first."""
-
-    @property
-    def free(self) -> int:
-        """Bytes that are cached: `releasable` and `pinned`."""
-        return self.reserved - self.used
-
-    def nearly_empty(self) -> list[SegmentUse]:
-        """Segments that a few live blocks keep."""
-        return [
-            segment
-            for segment in self.segments
-            if 0 < segment.used < NEARLY_EMPTY * (segment.size - segment.releasable)
-        ]
+    free_bytes: int
+    """Cached: `releasable_bytes` and `pinned_bytes`."""
+    rounding_bytes: int
+    """In use and not asked for: rounding to 512 bytes, and remainders that are not split off."""
+    releasable_bytes: int
+    """What torch.cuda.empty_cache() would give back, and torch itself before it fails."""
+    pinned_bytes: int
+    """Free, but kept by live blocks in the same segments."""
+    largest_free_bytes: int
+    segments: int
+    nearly_empty_segments: int
 
 
 def group(lives: list[Life], by: str) -> list[Group]:
@@ -165,17 +160,21 @@ def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[Seg
     return found
 
 
-def fragmentation(recording: Recording, event: int) -> Fragmentation:
-    """What is reserved and not in use after `event`."""
+def fragmentation(recording: Recording, event: int) -> tuple[Fragmentation, list[SegmentUse]]:
+    """What is reserved and not in use after `event`; and the segments, those with the most pinned bytes first."""
     alive = recording.alive(event)
-    segments = segments_at(recording, event, alive)
-    used = sum(segment.used for segment in segments)
-    return Fragmentation(
-        reserved=sum(segment.size for segment in segments),
-        used=used,
-        rounding=used - sum(life.requested for life in alive),
-        releasable=sum(segment.releasable for segment in segments),
-        pinned=sum(segment.pinned for segment in segments),
-        largest_free=max((segment.largest_free for segment in segments), default=0),
-        segments=tuple(sorted(segments, key=lambda one: (-one.pinned, one.address))),
+    segments = sorted(segments_at(recording, event, alive), key=lambda one: (-one.pinned, one.address))
+    reserved, used = sum(segment.size for segment in segments), sum(segment.used for segment in segments)
+    found = Fragmentation(
+        event=event,
+        reserved_bytes=reserved,
+        used_bytes=used,
+        free_bytes=reserved - used,
+        rounding_bytes=used - sum(life.requested for life in alive),
+        releasable_bytes=sum(segment.releasable for segment in segments),
+        pinned_bytes=sum(segment.pinned for segment in segments),
+        largest_free_bytes=max((segment.largest_free for segment in segments), default=0),
+        segments=len(segments),
+        nearly_empty_segments=sum(segment.is_nearly_empty for segment in segments),
     )
+    return found, segments

@@ -44,29 +44,27 @@ def refusals(recording: Recording) -> list[Refusal]:
 def _explain(recording: Recording, index: int) -> Refusal:
     event = recording.events[index]
     size = round_size(event.size)
-    state = fragmentation(recording, index)
+    state, segments = fragmentation(recording, index)
     is_small = size <= SMALL_SIZE
-    mine = [
-        s for s in state.segments if s.stream == event.stream and s.is_small == is_small and s.pool_id == event.pool_id
-    ]
+    mine = [s for s in segments if s.stream == event.stream and s.is_small == is_small and s.pool_id == event.pool_id]
     usable = sum(segment.free for segment in mine)
     largest = max((segment.largest_free for segment in mine), default=0)
-    expandable = any(segment.expandable for segment in state.segments)
+    expandable = any(segment.expandable for segment in segments)
     tried = size if expandable else segment_size(size, recording.replay.config.large_segment_size)
-    fragmented = state.free + event.address >= size
+    fragmented = state.free_bytes + event.address >= size
     reasons = [
         f"{format_bytes(event.size)} were asked for; the card had {format_bytes(event.address)} free",
-        f"torch held {format_bytes(state.reserved)}, {format_bytes(state.used)} of it in use and "
-        f"{format_bytes(state.free)} cached",
+        f"torch held {format_bytes(state.reserved_bytes)}, {format_bytes(state.used_bytes)} of it in use and "
+        f"{format_bytes(state.free_bytes)} cached",
     ]
-    if state.free:
+    if state.free_bytes:
         pinned = sum(1 for segment in mine if segment.pinned)
         reasons.append(
             f"of the cache, {format_bytes(usable)} are in the {'small' if is_small else 'large'} pool of stream "
             f"{event.stream}, and the largest free block there has {format_bytes(largest)}"
         )
-        if state.releasable:
-            reasons.append(f"{format_bytes(state.releasable)} were wholly free, and were not given back")
+        if state.releasable_bytes:
+            reasons.append(f"{format_bytes(state.releasable_bytes)} were wholly free, and were not given back")
         elif pinned:
             reasons.append(
                 "none of it could go back to the card: every segment with free memory there "
@@ -79,8 +77,8 @@ def _explain(recording: Recording, index: int) -> Refusal:
         )
     else:
         reasons.append(
-            f"not fragmentation: even with the whole cache {format_bytes(size - state.free - event.address)} would "
-            "have been missing"
+            f"not fragmentation: even with the whole cache {format_bytes(size - state.free_bytes - event.address)} "
+            "would have been missing"
         )
     _, allocated, reserved = recording.at(index)
     return Refusal(
@@ -90,7 +88,7 @@ def _explain(recording: Recording, index: int) -> Refusal:
         device_free_bytes=event.address,
         allocated_bytes=allocated,
         reserved_bytes=reserved,
-        cached_bytes=state.free,
+        cached_bytes=state.free_bytes,
         usable_bytes=usable,
         largest_free_bytes=largest,
         fragmented=fragmented,

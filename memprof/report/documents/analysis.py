@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memprof.allocator.recorded import Difference
-from memprof.recording.occupancy import Group
+from memprof.recording.occupancy import Fragmentation, Group
 from memprof.recording.refusals import Refusal
 from memprof.recording.steps import Leak
 from memprof.recording.what_if import WhatIf
@@ -85,21 +85,9 @@ class PinnedSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class FragmentationRow:
-    """Reserved memory that is not in use at a moment."""
+class FragmentationRow(Fragmentation):
+    """That of one moment."""
 
-    event: int
-    reserved_bytes: int
-    used_bytes: int
-    free_bytes: int
-    rounding_bytes: int
-    releasable_bytes: int
-    """What torch.cuda.empty_cache() would give back."""
-    pinned_bytes: int
-    """Free, but kept by live blocks in the same segments."""
-    largest_free_bytes: int
-    segments: int
-    nearly_empty_segments: int
     nearly_empty: tuple[PinnedSegment, ...]
     """Of them, those with the most pinned bytes."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 from memprof.allocator import AllocatorConfig
 from memprof.allocator.blocks import DEFAULT_POOL
 from memprof.errors import UsageError
-from memprof.recording.occupancy import BY, Fragmentation, SegmentUse, fragmentation, group
+from memprof.recording.occupancy import BY, SegmentUse, fragmentation, group
 from memprof.recording.origins import NO_FRAMES
 from memprof.recording.recording import BEFORE, NEVER, Life, Recording
 from memprof.recording.refusals import refusals
@@ -91,8 +91,6 @@ def _device(recording: Recording, question: Question) -> DeviceReport:
     steps = recording.steps
     peak = recording.peak()[1]
     peak_reserved, reserved_event = recording.peak("reserved")
-    at_peak = fragmentation(recording, peak)
-    at_end = fragmentation(recording, recording.end)
     replay = recording.replay
     return DeviceReport(
         device=recording.device,
@@ -107,8 +105,8 @@ def _device(recording: Recording, question: Question) -> DeviceReport:
         end=_amounts(recording, recording.end),
         timeline=_timeline(recording),
         moment=_moment(recording, question),
-        fragmentation_at_peak=_fragmentation(at_peak, peak, question.top),
-        fragmentation_at_end=_fragmentation(at_end, recording.end, question.top),
+        fragmentation_at_peak=_fragmentation(recording, peak, question.top),
+        fragmentation_at_end=_fragmentation(recording, recording.end, question.top),
         ooms=tuple(refusals(recording)),
         steps=None if steps is None else StepsRow(len(steps.begins), steps.found_by, steps.begins),
         leaks=() if steps is None else tuple(find_leaks(recording, steps)),
@@ -201,21 +199,10 @@ def _block(life: Life, alike: int) -> BlockRow:
     )
 
 
-def _fragmentation(found: Fragmentation, event: int, top: int) -> FragmentationRow:
-    nearly_empty = found.nearly_empty()
-    return FragmentationRow(
-        event=event,
-        reserved_bytes=found.reserved,
-        used_bytes=found.used,
-        free_bytes=found.free,
-        rounding_bytes=found.rounding,
-        releasable_bytes=found.releasable,
-        pinned_bytes=found.pinned,
-        largest_free_bytes=found.largest_free,
-        segments=len(found.segments),
-        nearly_empty_segments=len(nearly_empty),
-        nearly_empty=tuple(_pinned(segment) for segment in nearly_empty[:top]),
-    )
+def _fragmentation(recording: Recording, event: int, top: int) -> FragmentationRow:
+    found, segments = fragmentation(recording, event)
+    nearly_empty = [_pinned(segment) for segment in segments if segment.is_nearly_empty]
+    return FragmentationRow(*astuple(found), tuple(nearly_empty[:top]))
 
 
 def _pinned(segment: SegmentUse) -> PinnedSegment:

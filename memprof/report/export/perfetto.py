@@ -37,15 +37,12 @@ def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]
         for number, track in enumerate(TRACKS, 1):
             if any(one.track == track for one in slices):
                 events.append(_name("thread_name", device, number, track))
-        last: tuple[int, int] | None = None
+        shown: dict[str, int] = {}
         for time, allocated, reserved in zip(times, recording.allocated, recording.reserved, strict=True):
-            for name, value, before in (
-                ("allocated", allocated, last and last[0]),
-                ("reserved", reserved, last and last[1]),
-            ):
-                if value != before:
+            for name, value in (("allocated", allocated), ("reserved", reserved)):
+                if shown.get(name) != value:
+                    shown[name] = value
                     events.append({"ph": "C", "pid": device, "ts": time, "name": name, "args": {"bytes": value}})
-            last = (allocated, reserved)
         events += [
             {
                 "ph": "X",

@@ -218,13 +218,13 @@ def run_of_recording(
         )
         seen[key] += 1
     at_reserved = recording.at(reserved_event)
-    free = fragmentation(recording, reserved_event)
+    free, _ = fragmentation(recording, reserved_event)
     bridge: dict[str, int | None] = dict.fromkeys(BRIDGE)
     bridge |= {
         "requested by tensors": at_reserved[0],
-        "rounding": free.rounding,
+        "rounding": free.rounding_bytes,
         "allocated": at_reserved[1],
-        "free in segments": free.free,
+        "free in segments": free.free_bytes,
         "reserved": reserved,
     }
     totals: dict[str, int | None] = dict.fromkeys(TOTALS)

@@ -204,40 +204,41 @@ def _memory_verdict(document: Document) -> RenderableType:
         if document.failure is None:
             return Text(f"\nMeasured: {took}")
         stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
-        return Text("\nFailed: ", style="bold red").append(stopped, style="default")
+        return _said("Failed", "bold red", stopped)
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
     if document.failure is not None:
         failure = document.failure
         if failure.kind == FailureKind.REFUSED:
-            text = Text("\nRefused: ", style="bold red")
             seen = f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
-            return text.append(f"{seen}{_over(verdict)} The rest is not known.", style="default")
-        text = Text("\nFailed: ", style="bold red")
-        text.append(f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then", "default")
-        return text.append(_over(verdict) + " What is above and below is the run up to there.", style="default")
+            return _said("Refused", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
+        stopped = f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then"
+        return _said("Failed", "bold red", f"{stopped}{_over(verdict)} What is above and below is the run up to there.")
     beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
     usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
     spare = usable - (verdict.required_bytes - beside)
     if verdict.fits and verdict.first_caught is not None:
         return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:
-        text = Text("\nFits: ", style="bold green")
-        return text.append(f"needs {need}, {format_bytes(spare)} to spare.", style="default")
+        return _said("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
     if verdict.fits:
-        text = Text("\nFits only just: ", style="bold yellow")
-        return text.append(f"{_only_just(verdict.retries)}. Left alone it would take {need}.", style="default")
-    text = Text("\nDoes not fit: ", style="bold red")
+        said = f"{_only_just(verdict.retries)}. Left alone it would take {need}."
+        return _said("Fits only just", "bold yellow", said)
     where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     ended = document.program is not None and document.program.ended == "refused"
     whole = "The script ended there; with that request it needs" if ended else "The whole run needs"
-    text.append(
+    text = _said(
+        "Does not fit",
+        "bold red",
         f"a real run dies in {where}, when it tries to allocate "
         f"{format_bytes(verdict.tried_to_allocate_bytes or 0)} with {format_bytes(verdict.in_use_bytes or 0)} in use. "
         f"{whole} {need}.{_caught_before(verdict)} torch {'said' if ended else 'would say'}:",
-        style="default",
     )
     message = (verdict.oom_message or "").partition(" If reserved ")
     return section(text, dim(message[0] + (" ..." if message[1] else "")))
+
+
+def _said(label: str, style: str, said: str) -> Text:
+    return Text(f"\n{label}: ", style=style).append(said, style="default")
 
 
 def _over(verdict: Verdict) -> str:
@@ -270,16 +271,17 @@ def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare
     which = "" if number == 1 else ", the first"
     stage = at_stage(first.stage, first.step)
     where = f" at {short_source(first.source)}" if first.source else ""
-    text = Text("\nFits only without what was refused: ", style="bold yellow")
     asked = f"{format_bytes(first.num_bytes)} were asked for with {format_bytes(first.in_use_bytes)} in use"
-    text.append(
-        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on "
-        f"without it. What it did instead needs {need}",
-        style="default",
-    )
     if verdict.retries or spare < 0:
-        return text.append(f", and only just fits: {_only_just(verdict.retries)}.", style="default")
-    return text.append(f", {format_bytes(spare)} to spare.", style="default")
+        then = f"and only just fits: {_only_just(verdict.retries)}"
+    else:
+        then = f"{format_bytes(spare)} to spare"
+    return _said(
+        "Fits only without what was refused",
+        "bold yellow",
+        f"{_raised_and_caught(number)}{which} in {stage}{where}, where {asked}; the script went on "
+        f"without it. What it did instead needs {need}, {then}.",
+    )
 
 
 def _caught_before(verdict: Verdict) -> str:

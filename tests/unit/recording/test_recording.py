@@ -131,10 +131,10 @@ def test_fragmentation_names_what_pins_a_segment():
     program.free(*big, empty)
     assert small is not None
     found = only(program)
-    state = fragmentation(found, found.end)
-    assert (state.reserved, state.used, state.free) == (70 * MIB, 2 * MIB, 68 * MIB)
-    assert (state.releasable, state.pinned, state.largest_free) == (50 * MIB, 18 * MIB, 50 * MIB)
-    (segment,) = state.nearly_empty()
+    state, segments = fragmentation(found, found.end)
+    assert (state.reserved_bytes, state.used_bytes, state.free_bytes) == (70 * MIB, 2 * MIB, 68 * MIB)
+    assert (state.releasable_bytes, state.pinned_bytes, state.largest_free_bytes) == (50 * MIB, 18 * MIB, 50 * MIB)
+    (segment,) = (one for one in segments if one.is_nearly_empty)
     assert [life.origin.source for life in segment.live] == ["/home/me/a.py:2 small"]
     assert segment.largest_free == 16 * MIB
 
@@ -146,13 +146,13 @@ def test_free_units_of_an_expandable_segment_are_not_pinned():
     program.malloc(60 * MIB, stack("a.py:3 third"))
     program.free(first)
     found = only(program)
-    state = fragmentation(found, found.end)
+    state, _ = fragmentation(found, found.end)
     # The first block leaves one whole unit of 20 MiB, and 10 MiB of the next; 28 MiB lie behind the third one.
-    assert state.reserved == 100 * MIB
+    assert state.reserved_bytes == 100 * MIB
     before = program.recorder.allocator.counters.reserved_bytes
     program.recorder.allocator.empty_cache()
-    assert state.releasable == before - program.recorder.allocator.counters.reserved_bytes > 0
-    assert state.releasable + state.pinned == state.free
+    assert state.releasable_bytes == before - program.recorder.allocator.counters.reserved_bytes > 0
+    assert state.releasable_bytes + state.pinned_bytes == state.free_bytes
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
