@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,8 +24,10 @@ def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.
     parameters = trained_parameters(model, changes.remedy)
     refuse_gradients(parameters, changes.remedy, type(model).__name__)
     optimizers = [make_optimizer(optimizer, [parameter]) for parameter in parameters]
+    hooks = contextlib.ExitStack()
+    changes.on_undo(hooks.close)
     for parameter, own in zip(parameters, optimizers, strict=True):
-        changes.on_undo(parameter.register_post_accumulate_grad_hook(partial(_step, own)).remove)
+        hooks.callback(parameter.register_post_accumulate_grad_hook(partial(_step, own)).remove)
     changes.result(BackwardOptimizer(optimizers))
     changes.note(f"{len(parameters)} parameters are updated in the backward by {type(optimizers[0]).__name__}")
 

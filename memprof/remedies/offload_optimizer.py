@@ -7,6 +7,7 @@ torchao's CPUOffloadOptimizer for what users know it by.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
@@ -35,8 +36,10 @@ def install(
     made = HostOptimizer(parameters, optimizer)
     if offload_gradients:
         refuse_gradients(parameters, changes.remedy, "offload_gradients=True")
+        hooks = contextlib.ExitStack()
+        changes.on_undo(hooks.close)
         for parameter in parameters:
-            changes.on_undo(parameter.register_post_accumulate_grad_hook(made.take_gradient).remove)
+            hooks.callback(parameter.register_post_accumulate_grad_hook(made.take_gradient).remove)
     num_bytes = sum(twin.numel() * twin.element_size() for twin in made.twins)
     changes.result(made)
     changes.note(

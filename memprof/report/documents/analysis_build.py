@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from memprof.allocator import AllocatorConfig
 from memprof.allocator.blocks import DEFAULT_POOL
@@ -202,7 +202,7 @@ def _block(life: Life, alike: int) -> BlockRow:
 def _fragmentation(recording: Recording, event: int, top: int) -> FragmentationRow:
     found, segments = fragmentation(recording, event)
     nearly_empty = [_pinned(segment) for segment in segments if segment.is_nearly_empty]
-    return FragmentationRow(*astuple(found), tuple(nearly_empty[:top]))
+    return FragmentationRow(**asdict(found), nearly_empty=tuple(nearly_empty[:top]))
 
 
 def _pinned(segment: SegmentUse) -> PinnedSegment:
