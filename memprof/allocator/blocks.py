@@ -125,15 +125,14 @@ class StreamPool:
         block.free = False
 
 
-def absorb_next(block: Block) -> int:
-    """Let `block` swallow its right neighbour, which is in no list any more; bytes gained."""
+def absorb_next(block: Block) -> None:
+    """Let `block` swallow its right neighbour, which is in no list any more."""
     right = block.next
     assert right is not None
     block.size += right.size
     block.next = right.next
     if right.next is not None:
         right.next.prev = block
-    return right.size
 
 
 def split_right(block: Block, size: int) -> Block:

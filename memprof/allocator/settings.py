@@ -45,7 +45,7 @@ class Settings:
         Raises:
             UsageError: torch would refuse the configuration.
         """
-        release = LATEST if torch is None else release_for(torch)
+        release = cls(torch).release
         if alloc_conf is not None:
             return cls(torch, parse_config(alloc_conf, release, origin=flag), flag)
         return cls(torch, *config_from_environment(environ, release))
@@ -58,13 +58,11 @@ class Settings:
     @classmethod
     def from_facts(cls, facts: AllocatorFacts | None) -> Settings:
         """The reverse of `facts`; the newest release's defaults for a capture that does not say."""
-        if facts is None:
-            return cls()
-        release = LATEST if facts.torch is None else release_for(facts.torch)
+        found = cls() if facts is None else cls(facts.torch)
+        if facts is None or facts.alloc_conf is None:
+            return found
         origin = facts.alloc_conf_from
-        if facts.alloc_conf is None:
-            return cls(facts.torch)
-        return cls(facts.torch, parse_config(facts.alloc_conf, release, origin=origin or "alloc_conf"), origin)
+        return cls(facts.torch, parse_config(facts.alloc_conf, found.release, origin=origin or "alloc_conf"), origin)
 
     @property
     def alloc_conf(self) -> str | None:

@@ -70,13 +70,6 @@ class Counters:
         for name in _ADDED:
             setattr(self, f"{name}_peak", getattr(self, name))
 
-    def as_dict(self) -> dict[str, tuple[int, int, int]]:
-        """(current, peak, ever added) by the name that torch gives."""
-        return {
-            name: (getattr(self, name), getattr(self, f"{name}_peak"), getattr(self, added))
-            for name, added in _ADDED.items()
-        }
-
 
 _ADDED = {
     "allocation": "mallocs",
@@ -139,7 +132,8 @@ class Statistics:
         """
         found: dict[str, int] = {}
         for pool, counters in (("all", self.all), ("large_pool", self.large_pool), ("small_pool", self.small_pool)):
-            for name, values in counters.as_dict().items():
+            for name, added in _ADDED.items():
+                values = (getattr(counters, attribute) for attribute in (name, f"{name}_peak", added))
                 found.update(_four(f"{name}.{pool}", *values))
         for name in ("oversize_allocations", "oversize_segments"):
             found.update(_four(name, *(getattr(self, name + part) for part in ("", "_peak", "_added"))))

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from memprof.ledger.categories import Category
 from memprof.recording.origins import MODULE_CALLS, package_of
@@ -117,21 +117,9 @@ def _is_regular(at: list[int]) -> bool:
 
 def _share_a_module(stacks: Iterable[list[Frame]]) -> bool:
     """Whether all stacks that are whole lie within one and the same call of a module."""
-    common: list[Frame] | None = None
-    for frames in stacks:
-        if not _is_whole(frames):
-            continue
-        outer = frames[::-1]
-        if common is None:
-            common = outer
-            continue
-        length = 0
-        for one, other in zip(common, outer, strict=False):
-            if one != other:
-                break
-            length += 1
-        common = common[:length]
-    return common is None or any(frame.name in MODULE_CALLS for frame in common)
+    whole = [frames[::-1] for frames in stacks if _is_whole(frames)]
+    common = takewhile(lambda frames: len(set(frames)) == 1, zip(*whole, strict=False))
+    return not whole or any(frames[0].name in MODULE_CALLS for frames in common)
 
 
 def find_leaks(recording: Recording, steps: Steps) -> list[Leak]:

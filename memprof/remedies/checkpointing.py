@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -19,7 +19,7 @@ from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.layers import find_layers, find_modules, without_caches
 
 _aten = torch.ops.aten
-_KEPT_OPERATORS = {
+_KEPT_OPERATORS = [
     getattr(_aten, name).default
     for name in (
         "mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product_flash_attention",
@@ -27,19 +27,14 @@ _KEPT_OPERATORS = {
         "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable",
     )
     if hasattr(_aten, name)  # releases differ
-}  # fmt: skip
+]  # fmt: skip
 """What costs most to compute again."""
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)
-
-
-_POLICIES: dict[str, Callable[[], Any]] = {"full": noop_context_fn, "selective": _selective}
+_POLICIES: dict[str, Callable[[], Any]] = {
+    "full": noop_context_fn,
+    "selective": partial(create_selective_checkpoint_contexts, _KEPT_OPERATORS),
+}
 
 
 def install(

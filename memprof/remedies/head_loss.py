@@ -218,7 +218,6 @@ class _Sum:
 
     def __init__(self, weight: torch.Tensor, single: bool) -> None:
         self._weight = weight
-        self._single = single
         self._accumulates = weight.dtype in _HALF and not single
         self._sum: torch.Tensor | None = None
         if not single:

@@ -7,7 +7,9 @@ gradients of one layer are on the card at a time, and an optimizer over the mode
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,21 +57,18 @@ def _set(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad = parameter.grad.to(device)
 
 
-class _Fetched:
+@contextlib.contextmanager
+def _fetched(layer: nn.Module, device: torch.device) -> Iterator[None]:
     """A layer's parameters on `device`, for a while; gradients that arise are added to those in host memory."""
-
-    def __init__(self, layer: nn.Module, device: torch.device) -> None:
-        self._parameters = list(layer.parameters())
-        self._device = device
-
-    def __enter__(self) -> None:
-        self._host = [(parameter.data, parameter.grad) for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-            parameter.data = parameter.data.to(self._device, non_blocking=True)
-
-    def __exit__(self, *exc: object) -> None:
-        for parameter, (data, grad) in zip(self._parameters, self._host, strict=True):
+    parameters = list(layer.parameters())
+    host = [(parameter.data, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = parameter.data.to(device, non_blocking=True)
+    try:
+        yield
+    finally:
+        for parameter, (data, grad) in zip(parameters, host, strict=True):
             fresh = None if parameter.grad is None else parameter.grad.to(data.device)
             parameter.grad = None
             parameter.data = data
@@ -86,7 +85,7 @@ class _Streamed(Forward):
         tensors = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, torch.Tensor)]
         device = next((t.device for t in tensors if t.is_floating_point()), torch.device("cpu"))
         if not torch.is_grad_enabled():
-            with _Fetched(self._module, device):
+            with _fetched(self._module, device):
                 return self._forward(*args, **kwargs)
         if self._module.training:
             args, kwargs = without_caches(args, kwargs)
@@ -109,7 +108,7 @@ class _Layer(torch.autograd.Function):
         ctx.save_for_backward(*(leaves[place] for place in ctx.places))
         ctx.random = _random_state(device)
         args, kwargs = tree_unflatten(list(leaves), tree)
-        with _Fetched(layer, device):
+        with _fetched(layer, device):
             outputs, spec = tree_flatten(forward(*args, **kwargs))
         shape.append(spec)
         return tuple(outputs)
@@ -122,7 +121,7 @@ class _Layer(torch.autograd.Function):
             leaves[place] = tensor
         # The forward has filled the cache, in evaluation with gradients: once more would be twice.
         args, kwargs = without_caches(*tree_unflatten(leaves, ctx.tree))
-        with _Fetched(ctx.layer, ctx.device), torch.enable_grad():
+        with _fetched(ctx.layer, ctx.device), torch.enable_grad():
             now = _random_state(ctx.device)
             _set_random_state(ctx.device, ctx.random)
             outputs = tree_flatten(ctx.run(*args, **kwargs))[0]

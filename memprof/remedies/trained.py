@@ -75,7 +75,12 @@ def _keep_flags(model: nn.Module, changes: Changes) -> None:
 def _keep_modules(model: nn.Module, changes: Changes) -> None:
     """Record which module stands where, and what attributes and hooks each has."""
     kept = [
-        (module, dict(module._modules), dict(vars(module)), {k: dict(v) for k, v in vars(module).items() if _hooks(k)})
+        (
+            module,
+            dict(module._modules),
+            dict(vars(module)),
+            {k: dict(v) for k, v in vars(module).items() if k.endswith("_hooks")},
+        )
         for module in model.modules()
     ]
 
@@ -90,7 +95,3 @@ def _keep_modules(model: nn.Module, changes: Changes) -> None:
                 vars(module)[name].update(known)
 
     changes.on_undo(restore)
-
-
-def _hooks(name: str) -> bool:
-    return name.endswith("_hooks")

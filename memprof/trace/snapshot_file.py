@@ -247,9 +247,7 @@ def _list(raw: object, what: str) -> list[object]:
 
 def _natural(item: Mapping[str, object], key: str, default: int | None = None) -> int:
     value = item.get(key, default)
-    if type(value) is int and 0 <= value < 1 << 64:  # the usual case, quickly
-        return value
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
+    if type(value) is not int or not 0 <= value < 1 << 64:
         raise _WrongStructure(f"{key!r} is {_show(value)}" if key in item else f"{key!r} is missing")
     return value
 

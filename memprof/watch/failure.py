@@ -150,16 +150,8 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return refusal(error.problem, error.hint, source, phase)
-    return Failure(
-        kind=FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0],
-        phase=_doing(phase),
-        error=type(error).__name__,
-        message=first_line(error),
-        op=None,
-        module=None,
-        source=source,
-        read=None,
-    )
+    kind = FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0]
+    return Failure(kind, _doing(phase), type(error).__name__, first_line(error), None, None, source, None)
 
 
 def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:

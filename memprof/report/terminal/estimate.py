@@ -136,11 +136,12 @@ def _merged(mine: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tup
         "buffers": "activations",
         "fragmentation": "rounding",
     }
-    common_if_step = {} if not mine.get("temporaries") else {"temporaries": "temporaries"}
+    if mine.get("temporaries"):
+        del common["temporaries"]
     sums: dict[str, list[int]] = {}
     for index, terms in enumerate((mine, theirs)):
         for name, size in terms.items():
-            sums.setdefault(common_if_step.get(name) or common.get(name, name), [0, 0])[index] += size
+            sums.setdefault(common.get(name, name), [0, 0])[index] += size
     total = (sum(mine.values()), sum(theirs.values()))
     rows = {name: (a, b) for name, (a, b) in sums.items() if max(a, b) >= 50_000}
     return {**rows, "together": total}

@@ -51,8 +51,7 @@ def plain_line(sample: Sample) -> str:
 def summary(outcome: MonitorOutcome) -> str:
     """A watched command in one line."""
     peaks = outcome.peaks
-    parts = [f"{outcome.command} {outcome.ending}", f"after {_duration(outcome.elapsed)}"]
-    line = " ".join(parts)
+    line = f"{outcome.command} {outcome.ending} after {_duration(outcome.elapsed)}"
     amounts = [
         f"{name} {format_bytes(amount)}"
         for name, amount in (
