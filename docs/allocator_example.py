@@ -40,7 +40,8 @@ def program(alloc_conf: str) -> None:
         show("torch.cuda.empty_cache()")
         del kept, longer
     peak = gpu.report().peak
-    print(f"  at most {peak.reserved_bytes / MIB:.1f} MiB reserved, {peak.allocated_bytes / MIB:.1f} MiB allocated")
+    print(f"  under {alloc_conf or 'the defaults'} at most {peak.reserved_bytes / MIB:.1f} MiB reserved, ", end="")
+    print(f"{(peak.reserved_bytes - peak.allocated_bytes) / MIB:.1f} MiB of it of no use")
 
 
 if __name__ == "__main__":

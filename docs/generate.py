@@ -5,14 +5,17 @@
   remedies;
 * in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
   COMMAND prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with
-  TEXT.
+  TEXT; and between `<!-- figure of: COMMAND; after: WORDS -->` and `<!-- end of figure -->`: the figure that it prints
+  after these words, in the form of the one that stands there (`1.00 GiB`, `3 of 4`).
 
+`<!-- slow output of: COMMAND -->` is written anew with `--slow` alone: it takes minutes, or has this machine's seconds.
 With `--check` nothing is written, and the exit code is 1 if something is out of date.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import re
@@ -34,10 +37,15 @@ WIDTH = 110
 
 _HEADER = "<!-- Generated from the parser by docs/generate.py: run `make docs`, do not edit. -->\n"
 _OUTPUT = re.compile(
-    r"(?P<begin><!-- output of: (?P<command>[^\n;]+?)(?:; before: (?P<before>[^\n]+?))? -->\n)"
+    r"(?P<begin><!-- (?P<slow>slow )?output of: (?P<command>[^\n;]+?)(?:; before: (?P<before>[^\n]+?))? -->\n)"
     r".*?(?P<end><!-- end of output -->)",
     re.DOTALL,
 )
+_FIGURE = re.compile(
+    r"(?P<begin><!-- figure of: (?P<command>[^\n;]+?); after: (?P<after>[^\n]+?) -->)"
+    r"(?P<figure>[^<]+)(?P<end><!-- end of figure -->)"
+)
+_NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
 _EXIT_CODES = """\
 ## Exit codes
 
@@ -127,10 +135,17 @@ def with_table(page: str) -> str:
 # -- outputs -----------------------------------------------------------------------------------------------------------
 
 
-def with_outputs(page: str) -> str:
-    """`page` with every marked output replaced by what its command prints now."""
+def with_outputs(page: str, *, slow: bool = False) -> str:
+    """`page` with every marked output and figure replaced by what its command prints now.
+
+    Args:
+        page: its text.
+        slow: also the slow ones.
+    """
 
     def current(found: re.Match[str]) -> str:
+        if found["slow"] and not slow:
+            return found[0]
         output = output_of(found["command"])
         if output is None:
             return found[0]
@@ -142,9 +157,27 @@ def with_outputs(page: str) -> str:
                 raise RuntimeError(f"the output of {found['command']!r} names a place on this machine: {place}")
         return f"{found['begin']}```text\n{output}\n```\n{found['end']}"
 
-    return _OUTPUT.sub(current, page)
+    def current_figure(found: re.Match[str]) -> str:
+        output = output_of(found["command"])
+        return found[0] if output is None else found["begin"] + figure_in(output, **found.groupdict()) + found["end"]
+
+    return _FIGURE.sub(current_figure, _OUTPUT.sub(current, page))
 
 
+def figure_in(output: str, after: str, figure: str, command: str, **_: str) -> str:
+    """What `output` has after the words `after`, in the form of `figure`; line breaks count as spaces.
+
+    Raises:
+        RuntimeError: there is nothing of this form.
+    """
+    form = _NUMBER.join(re.escape(part) for part in re.split(_NUMBER, " ".join(figure.split())))
+    found = re.search(f"{re.escape(after)} ?({form})", " ".join(output.split()))
+    if found is None:
+        raise RuntimeError(f"{command!r} prints nothing like {figure!r} after {after!r}")
+    return found[1]
+
+
+@functools.cache
 def output_of(command: str) -> str | None:
     """What `command` (memprof or python, with arguments) prints on stdout; it may say that something does not fit.
 
@@ -176,29 +209,32 @@ def _python(arguments: list[str], environment: dict[str, str]) -> tuple[int, str
 def pages_with_outputs() -> list[Path]:
     """The pages that show an output."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in pages if _OUTPUT.search(page.read_text(encoding="utf-8"))]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    return [page for page, text in texts.items() if _OUTPUT.search(text) or _FIGURE.search(text)]
 
 
 def main() -> int:
     """Write, or check, everything; the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
-    check = parser.parse_args().check
+    parser.add_argument("--slow", action="store_true", help="also what takes minutes, or depends on this machine")
+    options = parser.parse_args()
     from memprof.cli.main import app
 
     # The reference first: it may be linked from, and it costs nothing.
     wanted = {CLI_PAGE: command_line_reference(app)}
     wanted[REMEDIES_PAGE] = with_table(REMEDIES_PAGE.read_text(encoding="utf-8"))
-    wanted |= {page: with_outputs(page.read_text(encoding="utf-8")) for page in pages_with_outputs()}
+    for page in pages_with_outputs():
+        wanted[page] = with_outputs(wanted.get(page) or page.read_text(encoding="utf-8"), slow=options.slow)
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
     for page in stale:
         name = page.relative_to(ROOT)
-        if check:
+        if options.check:
             print(f"{name} is out of date: run `make docs`")
         else:
             page.write_text(wanted[page], encoding="utf-8")
             print(f"wrote {name}")
-    return 1 if check and stale else 0
+    return 1 if options.check and stale else 0
 
 
 if __name__ == "__main__":

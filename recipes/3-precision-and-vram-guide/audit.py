@@ -244,9 +244,10 @@ def _precision_claims(found: dict[str, Deviations]) -> list[Claim]:
             Claim(
                 f"{dtype}: activations deviate by < {deviation}%, {match}% of features match",
                 "does not hold" if mine.least > deviation / 100 else "holds",
-                f"{mine.least:.2%} to {mine.most:.2%} in the layers, {mine.logits:.2%} in the logits; one rounding "
-                f"alone is up to {unit:.3%}. Likeliest token the same at {same} of {count} positions. What a matching "
-                "feature is, the guide does not say",
+                f"{mine.least:.2%} to {mine.most:.2%} in the layers ({100 * mine.least / deviation:.0f} to "
+                f"{100 * mine.most / deviation:.0f} times as much), {mine.logits:.2%} in the logits; one "
+                f"rounding alone is up to {unit:.3%}. Likeliest token the same at {same} of {count} positions. What a "
+                "matching feature is, the guide does not say",
             )
         )
     ratio = found["bfloat16"].most / found["float16"].most

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -20,6 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
+@functools.cache
 def _generate():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     module = importlib.util.module_from_spec(spec)
@@ -47,7 +49,7 @@ def _commands(program: str) -> list[str]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         lines = [line for block in BLOCK.finditer(text) if block[1] == "bash" for line in block[2].splitlines()]
-        lines += re.findall(r"<!-- output of: ([^\n;]+?)(?:;[^\n]*)? -->", text)
+        lines += re.findall(r"<!-- (?:slow )?output of: ([^\n;]+?)(?:;[^\n]*)? -->", text)
         for line in lines:
             command = line.partition("  #")[0].strip()
             if command.startswith(f"{program} "):
@@ -129,6 +131,16 @@ def test_outputs_are_current(page):
     _needs_pinned("torch", "transformers", "rich", "pandas")
     text = page.read_text(encoding="utf-8")
     assert text == _generate().with_outputs(text), f"{_name(page)} is out of date: run `make docs`"
+
+
+def test_a_figure_in_prose_is_what_its_command_prints(monkeypatch):
+    generate = _generate()
+    monkeypatch.setattr(generate, "output_of", lambda command: "reserved: 2\n  of 1,024 blocks; reserved: 3.5 GiB, 7%")
+    marked = "<!-- figure of: memprof x; after: reserved: -->{}<!-- end of figure --> and no more"
+    for stale, current in (("1 of 9 blocks", "2 of 1,024 blocks"), ("1.25 GiB, 10%", "3.5 GiB, 7%"), ("1", "2")):
+        assert generate.with_outputs(marked.format(stale)) == marked.format(current)
+    with pytest.raises(RuntimeError, match="prints nothing like '1 MiB' after 'reserved:'"):
+        generate.with_outputs(marked.format("1 MiB"))
 
 
 @pytest.mark.parametrize("code", _blocks("python"))

@@ -29,20 +29,37 @@ class Output(str):
         return line
 
 
-def _check_page(number: int, output: str) -> None:
-    """The page of a case study shows what its recipe prints, but for numbers: some are of this machine's arithmetic.
+def _check_page(number: int, output: str, measured: str = "(?!)") -> None:
+    """The page of a case study shows what its recipe prints, and its prose has no figure that the recipe does not.
+
+    Args:
+        number: of the case study.
+        output: of its recipe.
+        measured: matches lines whose figures are measured, or come of this machine's arithmetic: words alone count.
 
     Raises:
         AssertionError: it is out of date.
     """
     (page,) = PAGES.glob(f"{number}-*.md")
-    block = r"<!-- output of: [^\n]*-->\n```text\n(.*?)\n```\n<!-- end of output -->"
-    (shown,) = re.findall(block, page.read_text(encoding="utf-8"), re.DOTALL)
-    assert _words(shown) == _words(output), f"{page.name} is out of date: run `make docs`"
+    text = page.read_text(encoding="utf-8")
+    (shown,) = _BLOCK.findall(text)
+    pairs = [[re.sub(r"\d[\d.,]*", "0", line) if re.search(measured, line) else line for line in lines.splitlines()]
+             for lines in (_unwrapped(shown), output.strip("\n"))]  # fmt: skip
+    assert [line.split() for line in pairs[0]] == [line.split() for line in pairs[1]], (
+        f"{page.name} is out of date: run `make docs`"
+    )
+    prose = re.sub(r"<!-- slow output of: .*?<!-- end of output -->", "", _BLOCK.sub("", text), flags=re.DOTALL)
+    for figure in _FIGURE.findall(" ".join(prose.split())):
+        assert figure in " ".join(shown.split()), f"{page.name} says {figure}, which its recipe does not print"
 
 
-def _words(text: str) -> list[str]:
-    return re.sub(r"[\d.,]+", "0", text).split()
+_BLOCK = re.compile(r"<!-- output of: [^\n]*-->\n```text\n(.*?)\n```\n<!-- end of output -->", re.DOTALL)
+_FIGURE = re.compile(r"\d[\d,.]*(?: of [\d,.]+| times)?(?:%| ?(?:[KMGT]i?B|bytes|s|seconds|times|positions)\b)")
+
+
+def _unwrapped(printed: str) -> str:
+    """Without the line breaks of paragraphs."""
+    return re.sub(r"\n  (?=\S)", " ", printed)
 
 
 def _run(name: str, *arguments: str) -> Output:
@@ -51,11 +68,11 @@ def _run(name: str, *arguments: str) -> Output:
     assert not done.stderr
     # Two minutes on two idle cores; the wall clock of a machine that does other things too would say nothing.
     assert done.processor_seconds < 2 * LIMIT_SECONDS
-    return Output(re.sub(r"\n  (?=\S)", " ", done.stdout))
+    return Output(_unwrapped(done.stdout))
 
 
 @pytest.fixture(scope="session")
-def check_page() -> Callable[[int, str], None]:
+def check_page() -> Callable[..., None]:
     """`check_page(1, output)`: see `_check_page`."""
     return _check_page
 

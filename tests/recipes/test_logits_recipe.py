@@ -22,7 +22,7 @@ def row(output, name):
 
 
 def test_the_page_shows_it(output, check_page):
-    check_page(5, output)
+    check_page(5, output, "MiB allocated at most")
 
 
 def test_before_dies_as_the_report_did(output):

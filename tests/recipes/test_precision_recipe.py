@@ -19,7 +19,7 @@ def rows(output, title):
 
 
 def test_the_page_shows_it(output, check_page):
-    check_page(3, output)
+    check_page(3, output, r"%.*% .* of |: activations deviate|bfloat16 deviates less")
 
 
 def test_advice(output):

@@ -76,6 +76,10 @@ def parameters(words: int) -> int:
 
 
 class TestOutput:
+    @needs_triton
+    def test_the_page_shows_it(self, output, check_page):
+        check_page(2, re.sub(r"difference .*\n", "", output))  # measured, and left out by --no-measure
+
     def test_the_model_before_and_after(self, output):
         assert parameters(50_304) == 70_426_624  # as EleutherAI publishes it
         assert row("numbers", output) == (f"{parameters(50_000):,}", f"{parameters(10_000):,}")
