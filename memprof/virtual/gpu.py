@@ -175,6 +175,7 @@ class VirtualGpu(Watch):
     def _install(self) -> None:
         patches = self._patches
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
+        self.recording.function_mode = function_mode
         patches.set_all(python_functions.run_inside())
         patches.set_all(
             cuda_facade(self.gpu, self.recorder, self._context_bytes, self._memory, self._allocator_settings)

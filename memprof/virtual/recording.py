@@ -7,6 +7,7 @@ the second layer of a model costs a fraction of the first.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
 from memprof.virtual.flops import Meter
 from memprof.virtual.kernels import in_place_backward as formulas
 from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
+from memprof.virtual.kernels.expansion import IN_PYTHON
 from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
@@ -66,6 +68,8 @@ class RecordingMode(Machine):
         self.caches = Caches(recorder)
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
+        self.function_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        """By which an operator in Python sees the card."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,6 +88,9 @@ class RecordingMode(Machine):
         with _NoTorchFunction():
             operator = self._operator(func)
             if operator.expansion is not None:
+                if func.namespace == IN_PYTHON:
+                    with torch._C._EnableTorchFunction(), self.function_mode, self:
+                        return operator.expansion(*args, **(kwargs or {}))
                 with self:
                     return operator.expansion(*args, **(kwargs or {}))
             if operator.kind is Kind.VIEW and operator.handler is None and not args[0].is_quantized:

@@ -94,8 +94,6 @@ OPERATORS: dict[str, str] = {
     "nn.functional.multilabel_margin_loss": SAMPLES,
     "nn.functional.max_unpool2d grad": "CUDA's result is contiguous (MaxUnpooling.cu), the CPU's laid out as the input",
     "nn.functional.scaled_dot_product_attention": "another kernel is chosen on the CPU",
-    "nn.functional.linear_cross_entropy chunked": "temporaries of the fused loss are not counted",
-    "nn.functional.linear_cross_entropy chunked_none": "temporaries of the fused loss are not counted",
     "index_reduce mean": "counts of what came together, which CUDA makes too, are not counted",
     "count_nonzero": "the CPU counts without a mask where no dimension is given",
     "linalg.vander": VALUES,

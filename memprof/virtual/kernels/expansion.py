@@ -3,7 +3,8 @@
 An operator whose kernel is the same for every device (CompositeExplicitAutograd in native_functions.yaml) has its own
 derivative, so autograd hands it on undivided; what its C++ allocates inside would go unseen. Most of them make their
 result and nothing else (`zeros_like`, `sum`, `clone`) and are run as one. Those below have temporaries and no kernel of
-their own on CUDA: their C++ is run with the mode active, which then sees every operator of it.
+their own on CUDA: their C++ is run with the mode active, which then sees every operator of it. So is the Python of the
+operators that torch has in Python.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 
 from memprof.virtual.kernels.registry import looked_into
 
@@ -41,6 +43,8 @@ _OPERATORS = (
 )  # fmt: skip
 """Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""
 looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
+IN_PYTHON = "torch_nn"
+"""The namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py), with autograd apart."""
 
 
 def expansion(func: Any) -> Callable[..., Any] | None:
@@ -51,6 +55,9 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     that clones in a dropout that does nothing. Those with a kernel as well (silu_backward) run as one: what has one on
     the CPU is taken to have one on CUDA.
     """
+    if func.namespace == IN_PYTHON:
+        body: Callable[..., Any] = OPDEFS[func._schema.name]._init_fn
+        return body
     name = func.name()
     if func.namespace == "fsdp":
         # fully_shard's own: Python, the same on every device, which calls torch's operators.
