@@ -7,7 +7,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -20,30 +20,14 @@ Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its nu
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = (_PACKAGE / "_recipes", _PACKAGE.parent / "recipes")
 """In an installed wheel; in a checkout."""
-
-
-class Recipe(NamedTuple):
-    """One folder with a script."""
-
-    folder: Path
-    title: str
-    """The heading of its README."""
-
-    @property
-    def name(self) -> str:
-        """As the user writes it."""
-        return self.folder.name
-
-    @property
-    def script(self) -> Path:
-        """What runs it; it imports the other files of its folder, and memprof."""
-        return self.folder / "run.py"
+_SCRIPT, _README = "run.py", "README.md"
+"""What a recipe's folder has: the script imports the other files of it, and memprof."""
 
 
 def list_recipes() -> None:
     """List the recipes: name, title, and the line that runs each."""
     for recipe in find_recipes():
-        typer.echo(f"{recipe.name}\n    {recipe.title}\n    memprof recipes run {recipe.name}")
+        typer.echo(f"{recipe.name}\n    {_title(recipe)}\n    memprof recipes run {recipe.name}")
 
 
 def run_recipe(context: typer.Context, name: Name) -> None:
@@ -51,7 +35,7 @@ def run_recipe(context: typer.Context, name: Name) -> None:
 
     What follows NAME goes to the recipe's script: its own --help says what it takes.
     """
-    script = find_recipe(name).script
+    script = find_recipe(name) / _SCRIPT
     before = sys.argv, list(sys.path)
     # As `python run.py` does it, so that a copy of the folder behaves the same.
     sys.argv, sys.path[:0] = [str(script), *context.args], [str(script.parent)]
@@ -73,28 +57,28 @@ def copy_recipe(
     if target.exists() or target.is_symlink():
         raise UsageError("there is something already: nothing was copied", value=target, hint="name another folder")
     try:
-        shutil.copytree(recipe.folder, target, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(recipe, target, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
         raise UsageError(
             "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
         ) from error
-    typer.echo(f"copied to {target}; run it with\n    python {target / recipe.script.name}")
+    typer.echo(f"copied to {target}; run it with\n    python {target / _SCRIPT}")
 
 
-def find_recipes() -> list[Recipe]:
-    """All recipes, by number.
+def find_recipes() -> list[Path]:
+    """The folders of all recipes, by number.
 
     Raises:
         MemprofError: this installation has none.
     """
     for folder in _FOLDERS:
-        found = [path.parent for path in folder.glob("*/run.py") if (path.parent / "README.md").is_file()]
+        found = [path.parent for path in folder.glob(f"*/{_SCRIPT}") if (path.parent / _README).is_file()]
         if found:
-            return [Recipe(path, _title(path / "README.md")) for path in sorted(found, key=_order)]
+            return sorted(found, key=_order)
     raise MemprofError("this installation has no recipes", hint="install memprof from its wheel, or from a checkout")
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> Path:
     """The recipe of this name, of this number, or the only one whose name has this part.
 
     Raises:
@@ -103,7 +87,7 @@ def find_recipe(name: str) -> Recipe:
     recipes = find_recipes()
     wanted = name.strip().strip("/").lower()
     for recipe in recipes:
-        if wanted in (recipe.name.lower(), _number(recipe.folder)):
+        if wanted in (recipe.name.lower(), _number(recipe)):
             return recipe
     found = [recipe for recipe in recipes if wanted in recipe.name.lower()]
     if wanted and len(found) == 1:
@@ -115,8 +99,8 @@ def find_recipe(name: str) -> Recipe:
     raise unknown_name("recipe", name, [recipe.name for recipe in recipes])
 
 
-def _title(readme: Path) -> str:
-    with readme.open(encoding="utf-8") as lines:
+def _title(recipe: Path) -> str:
+    with (recipe / _README).open(encoding="utf-8") as lines:
         return next(lines, "").lstrip("#").strip()
 
 

@@ -17,7 +17,7 @@ from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import script_output
 from memprof.errors import MemprofError, UsageError
-from memprof.script import Ended, Program, ScriptOutcome, StopRule
+from memprof.script import Ended, Program, StopRule
 from memprof.spec import option
 from memprof.trace.events import FailureKind
 
@@ -112,7 +112,8 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
             if not isinstance(outcome.error, MemprofError):
                 typer.echo(f"memprof: {MemprofError(failure.message, hint=failure.hint)}", err=True)
             return outcome.exit_code or 1
-        _say_nothing_was_there(outcome)
+        how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
+        typer.echo(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)
         return outcome.exit_code
     print_document(document, request)
     request.keep(found.trace)
@@ -155,8 +156,3 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
     print_document(document, request)
     request.keep(trace)
     return exit_code(document)
-
-
-def _say_nothing_was_there(outcome: ScriptOutcome) -> None:
-    how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
-    typer.echo(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)

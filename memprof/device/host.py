@@ -12,7 +12,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 def processor_name() -> str:
     """The processor as the system calls it."""
-    for key, value in _lines(_CPUINFO):
+    for key, value in lines_of(_CPUINFO):
         if key in ("model name", "Model", "Hardware") and value:
             return value
     return platform.processor() or platform.machine() or "CPU"
@@ -36,12 +36,12 @@ def available_bytes() -> int | None:
 
 def _meminfo(key: str) -> int | None:
     try:
-        return next((int(value.split()[0]) * 1024 for name, value in _lines(_MEMINFO) if name == key), None)
+        return next((int(value.split()[0]) * 1024 for name, value in lines_of(_MEMINFO) if name == key), None)
     except (IndexError, ValueError):
         return None
 
 
-def _lines(file: Path) -> list[tuple[str, str]]:
+def lines_of(file: Path) -> list[tuple[str, str]]:
     """Names and values of a file of the kernel's; none where there is no such file."""
     try:
         lines = file.read_text(errors="replace").splitlines()

@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from memprof.device.host import lines_of
+
 PROC = Path("/proc")
 _MAX_NAME = 60
 _ZOMBIE = b"Z"
@@ -118,15 +120,8 @@ def own_peak_bytes() -> int | None:
 
 
 def _read(pid: int, started: int) -> Process | None:
-    try:
-        status = (PROC / str(pid) / "status").read_text(errors="replace")
-    except OSError:
+    status = dict(lines_of(PROC / str(pid) / "status"))
+    if not status:
         return None
-    amounts = dict(line.split(":", 1) for line in status.splitlines() if line.startswith(("VmRSS:", "VmHWM:")))
-    peak = _kib(amounts["VmHWM"]) if "VmHWM" in amounts else None
-    resident = _kib(amounts["VmRSS"]) if "VmRSS" in amounts else 0
-    return Process(pid, started, process_name(pid) or f"process {pid}", resident, peak)
-
-
-def _kib(text: str) -> int:
-    return int(text.split()[0]) << 10
+    peak, resident = (int(status[name].split()[0]) << 10 if name in status else None for name in ("VmHWM", "VmRSS"))
+    return Process(pid, started, process_name(pid) or f"process {pid}", resident or 0, peak)

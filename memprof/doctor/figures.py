@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from memprof.doctor.diagnosis import Figures, Size
@@ -89,17 +90,16 @@ def caching_allocator(text: str) -> Figures:
     )
 
 
-def malloc_async(text: str) -> Figures:
-    """Of the cudaMallocAsync backend: it asks for exactly what was requested."""
-    return _request(
-        text,
-        "Requested ?: ?AMOUNT",
-        r"Allocation on device (\d+)",
-        total="Device limit ?: ?AMOUNT",
-        free=r"Free \(according to CUDA\) ?: ?AMOUNT",
-        allowed=r"PyTorch limit \(set by user-supplied memory fraction\) ?: ?AMOUNT",
-        allocated="Currently allocated ?: ?AMOUNT",
-    )
+malloc_async = partial(
+    _request,
+    tried="Requested ?: ?AMOUNT",
+    device=r"Allocation on device (\d+)",
+    total="Device limit ?: ?AMOUNT",
+    free=r"Free \(according to CUDA\) ?: ?AMOUNT",
+    allowed=r"PyTorch limit \(set by user-supplied memory fraction\) ?: ?AMOUNT",
+    allocated="Currently allocated ?: ?AMOUNT",
+)
+"""Of the cudaMallocAsync backend: it asks for exactly what was requested."""
 
 
 def mps(text: str) -> Figures:
@@ -127,22 +127,15 @@ def engine_budget(text: str) -> Figures:
     )
 
 
-def kv_cache(text: str) -> Figures:
-    """Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is."""
-    needed = r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT"
-    return _request(text, needed, free=r"available KV cache memory \(AMOUNT\)")
-
-
-def host_request(text: str) -> Figures:
-    """Of a refused request for host memory (bytes); pinned memory among it."""
-    return _request(text, "tried to allocate AMOUNT")
-
-
-def xla(text: str) -> Figures:
-    """Of XLA (JAX, TensorFlow): bytes, or an amount with a unit."""
-    return _request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
-
-
-def cuda_malloc(text: str) -> Figures:
-    """Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for."""
-    return _request(text, "allocating AMOUNT on device", r"on device (\d+)")
+kv_cache = partial(
+    _request,
+    tried=r"at least one request with the model\w*.?s max seq len \(\d+\),? ?\(?AMOUNT",
+    free=r"available KV cache memory \(AMOUNT\)",
+)
+"""Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is."""
+host_request = partial(_request, tried="tried to allocate AMOUNT")
+"""Of a refused request for host memory (bytes); pinned memory among it."""
+xla = partial(_request, tried="(?:trying to allocate|attempting to allocate) AMOUNT")
+"""Of XLA (JAX, TensorFlow): bytes, or an amount with a unit."""
+cuda_malloc = partial(_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")
+"""Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for."""

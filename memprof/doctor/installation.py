@@ -96,13 +96,9 @@ def check_installation(
     host: Host | None = None,
     version: Callable[[str], str | None] | None = None,
 ) -> Installation:
-    """Facts of this machine and what is wrong with them.
+    """Facts of this machine and what is wrong with them; what is given is taken instead of what is read here.
 
-    Args:
-        environment: instead of this process's.
-        cards: instead of what NVML says.
-        host: instead of this machine's limits.
-        version: the release of an installed package by its name, None if it is not installed.
+    `version` gives the release of an installed package by its name, None if it is not installed.
     """
     cards = read_cards() if cards is None else cards
     environment = read_environment(cards) if environment is None else environment

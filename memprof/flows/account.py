@@ -24,7 +24,6 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
     """The report on a trace, simulated or measured, new or loaded from a file.
 
     Args:
-        trace: what happened.
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
         explained: whether the report has findings and the bridge. A search over many runs asks for the figures alone.
 

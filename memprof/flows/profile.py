@@ -35,10 +35,7 @@ def profile(
 ) -> tuple[Trace, Document]:
     """Run `spec` on its virtual card, or measure it on a real device; returns what happened and the report on it.
 
-    Args:
-        spec: what to run.
-        progress: told what is being done.
-        explained: see `analyze`.
+    `explained` is as in `analyze`.
 
     Raises:
         MemprofError: the model cannot be found or built (UsageError where the user named something wrong).

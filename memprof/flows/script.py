@@ -52,9 +52,6 @@ def run_script(
     """Run `program` until `rule` stops it.
 
     Args:
-        program: the script.
-        rule: when it has shown enough.
-        gpu: the virtual card.
         device: "virtual", or "cuda" or "cpu" to measure there.
         alloc_conf: settings of the caching allocator; None: those that the environment, or the script, sets.
         beyond: go on past the card's capacity, instead of raising torch.OutOfMemoryError in the script.

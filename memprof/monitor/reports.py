@@ -36,10 +36,6 @@ class _Counter:
         self.highest = max(self.highest, current, cumulative_peak)
         self.current, self.cumulative_peak = current, cumulative_peak
 
-    def next_interval(self) -> None:
-        """What is alive now is alive at the beginning of the next interval."""
-        self.interval_peak = self.current
-
 
 @dataclass(slots=True)
 class _Device:
@@ -99,11 +95,11 @@ class Reporter:
             device.num_ooms = counters["num_ooms"]
 
     def next_interval(self) -> None:
-        """The sample is taken."""
+        """The sample is taken: what is alive now is alive at the beginning of the next interval."""
         self.heard = False
         for device in self.devices.values():
-            device.allocated.next_interval()
-            device.reserved.next_interval()
+            for counter in (device.allocated, device.reserved):
+                counter.interval_peak = counter.current
 
 
 class Reports:
@@ -157,13 +153,8 @@ class Reports:
         """What the command's environment must have, beside what it is started with."""
         if self._socket is None:
             return {}
-        path = os.environ.get("PYTHONPATH")
-        return {
-            # An empty entry would mean the working directory.
-            "PYTHONPATH": python_path(path),
-            SOCKET: self._address,
-            INTERVAL: str(self._interval),
-        }
+        path = python_path(os.environ.get("PYTHONPATH"))
+        return {"PYTHONPATH": path, SOCKET: self._address, INTERVAL: str(self._interval)}
 
     def drain(self) -> None:
         """Return when everything that was sent until now has been taken in, and stop listening."""

@@ -9,5 +9,5 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def python_path(path: str | None) -> str:
-    """A PYTHONPATH with the probe before `path`."""
+    """A PYTHONPATH with the probe before `path`; an empty entry would mean the working directory."""
     return os.pathsep.join([FOLDER, path]) if path else FOLDER

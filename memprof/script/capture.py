@@ -77,9 +77,7 @@ def capture_script(
     """Run `program` on `device` until `rule` stops it, it ends, or it raises.
 
     Args:
-        program: the script.
         device: what it finds as "cuda", or is measured on.
-        rule: when to stop it.
         before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
     """

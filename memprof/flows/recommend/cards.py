@@ -58,7 +58,7 @@ def _number_of_cards(search: Search) -> Alternative | None:
         outcome = tried.outcome
         state = outcome.state
         divided = state.parameters_bytes + state.gradients_bytes + state.optimizer_state_bytes
-        kept = outcome.needed_bytes - divided + 2 * state.parameters_bytes // _layers(outcome, search)
+        kept = outcome.needed_bytes - divided + 2 * state.parameters_bytes // _layers(outcome)
         if kept >= card.total_bytes:
             continue
         number = max(math.ceil(divided / (card.total_bytes - kept)), 2)
@@ -71,7 +71,7 @@ def _number_of_cards(search: Search) -> Alternative | None:
     return Alternative("the least number of these cards", name, needed, estimate=True)
 
 
-def _layers(outcome: SimulatedRun, search: Search) -> int:
+def _layers(outcome: SimulatedRun) -> int:
     """How many layers the parameters are in; 2 (all of them at once) if the model does not say."""
     # Here and not above: it imports no torch itself, and its package does.
     from memprof.workload.models import find_source

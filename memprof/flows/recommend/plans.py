@@ -138,10 +138,7 @@ def half_of(gpu: Gpu) -> str:
 def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
     """Kinds of runs for a goal, those that give up nothing first; each is to be searched through its `variants`.
 
-    Args:
-        goal: what is to be done.
-        gpu: the card.
-        precision: half, amp, int8, nf4 or float32: this one alone.
+    A `precision` (half, amp, int8, nf4 or float32) leaves those of it alone.
 
     Raises:
         UsageError: the goal has no such precision.

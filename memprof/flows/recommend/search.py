@@ -177,9 +177,7 @@ class Search:
     def _largest_micro_batch(self, first: Tried, best: Tried | None) -> Tried:
         """The best of a plan: up to the largest micro-batch that fits, unless it cannot be quicker than what there is.
 
-        Args:
-            first: the plan at the smallest micro-batch; it fits.
-            best: the quickest so far.
+        `first` is the plan at the smallest micro-batch, which fits, and `best` the quickest so far.
         """
         sizes, plan, found = self.sizes(), first.plan, first
         low, high = 0, len(sizes)

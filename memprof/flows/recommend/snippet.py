@@ -34,10 +34,7 @@ class _Model:
 def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
     """Scripts by kind, "pytorch" and "transformers"; none for a model of the user's own, or one that takes no tokens.
 
-    Args:
-        plan: the configuration.
-        spec: the run that was made with it.
-        accumulation: micro-batches in a step.
+    `spec` is the run that was made with `plan`; a step has `accumulation` micro-batches.
     """
     model = _model(spec)
     if model is None:
