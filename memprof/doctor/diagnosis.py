@@ -9,38 +9,35 @@ from memprof.trace.plain import Plain
 
 
 class Cause(StrEnum):
-    """Why a run died, as far as its message tells."""
+    """Why a run died, as far as its message tells; each with what is said of it in a line."""
 
-    CARD_FULL = "card-full"
-    """The process's own tensors fill the card."""
-    LARGE_TENSOR = "large-tensor"
+    headline: str
+
+    def __new__(cls, value: str, headline: str = "") -> Cause:
+        """A member is its value, a string, with the headline beside it."""
+        made = str.__new__(cls, value)
+        made._value_, made.headline = value, headline
+        return made
+
+    CARD_FULL = "card-full", "The card is full of this process's own tensors"
+    LARGE_TENSOR = "large-tensor", "One tensor is too large"
     """One request is larger than the card, or a quarter of it and more."""
-    FRAGMENTATION = "fragmentation"
-    """What the allocator holds unused would have been enough, in pieces too small."""
-    OTHER_PROCESSES = "other-processes"
-    """The request would fit if nobody else were on the card."""
-    MEMORY_LIMIT = "memory-limit"
-    """A fraction of the card's memory that the program set itself."""
-    FREE_REFUSED = "free-refused"
-    """The driver says that enough is free, and refused it."""
-    DEVICE_MEMORY = "device-memory"
-    """Out of device memory, without figures that say more."""
-    LIBRARY_HANDLE = "library-handle"
+    FRAGMENTATION = "fragmentation", "Fragmentation: enough is reserved and unused, in pieces too small"
+    OTHER_PROCESSES = "other-processes", "Other processes have the card"
+    """The request would fit if nobody else were on it."""
+    MEMORY_LIMIT = "memory-limit", "The program reached a memory limit that it was given"
+    FREE_REFUSED = "free-refused", "The driver refused memory that it calls free"
+    DEVICE_MEMORY = "device-memory", "Out of device memory; the message says no more"
+    LIBRARY_HANDLE = "library-handle", "A CUDA library found no memory for itself"
     """cuBLAS or cuDNN found no room beside the allocator's."""
-    KV_CACHE = "kv-cache"
-    """An inference engine has no, or too little, room for its KV cache."""
-    ENGINE_BUDGET = "engine-budget"
-    """An inference engine finds less of the card free than it was told to take."""
-    MODEL_SPILLS = "model-spills"
-    """The weights did not fit the card and were put elsewhere."""
-    HOST_KILLED = "host-killed"
-    """Killed from outside: SIGKILL, nearly always by the kernel for want of host memory."""
-    HOST_MEMORY = "host-memory"
-    """A request for host memory was refused."""
-    SHARED_MEMORY = "shared-memory"
-    """/dev/shm is full."""
+    KV_CACHE = "kv-cache", "The engine has too little room for its KV cache"
+    ENGINE_BUDGET = "engine-budget", "Less of the card is free than the engine was told to take"
+    MODEL_SPILLS = "model-spills", "The model does not fit the card, and part of it was put elsewhere"
+    HOST_KILLED = "host-killed", "Killed from outside: nearly always the kernel, for want of host memory"
+    HOST_MEMORY = "host-memory", "A request for host memory was refused"
+    SHARED_MEMORY = "shared-memory", "/dev/shm is full"
     DEVICE_MISMATCH = "device-mismatch"
-    """An operator was given tensors of two devices."""
+    """An operator was given tensors of two devices, which its headline names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,26 +167,8 @@ def _own_line(error: _Error) -> str:
     return text
 
 
-_TITLES = {
-    Cause.CARD_FULL: "The card is full of this process's own tensors",
-    Cause.LARGE_TENSOR: "One tensor is too large",
-    Cause.FRAGMENTATION: "Fragmentation: enough is reserved and unused, in pieces too small",
-    Cause.OTHER_PROCESSES: "Other processes have the card",
-    Cause.MEMORY_LIMIT: "The program reached a memory limit that it was given",
-    Cause.FREE_REFUSED: "The driver refused memory that it calls free",
-    Cause.DEVICE_MEMORY: "Out of device memory; the message says no more",
-    Cause.LIBRARY_HANDLE: "A CUDA library found no memory for itself",
-    Cause.KV_CACHE: "The engine has too little room for its KV cache",
-    Cause.ENGINE_BUDGET: "Less of the card is free than the engine was told to take",
-    Cause.MODEL_SPILLS: "The model does not fit the card, and part of it was put elsewhere",
-    Cause.HOST_KILLED: "Killed from outside: nearly always the kernel, for want of host memory",
-    Cause.HOST_MEMORY: "A request for host memory was refused",
-    Cause.SHARED_MEMORY: "/dev/shm is full",
-}
-
-
 def _title(cause: Cause, figures: Figures, tensors: tuple[Candidate, ...]) -> str:
-    title = _TITLES[cause]
+    title = cause.headline
     if figures.tried is not None:
         title += f": {figures.tried.text}"
         if figures.total is not None:
