@@ -8,12 +8,9 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import os
-import platform
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from memprof.device.cards import Reading
 
@@ -36,10 +33,6 @@ VARIABLES = (
 )
 """Environment variables that are recorded where they are set."""
 
-PACKAGES = ("transformers", "peft", "accelerate", "triton", "flash-attn", "xformers", "bitsandbytes", "nvidia-ml-py")
-"""Releases that are recorded where they are installed; those of NVIDIA's libraries that torch came with beside them."""
-_LIBRARIES = ("nvidia-cublas", "nvidia-cudnn", "nvidia-nccl", "nvidia-cusparselt")
-
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -48,30 +41,19 @@ class Environment:
     Attributes:
         torch_version: such as "2.13.0+cu130".
         torch_cuda: the CUDA that torch was built for, None of a build for the CPU (or for ROCm: `torch_hip`).
-        torch_git: the commit that torch was built from.
         driver_version: of NVIDIA's kernel module.
         driver_cuda: the newest CUDA that the driver runs.
-        cards: the names of the cards that the driver lists.
         variables: those of VARIABLES that are set.
         notes: what does not fit together, one line each.
     """
 
-    python: str
-    platform: str
     torch_version: str | None
     torch_cuda: str | None
     torch_hip: str | None
-    torch_git: str | None
     driver_version: str | None
     driver_cuda: str | None
-    cards: tuple[str, ...]
-    packages: dict[str, str]
     variables: dict[str, str]
     notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
 
 
 def read_environment(cards: Reading | None = None, variables: Mapping[str, str] | None = None) -> Environment:
@@ -87,16 +69,11 @@ def read_environment(cards: Reading | None = None, variables: Mapping[str, str] 
     driver = reading.driver_version or _loaded_driver()
     set_here = {name: environ[name] for name in VARIABLES if name in environ}
     return Environment(
-        python=platform.python_version(),
-        platform=platform.platform(),
         torch_version=torch.get("__version__"),
         torch_cuda=torch.get("cuda"),
         torch_hip=torch.get("hip"),
-        torch_git=torch.get("git_version"),
         driver_version=driver,
         driver_cuda=reading.cuda_version,
-        cards=tuple(card.name for card in reading.cards),
-        packages=_packages(),
         variables=set_here,
         notes=tuple(_notes(torch.get("cuda"), driver, reading, set_here)),
     )
@@ -140,17 +117,6 @@ def _torch() -> dict[str, str]:
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             found |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
     return found
-
-
-def _packages() -> dict[str, str]:
-    try:
-        required = importlib.metadata.requires("torch") or ()
-    except importlib.metadata.PackageNotFoundError:
-        required = ()
-    # "nvidia-cublas-cu12==12.8.4.1; platform_system == ..."
-    libraries = [re.split(r"[;=<>]", requirement)[0].strip() for requirement in required]
-    names = (*PACKAGES, *(name for name in libraries if name.startswith(_LIBRARIES)))
-    return {name: release for name in names if (release := installed_release(name)) is not None}
 
 
 def installed_release(name: str) -> str | None:

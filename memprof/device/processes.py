@@ -22,14 +22,12 @@ class Process:
     """One process that runs.
 
     Attributes:
-        started: clock ticks since boot at its start; with the pid it names a process for good.
         name: its program and script, such as "python train.py".
         resident_bytes: pages in memory now, those shared with other processes counted in full (VmRSS).
         peak_resident_bytes: the most that they have been (VmHWM), None if the kernel does not say.
     """
 
     pid: int
-    started: int
     name: str
     resident_bytes: int
     peak_resident_bytes: int | None
@@ -79,7 +77,7 @@ class ProcessTree:
     def __init__(self, root: int) -> None:
         self._root = root
         self._known: dict[int, int] = {}
-        """Start by pid, of all that were seen to descend from the root."""
+        """Start by pid, of all that were seen to descend from the root: both together name a process for good."""
 
     def read(self) -> tuple[Process, ...]:
         """Those that run now, by pid; empty where there is no /proc."""
@@ -98,11 +96,11 @@ class ProcessTree:
                     found.add(pid)
                     waiting.append(pid)
         self._known = {pid: starts[pid] for pid in found}
-        return tuple(process for pid in sorted(found) if (process := _read(pid, starts[pid])) is not None)
+        return tuple(process for pid in sorted(found) if (process := _read(pid)) is not None)
 
 
 def _running() -> dict[int, tuple[int, int]]:
-    """Parent and start, by pid, of every process that has not ended."""
+    """Parent and start (clock ticks since boot), by pid, of every process that has not ended."""
     found = {}
     for stat in PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -115,13 +113,13 @@ def _running() -> dict[int, tuple[int, int]]:
 
 def own_peak_bytes() -> int | None:
     """The most that this program has been resident; None where the kernel does not say."""
-    process = _read(os.getpid(), 0)
+    process = _read(os.getpid())
     return None if process is None else process.peak_resident_bytes
 
 
-def _read(pid: int, started: int) -> Process | None:
+def _read(pid: int) -> Process | None:
     status = dict(lines_of(PROC / str(pid) / "status"))
     if not status:
         return None
     peak, resident = (int(status[name].split()[0]) << 10 if name in status else None for name in ("VmHWM", "VmRSS"))
-    return Process(pid, started, process_name(pid) or f"process {pid}", resident or 0, peak)
+    return Process(pid, process_name(pid) or f"process {pid}", resident or 0, peak)

@@ -36,6 +36,10 @@ class _Counter:
         self.highest = max(self.highest, current, cumulative_peak)
         self.current, self.cumulative_peak = current, cumulative_peak
 
+    def next_interval(self) -> None:
+        """What is alive now is alive at the beginning of the next interval."""
+        self.interval_peak = self.current
+
 
 @dataclass(slots=True)
 class _Device:
@@ -95,11 +99,11 @@ class Reporter:
             device.num_ooms = counters["num_ooms"]
 
     def next_interval(self) -> None:
-        """The sample is taken: what is alive now is alive at the beginning of the next interval."""
+        """The sample is taken."""
         self.heard = False
         for device in self.devices.values():
-            for counter in (device.allocated, device.reserved):
-                counter.interval_peak = counter.current
+            device.allocated.next_interval()
+            device.reserved.next_interval()
 
 
 class Reports:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 
 import pytest
 
@@ -21,10 +19,7 @@ def test_records_what_is_here():
 
     assert environment.torch_version == torch.__version__
     assert environment.torch_cuda == torch.version.cuda
-    assert environment.torch_git == torch.version.git_version
-    assert environment.packages["nvidia-ml-py"] == version("nvidia-ml-py")
     assert dict(os.environ) == before
-    assert json.loads(json.dumps(environment.to_json()))["python"] == environment.python
 
 
 def test_imports_no_torch():

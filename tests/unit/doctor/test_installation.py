@@ -14,9 +14,8 @@ GIB, MIB = 1 << 30, 1 << 20
 
 def environment(**changes: object) -> Environment:
     values: dict[str, object] = {
-        "python": "3.12", "platform": "Linux", "torch_version": "2.13.0+cu130", "torch_cuda": "13.0", "torch_hip": None,
-        "torch_git": None, "driver_version": "580.1", "driver_cuda": "13.0", "cards": (), "packages": {},
-        "variables": {}, "notes": (),
+        "torch_version": "2.13.0+cu130", "torch_cuda": "13.0", "torch_hip": None,
+        "driver_version": "580.1", "driver_cuda": "13.0", "variables": {}, "notes": (),
     }  # fmt: skip
     return Environment(**{**values, **changes})  # type: ignore[arg-type]
 
