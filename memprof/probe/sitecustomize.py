@@ -31,6 +31,9 @@ SOCKET = "MEMPROF_MONITOR_SOCKET"
 INTERVAL = "MEMPROF_MONITOR_INTERVAL"
 REFUSALS = "MEMPROF_REFUSALS"
 """A file of the run that started this process."""
+HIDDEN = "MEMPROF_HIDDEN"
+"""What a Python that was told to ignore its environment (-I, -E) finds there all the same, once the probe is in it."""
+SEPARATOR = "\x1f"
 _LONGEST_ERROR = 200
 _FOLDER = os.path.dirname(__file__)
 
@@ -200,6 +203,13 @@ def _refuse(cuda: "Any") -> None:
 
 def _begin() -> None:
     sys.path[:] = [folder for folder in sys.path if folder != _FOLDER]
+    hidden = os.environ.pop(HIDDEN, None)
+    if hidden is not None:
+        for name in [name for name in os.environ if name.startswith("PYTHON")]:
+            del os.environ[name]
+        for pair in filter(None, hidden.split(SEPARATOR)):
+            name, _, value = pair.partition("=")
+            os.environ[name] = value
     asked = [then for name, then in ((SOCKET, _watch), (REFUSALS, _refuse)) if os.environ.get(name)]
     if not asked:
         return

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memprof import probe
-from memprof.probe.sitecustomize import REFUSALS
+from memprof.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR
 from memprof.virtual.limits import not_yet
 from memprof.watch.patches import Patch
 
 _ENVIRONMENT_AT = {"posix_spawn": 2, "posix_spawnp": 2, "spawnve": 3, "spawnvpe": 3}
-"""Functions of `os` that are given an environment, and as which of their arguments."""
+"""Functions of `os` that are given an environment, and as which of their arguments; the program's come before it."""
+_PYTHON = re.compile(r"(.*[/\\])?python[\d.]*(\.exe)?")
+_OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
+"""Of Python: letters that take no value, and one that does."""
 
 
 class Children:
@@ -58,9 +62,19 @@ class Children:
         def __init__(started: Any, *args: Any, **options: Any) -> None:
             if options.get("env") is not None:
                 options["env"] = self._told(options["env"])
+            command = args[0] if args else options.get("args")
+            if isinstance(command, (list, tuple)) and not options.get("shell"):
+                command, environment = _heard(command, options.get("env") or os.environ)
+                if environment is not None:
+                    options["env"] = environment
+                    args = (command, *args[1:])
+                    options.pop("args", None)
             popen(started, *args, **options)
 
         yield subprocess.Popen, "__init__", __init__
+        flags: Any = getattr(subprocess, "_args_from_interpreter_flags")  # noqa: B009 - not in its stubs
+        # With these multiprocessing starts Pythons like this one.
+        yield subprocess, flags.__name__, lambda: [flag for flag in flags() if flag not in ("-I", "-E")]
         for name, at in _ENVIRONMENT_AT.items():
             yield os, name, self._starting(getattr(os, name), at)
         for name in ("execv", "execve"):  # all others call these
@@ -70,7 +84,9 @@ class Children:
         def start(*args: Any, **options: Any) -> Any:
             if len(args) <= at:
                 return original(*args, **options)
-            return original(*args[:at], self._told(args[at]), *args[at + 1 :], **options)
+            told = self._told(args[at])
+            command, environment = _heard(args[at - 1], told)
+            return original(*args[: at - 1], command, environment or told, *args[at + 1 :], **options)
 
         return start
 
@@ -84,11 +100,39 @@ class Children:
 
 
 def _replacing(original: Callable[..., Any]) -> Callable[..., Any]:
-    process = os.getpid()
+    process, execve = os.getpid(), os.execve
 
     def replace(path: Any, *args: Any) -> Any:
         if os.getpid() != process:  # as in os.spawnv
-            return original(path, *args)
+            command, environment = _heard(args[0], args[1] if len(args) > 1 else os.environ)
+            return original(path, *args) if environment is None else execve(path, command, environment)
         raise not_yet(f"puts {os.fsdecode(path)} in its own place (os.exec)", "give memprof run that program itself")
 
     return replace
+
+
+def _heard(command: Sequence[Any], environment: Mapping[Any, Any]) -> tuple[list[Any], dict[str, str] | None]:
+    """The same command and an environment for a Python that is told to hear none (-I, -E), but for the probe; for any
+    other program None. What is kept from it is there again for those that it starts."""
+    if not command or not _PYTHON.fullmatch(os.fsdecode(command[0])):
+        return list(command), None
+    words, at, given = [command[0]], 1, ""
+    while at < len(command) and (option := _OPTION.fullmatch(os.fsdecode(command[at]))):
+        letters, last, value = option.groups()
+        given += letters
+        kept = re.sub("[IE]", "", letters) + last + value
+        words += [f"-{kept}"] if kept else []
+        at += 1
+        if last in ("c", "m"):
+            break
+        if last and not value:
+            words += command[at : at + 1]
+            at += 1
+    if not re.search("[IE]", given):
+        return list(command), None
+    told = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    hidden = {name: told.pop(name) for name in list(told) if name.startswith("PYTHON")}
+    told |= {"PYTHONPATH": probe.FOLDER, HIDDEN: SEPARATOR.join(f"{name}={value}" for name, value in hidden.items())}
+    if "I" in given:
+        told |= {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+    return [*words, *command[at:]], told

@@ -47,6 +47,33 @@ def test_it_finds_the_probe(tmp_path: Path, way: str) -> None:
     assert "_BeforeTorchCuda" not in written.read_text(), "nothing is left behind"
 
 
+@pytest.mark.parametrize("way", WAYS.keys() - {"a shell", "a child's child"})
+@pytest.mark.parametrize("told", [["-I"], ["-E"], ["-B", "-W", "ignore", "-sEu"]])
+def test_one_that_hears_no_environment_finds_it_too(tmp_path: Path, way: str, told: list[str]) -> None:
+    written = tmp_path / "finders"
+    with VirtualGpu(CARD):
+        WAYS[way]([PYTHON, *told, "-c", CODE, str(written)])
+    assert "_BeforeTorchCuda" in written.read_text()
+
+
+@pytest.mark.parametrize("told", ["-I", "-E"])
+def test_what_it_does_not_hear_it_still_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    code = """import os, subprocess, sys
+mine = lambda: subprocess.run([sys.executable, "-c", "import mine; assert 0"]).returncode
+print("", [os.environ["PYTHONPATH"].split(os.pathsep)[-1], "PYTHONSAFEPATH" in os.environ, sys.argv, sys.flags.optimize,
+           sys.flags.no_user_site, sys.flags.safe_path, sys.path[-3:], mine()])"""
+    command = [PYTHON, told, "-c", code, "-I"]
+    alone = subprocess.run(command, capture_output=True, check=True, cwd=tmp_path).stdout
+    with VirtualGpu(CARD):
+        assert subprocess.run(command, capture_output=True, check=True, cwd=tmp_path).stdout == alone
+        assert subprocess.run([PYTHON, "-", "-I"], input=b"import sys; assert sys.argv[1:] == ['-I']", check=False)
+        assert subprocess.run(args=[PYTHON, told, "-m", "json.tool", "-h"], check=True, capture_output=True).stdout
+        assert subprocess.run(["/bin/echo", "-I"], check=True, capture_output=True).stdout == b"-I\n"
+
+
 def test_it_is_none_the_wiser() -> None:
     """What it imports, and where from, is as without."""
     code = "import json, sys; print(json.dumps([sorted(sys.modules), sys.path]))"
