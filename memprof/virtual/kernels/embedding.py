@@ -47,7 +47,7 @@ def embedding_dense_backward(launch: Launch) -> Any:
         hold(*contiguous(indices, grad))
         if many:
             hold(count * item, count * item)  # the indices sorted, and where each was
-            launch.transients(count * item, radix_sort_scratch(count, item, item, 8 * item))
+            launch.transients(count * item, radix_sort_scratch(count, item, item, 8 * item, launch.card))
             if by_frequency:
                 hold(count * item)
         result = launch.new((rows, width), grad.dtype)

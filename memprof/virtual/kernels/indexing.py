@@ -112,7 +112,7 @@ def index_put_accumulate(args: Any, card: Card) -> list[int]:
         size for size, index in zip(data.shape, [*args[1], *[None] * data.dim()], strict=False) if index is None
     )
     bits = sorting.num_bits(max(1, data.numel() // max(1, slice_size)))
-    sort = sorting.radix_sort_scratch(count, 8, 8, bits)
+    sort = sorting.radix_sort_scratch(count, 8, 8, bits, card)
     on_card = sum(index.is_meta for index in indices)
     linear = [8 * count] * (max(0, 3 * on_card - 1) + len(indices) - on_card)
     values = args[2]

@@ -1,8 +1,8 @@
 """Scratch memory of operators that sort, select and scan: CUB's, and the buffers that torch puts around it.
 
-CUB computes its sizes from launch policies that differ by card: the tile sizes here are those of compute capability 8.0
-(cub/device/dispatch/dispatch_radix_sort.cuh, dispatch_scan.cuh). They move the bookkeeping (a few per cent of a sort's
-scratch), not the second copies of keys and values, which are exact.
+CUB computes its sizes from launch policies that differ by card: the tiles here are those of compute capabilities 8.0
+and 9.0 (cub/device/dispatch/tuning/tuning_radix_sort.cuh, Policy800 and Policy900, and dispatch_scan.cuh). They move
+the bookkeeping (a few per cent of a sort's scratch), not the second copies of keys and values, which are exact.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _DIGITS = 256
 _DIGIT_BITS = 8
 _SINGLE_TILE_ITEMS = 256 * 9
 _ONESWEEP_THREADS = 384
-_ONESWEEP_ITEMS = 21
 _MAX_PORTION = (1 << 28) - 1
+_OFFSET_BYTES = 8
+"""torch counts elements in 64 bits (aten/src/ATen/cuda/cub-RadixSortPairs.cuh), and CUB its offsets as it is asked."""
 _SCAN_TILE = 128 * 15
 _SMALL_SORT = 4096
 _INT_MAX = 2**31 - 1
@@ -36,12 +37,13 @@ def _together(sizes: list[int]) -> int:
     return total + _ALIGNMENT - 1 if total else 1
 
 
-def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
-    """Bytes that DeviceRadixSort takes for `count` keys of `bits` significant bits; nothing of note up to one tile."""
+def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int, card: Card) -> int:
+    """Bytes that DeviceRadixSort takes for `count` keys of `bits` significant bits; nothing of note up to one tile
+    (cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep)."""
     if count <= _SINGLE_TILE_ITEMS:
         return 1
     widest = max(key_bytes, value_bytes)
-    items = max(1, min(_ONESWEEP_ITEMS * 4 // widest, _ONESWEEP_ITEMS * 2))
+    items = max(1, _onesweep_items(key_bytes, value_bytes, card) * 4 // max(4, widest))
     threads = min(_ONESWEEP_THREADS, -(-(48 * 1024 // (widest * items)) // 32) * 32)
     tile = threads * items
     passes = -(-bits // _DIGIT_BITS)
@@ -51,13 +53,22 @@ def radix_sort_scratch(count: int, key_bytes: int, value_bytes: int, bits: int) 
     twice = passes > 1
     return _together(
         [
-            portions * passes * _DIGITS * 4,
+            portions * passes * _DIGITS * _OFFSET_BYTES,
             blocks * _DIGITS * 4,
             count * key_bytes if twice else 0,
             count * value_bytes if twice else 0,
             portions * passes * 4,
         ]
     )
+
+
+def _onesweep_items(key_bytes: int, value_bytes: int, card: Card) -> int:
+    """Items of four bytes for each thread. Smaller keys are tuned one by one: what 8.0 has stands for them."""
+    if card.compute_capability < (9, 0) or key_bytes < 4:
+        return 17 if key_bytes == 4 else 21
+    if key_bytes == 4:
+        return 17 if value_bytes < 8 else 29
+    return 30 if value_bytes < 8 else 24
 
 
 def scan_scratch(count: int, item_bytes: int) -> int:
@@ -76,7 +87,7 @@ def _dim(args: Any, position: int, rank: int, default: int = -1) -> int:
     return value % rank if rank else 0
 
 
-def _sort_buffers(data: torch.Tensor, dim: int) -> list[int]:
+def _sort_buffers(data: torch.Tensor, dim: int, card: Card) -> list[int]:
     """native/cuda/Sort.cpp and SortStable.cu: of the whole, in segments, or in place for up to 4,096 values."""
     length = data.shape[dim] if data.dim() else 1
     count, item = data.numel(), data.element_size()
@@ -93,10 +104,11 @@ def _sort_buffers(data: torch.Tensor, dim: int) -> list[int]:
     segments = min(count, _INT_MAX) // length
     at_once = segments * length
     if segments == 1 or length >= 1_000_000:
-        return [*buffers, 8 * length, radix_sort_scratch(length, item, 8, 8 * item)]
+        return [*buffers, 8 * length, radix_sort_scratch(length, item, 8, 8 * item, card)]
     if segments < 128:
         # (segment, position) pairs twice, the sorted keys, and the larger of two sorts' scratch, one after the other.
-        return [*buffers, 8 * at_once, 8 * at_once, at_once * item, radix_sort_scratch(at_once, item, 8, 8 * item)]
+        sort = radix_sort_scratch(at_once, item, 8, 8 * item, card)
+        return [*buffers, 8 * at_once, 8 * at_once, at_once * item, sort]
     return [*buffers, 8 * at_once, _together([at_once * item, at_once * 8])]
 
 
@@ -107,7 +119,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 @scratch(_aten.sort)
 def sort(args: Any, card: Card) -> list[int]:
     """`sort` and `argsort`; a dimension given by keyword (stable sorts) is taken to be the last."""
-    return _sort_buffers(args[0], _dim(args, 1, args[0].dim()))
+    return _sort_buffers(args[0], _dim(args, 1, args[0].dim()), card)
 
 
 _TOPK_BLOCK_THREADS = 256
@@ -193,4 +205,4 @@ def randperm(args: Any, card: Card) -> list[int]:
         return []
     bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
     key = 4 if bits <= 32 else 8
-    return [8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits)]
+    return [8 * count, key * count, key * count, radix_sort_scratch(count, key, 8, bits, card)]

@@ -80,7 +80,7 @@ def coalesce(launch: Launch) -> Any:
     count = indices.shape[1]
     launch.values.assume("Indices of sparse tensors are taken to differ: what is coalesced stays as large.")
     with launch.scratch(*3 * [8 * count]):
-        launch.transients(radix_sort_scratch(count, 8, 8, 64))
+        launch.transients(radix_sort_scratch(count, 8, 8, 64, launch.card))
         added = launch.new(values.shape, values.dtype)
     return _with_parts(sparse, [launch.new(indices.shape, indices.dtype), added], coalesced=True)
 

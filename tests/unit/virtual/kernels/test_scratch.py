@@ -12,6 +12,7 @@ from memprof.virtual.card import Card
 from memprof.virtual.kernels import indexing, norms, registry, sorting
 
 CARD = Card((8, 0), 108, 2048, (2, 11))
+HOPPER = Card((9, 0), 132, 2048, (2, 11))
 MIB = 1 << 20
 
 
@@ -37,13 +38,18 @@ def made(gpu, first, op):
 
 
 def test_cubs_sort_takes_nothing_of_note_for_one_tile_and_copies_of_keys_and_values_beyond():
-    assert sorting.radix_sort_scratch(512, 8, 8, 20) == 1  # as recorded with 512 indices
+    assert sorting.radix_sort_scratch(512, 8, 8, 20, CARD) == 1  # as recorded with 512 indices
+    assert (
+        sorting.radix_sort_scratch(4096, 8, 8, 14, CARD) == 72_191
+    )  # as recorded with 4,096 of a vocabulary of 10,000
     # 8-byte keys: 384 threads of 10 items; 4 passes. 27 tiles of 256 counters, digits of every pass, two copies.
     count = 100_000
-    parts = [4 * 256 * 4, 27 * 256 * 4, 8 * count, 8 * count, 16]
-    assert sorting.radix_sort_scratch(count, 8, 8, 32) == sum(-(-part // 256) * 256 for part in parts) + 255
+    parts = [4 * 256 * 8, 27 * 256 * 4, 8 * count, 8 * count, 16]
+    assert sorting.radix_sort_scratch(count, 8, 8, 32, CARD) == sum(-(-part // 256) * 256 for part in parts) + 255
     # With one pass there is nothing to exchange.
-    assert sorting.radix_sort_scratch(count, 8, 8, 8) == 1024 + 27 * 1024 + 256 + 255
+    assert sorting.radix_sort_scratch(count, 8, 8, 8, CARD) == 2048 + 27 * 1024 + 256 + 255
+    # A card of compute capability 9.0 has tiles of 384 x 12.
+    assert sorting.radix_sort_scratch(count, 8, 8, 8, HOPPER) == 2048 + 22 * 1024 + 256 + 255
 
 
 def test_short_slices_are_sorted_in_place_with_a_range():
@@ -51,7 +57,7 @@ def test_short_slices_are_sorted_in_place_with_a_range():
 
 
 def test_one_long_slice_takes_a_range_and_cubs_scratch():
-    assert sorting.sort((empty(128_256),), CARD) == [8 * 128_256, sorting.radix_sort_scratch(128_256, 4, 8, 32)]
+    assert sorting.sort((empty(128_256),), CARD) == [8 * 128_256, sorting.radix_sort_scratch(128_256, 4, 8, 32, CARD)]
 
 
 def test_a_few_long_slices_are_sorted_as_one_and_many_by_segments():
@@ -171,7 +177,7 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
     result.backward(grad)
     sizes = made(gpu, first, "embedding_dense_backward")
     assert sizes[:3] == [32_000] * 3
-    assert sizes[3] == sorting.radix_sort_scratch(4000, 8, 8, 64)
+    assert sizes[3] == sorting.radix_sort_scratch(4000, 8, 8, 64, CARD)
     # 4,000 / 10 and at most 1,000 different ones: 1,400 rows of 16 in float32.
     assert sizes[-2:] == [8 * 1400, 4 * 1400 * 16]
     assert sizes[4] == 32_000
@@ -183,7 +189,7 @@ def test_many_indices_of_an_embedding_take_a_row_for_every_part_of_equal_ones(gp
 def test_adding_at_many_indices_sorts_them_with_cubs_scratch():
     index = empty(10_000, dtype=torch.int64)
     sizes = indexing.index_put_accumulate((empty(50_000, 4), [index], empty(10_000, 4), True), CARD)
-    assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16)]
+    assert sizes == [80_000] * 5 + [sorting.radix_sort_scratch(10_000, 8, 8, 16, CARD)]
 
 
 @pytest.mark.parametrize(
