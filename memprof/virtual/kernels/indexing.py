@@ -11,6 +11,7 @@ from memprof.trace.events import GPU
 from memprof.virtual.calls import Kind, tensors_of
 from memprof.virtual.card import Card
 from memprof.virtual.kernels import sorting
+from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import kernel, scratch
 from memprof.virtual.launch import Launch
 
@@ -26,7 +27,7 @@ def nonzero(launch: Launch) -> Any:
         return NotImplemented
     result = launch.known(launch.values.selected(mask))
     if launch.call.on_gpu:
-        launch.transients(*sorting.nonzero(mask.numel()))
+        launch.transients(*sorting.nonzero(mask))
     return result
 
 
@@ -62,7 +63,7 @@ def index(launch: Launch) -> Any:
         if _writes_fewer(launch, index, columns):
             columns = columns[: launch.args[2].shape[0]]
         if launch.device == GPU:
-            launch.transients(*sorting.nonzero(index.numel()))
+            launch.transients(*sorting.nonzero(index))
         # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
         virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=_META)
         launch.record(virtual, op="aten.nonzero")
@@ -160,6 +161,8 @@ def scatter_reduce(args: Any, card: Card) -> list[int]:
 
 @scratch(_aten.masked_scatter, _aten.masked_scatter_)
 def masked_scatter(args: Any, card: Card) -> list[int]:
-    """Where each selected element's source lies: a scan of the mask as int64 (native/cuda/IndexKernel.cu)."""
-    count = args[0].numel()
-    return [8 * count, sorting.scan_scratch(count, 8)]
+    """Where each selected element's source lies: a scan of the mask as int64, and contiguous copies of the mask, as it
+    is broadcast, and of the source (native/cuda/IndexKernel.cu)."""
+    mask, source = torch.broadcast_tensors(args[1], args[0])[0], args[2]
+    count = mask.numel()
+    return [8 * count, *contiguous(mask, source), sorting.scan_scratch(count, 8)]

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.card import Card
+from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
-from memprof.virtual.kernels.registry import composite, kernel
+from memprof.virtual.kernels.registry import composite, kernel, scratch
 from memprof.virtual.launch import Launch
 
 _aten = torch.ops.aten
@@ -172,3 +174,30 @@ def ctc_loss_backward(launch: Launch) -> Any:
         result = launch.new(log_probs.shape, log_probs.dtype)
         launch.transients(*3 * [8 * log_probs.shape[1]])
     return result
+
+
+@scratch(_aten.nll_loss_forward)
+def nll_loss(args: Any, card: Card) -> list[int]:
+    """Contiguous copies of input, target and weight (native/cuda/Loss.cu)."""
+    return contiguous(*args[:3])
+
+
+@scratch(_aten.nll_loss_backward)
+def nll_loss_backward(args: Any, card: Card) -> list[int]:
+    """Likewise, and of the gradient."""
+    grad, data, target, weight = args[:4]
+    return contiguous(target, data, grad, weight)
+
+
+@scratch(_aten.nll_loss2d_forward)
+def nll_loss2d(args: Any, card: Card) -> list[int]:
+    """Of images, if they are reduced; else of the weight alone (native/cuda/NLLLoss2d.cu)."""
+    data, target, weight, reduction = args[:4]
+    return contiguous(data, weight, target) if reduction else contiguous(weight)
+
+
+@scratch(_aten.nll_loss2d_backward)
+def nll_loss2d_backward(args: Any, card: Card) -> list[int]:
+    """Of target and weight."""
+    target, weight, reduction = args[2:5]
+    return contiguous(target, weight) if reduction else contiguous(weight)

@@ -1,4 +1,7 @@
-"""Padding by reflection: copies of what is not contiguous (native/cuda/ReflectionPad.cu)."""
+"""Padding by reflection: copies of what is not contiguous (native/cuda/ReflectionPad.cu).
+
+Padding by replication takes any strides, of volumes too (native/cuda/ReplicationPadding.cu: packed accessors).
+"""
 
 from __future__ import annotations
 

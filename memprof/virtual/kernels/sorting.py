@@ -25,7 +25,7 @@ _SINGLE_TILE_ITEMS = 256 * 9
 _ONESWEEP_THREADS = 384
 _MAX_PORTION = (1 << 28) - 1
 _OFFSET_BYTES = 8
-"""torch counts elements in 64 bits (aten/src/ATen/cuda/cub-RadixSortPairs.cuh), and CUB its offsets as it is asked."""
+"""torch counts elements in 64 bits (aten/src/ATen/cuda/cub.h, radix_sort_pairs), and CUB its offsets as it is asked."""
 _SCAN_TILE = 128 * 15
 _SMALL_SORT = 4096
 _INT_MAX = 2**31 - 1
@@ -162,7 +162,26 @@ def topk(args: Any, card: Card) -> list[int]:
     ]
 
 
-@scratch(_aten.cumsum, _aten.cumprod, _aten._logcumsumexp)
+@scratch(_aten.cummax, _aten.cummin)
+def scan_with_indices(args: Any, card: Card) -> list[int]:
+    """A contiguous copy of the input (native/cuda/ScanUtils.cuh, scan_dim_with_indices)."""
+    return contiguous(args[0])
+
+
+@scratch(_aten.mode)
+def mode(args: Any, card: Card) -> list[int]:
+    """The input with the dimension looked along last, contiguous (native/cuda/TensorModeKernel.cpp)."""
+    data = args[0]
+    return contiguous(data.transpose(_dim(args, 1, data.dim()), -1)) if data.dim() else []
+
+
+@scratch(_aten.searchsorted, _aten.bucketize)
+def searchsorted(args: Any, card: Card) -> list[int]:
+    """Contiguous copies of numbers and boundaries, where they are none (native/cuda/Bucketization.cu)."""
+    return contiguous(*(arg for arg in args[:2] if isinstance(arg, torch.Tensor)))
+
+
+@scratch(_aten.cumsum, _aten.cumprod, _aten.logcumsumexp, _aten._logcumsumexp)
 def scan(args: Any, card: Card) -> list[int]:
     """native/cuda/ScanUtils.cuh: along the only dimension by CUB, else by torch's kernels, on contiguous inputs.
 
@@ -181,9 +200,9 @@ def scan(args: Any, card: Card) -> list[int]:
     return copied + ([scan_scratch(data.numel(), data.element_size())] if alone else [])
 
 
-def nonzero(count: int) -> list[int]:
-    """The number found, and CUB's scratch to count and then to select (native/cuda/Nonzero.cu)."""
-    return [4, scan_scratch(count, 4)] if count else []
+def nonzero(data: torch.Tensor) -> list[int]:
+    """A contiguous copy, the number found, and CUB's scratch to count and then to select (native/cuda/Nonzero.cu)."""
+    return [*contiguous(data), 4, scan_scratch(data.numel(), 4)] if data.numel() else []
 
 
 @scratch(_aten.multinomial)

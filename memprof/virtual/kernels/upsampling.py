@@ -1,4 +1,4 @@
-"""Nearest upsampling: its copies to and from channels-last."""
+"""Upsampling: its copies to and from channels-last."""
 
 from __future__ import annotations
 
@@ -36,10 +36,24 @@ def upsample_nearest2d(args: Any, card: Card) -> list[int]:
     return _upsample(args[0], args[1])
 
 
-@scratch(_aten.upsample_nearest2d_backward, _aten._upsample_nearest_exact2d_backward)
-def upsample_nearest2d_backward(args: Any, card: Card) -> list[int]:
-    """So does its backward, whose result is as large as the input was."""
+@scratch(
+    _aten.upsample_nearest2d_backward, _aten._upsample_nearest_exact2d_backward, _aten.upsample_bilinear2d_backward
+)
+def upsample_2d_backward(args: Any, card: Card) -> list[int]:
+    """So does its backward, whose result is as large as the input was, and the bilinear one's (UpSampleBilinear2d.cu).
+
+    Forward, the kernels of all others than the nearest take any strides.
+    """
     return _upsample(args[0], args[2][-2:])
+
+
+@scratch(
+    *(_aten.upsample_nearest1d, _aten._upsample_nearest_exact1d),
+    *(_aten.upsample_nearest1d_backward, _aten._upsample_nearest_exact1d_backward),
+)
+def upsample_nearest1d(args: Any, card: Card) -> list[int]:
+    """Rows are upsampled contiguous, and so are their gradients (native/cuda/UpSampleNearest1d.cu)."""
+    return contiguous(args[0])
 
 
 def _volume(source: torch.Tensor, spatial: Any) -> list[int]:

@@ -251,9 +251,9 @@ def test_foreach_norm_takes_a_partial_norm_for_every_chunk() -> None:
 
 def test_upsampling_copies_what_is_neither_contiguous_nor_channels_last() -> None:
     strided, last = empty(2, 8, 6, 6)[:, :4], empty(2, 4, 6, 6).to(memory_format=torch.channels_last)
-    assert upsampling.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
-    assert upsampling.upsample_nearest2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
-    assert upsampling.upsample_nearest2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
+    assert upsampling.upsample_2d_backward((strided, [6, 6], [2, 4, 3, 3]), CARD) == [2 * 4 * 6 * 6 * 4]
+    assert upsampling.upsample_2d_backward((last, [6, 6], [2, 4, 3, 3]), CARD) == []
+    assert upsampling.upsample_2d_backward((strided, [6, 6], [2, 4, 6, 6]), CARD) == []
     assert upsampling.upsample_nearest2d((strided, [12, 12]), CARD) == [2 * 4 * 6 * 6 * 4]
     assert upsampling.upsample_nearest2d((last, [12, 12]), CARD) == []
 
