@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from memprof.findings.evidence import (
     computing,
     input_shapes,
@@ -75,8 +77,9 @@ def find(context: Context) -> list[Finding]:
 def score_storages(context: Context) -> dict[int, str]:
     """Storages that are [..., queries, keys], each as "scores" or "mask".
 
-    That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens. Scores are
-    believed only where a softmax over [queries, keys] was seen, and masks by their type or single head.
+    That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens, or they are an
+    image. Scores are believed only where a softmax over [queries, keys] was seen, in a program with images of this size
+    only if there are as many products of matrices, and masks by their type or single head.
     """
     trace = context.ledger.trace
     inputs = input_shapes(context)
@@ -90,8 +93,15 @@ def score_storages(context: Context) -> dict[int, str]:
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops
     ]
+    products = {
+        math.prod(storage.shape)
+        for storage in trace.storages
+        if computes[storage.phase] and trace.op(storage) in _PRODUCTS and not storage.hidden
+    }
+    images = {s.shape[-2:] for s in trace.storages if trace.op(s) == "aten.convolution"}
     candidates: list[tuple[int, Storage]] = []
     attended: set[tuple[int, ...]] = set()
+    """Of scores: how many there are, queries and keys."""
     for index, storage in enumerate(trace.storages):
         shape = storage.shape
         if (
@@ -106,17 +116,22 @@ def score_storages(context: Context) -> dict[int, str]:
             continue
         candidates.append((index, storage))
         # A router's softmax over [batch, tokens, experts] has keys that are no sequence length.
-        if softmax[storage.op] and (shape[-1] in lengths or shape[-2] == shape[-1]):
-            attended.add(shape[-2:])
+        size = math.prod(shape)
+        believed = softmax[storage.op] and (size in products or shape[-2:] not in images)
+        if believed and (shape[-1] in lengths or shape[-2] == shape[-1]):
+            attended.add((size, *shape[-2:]))
+    places = {place[1:] for place in attended}
     result: dict[int, str] = {}
     for index, storage in candidates:
         shape = storage.shape
         # [batch, tokens, features] with as many features as tokens is not [batch * heads, queries, keys].
         plain = len(shape) == 3 and shape[0] in batches
-        if shape[-2:] in attended:
+        if (math.prod(shape), *shape[-2:]) in attended:
             if not plain or softmax[storage.op]:
                 result[index] = "mask" if _is_mask(trace, storage) else "scores"
-        elif len(shape) >= 4 and shape[-2] in lengths and shape[-1] in lengths and _is_mask(trace, storage):
+            continue
+        long = len(shape) >= 4 and shape[-2] in lengths and shape[-1] in lengths
+        if (long or shape[-2:] in places) and _is_mask(trace, storage):
             result[index] = "mask"
     return result
 

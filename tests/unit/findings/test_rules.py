@@ -263,6 +263,13 @@ class TestAttentionScores:
         (finding,) = of(b.context(), "attention-scores")
         assert not finding.remedies
 
+    def test_a_softmax_over_the_channels_of_an_image_is_no_attention(self) -> None:
+        b = training(1024, 100)
+        for _ in range(4):
+            b.new(8, 32, 512, 512, op="aten.convolution")
+        b.new(8, 21, 512, 512, op="aten._softmax")
+        assert not of(b.context(), "attention-scores")
+
     def test_math_path_of_sdpa_is_not_told_to_use_sdpa(self) -> None:
         (finding,) = of(self.eager("aten._safe_softmax").context(), "attention-scores")
         assert "sdpa-attention" not in finding.remedies
