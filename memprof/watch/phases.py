@@ -117,7 +117,7 @@ class Phases:
             self._generating += 1
             if self._now().kind is PhaseKind.DECODE:
                 return
-        elif not trains and not module.training and (self.optimizers or self.backwards) and _is_trained(module):
+        elif not trains and not module.training and self._learns(module):
             kind = PhaseKind.EVALUATION
         else:
             kind = PhaseKind.FORWARD
@@ -125,6 +125,17 @@ class Phases:
                 self._ran_backward = False
                 self._micro_batch += 1
         self._begin(kind)
+
+    def _learns(self, module: nn.Module) -> bool:
+        """Whether it is trained by an optimizer, if there is one, or by the program itself: a teacher is not."""
+        steps_on = {
+            id(one) for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
+        }
+        return (
+            any(id(one) in steps_on for one in module.parameters())
+            if steps_on
+            else bool(self.backwards and _is_trained(module))
+        )
 
     def backward(self) -> None:
         """A backward pass begins."""
