@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from memprof.findings.finding import Context, Evidence
 from memprof.ledger.categories import Category
+from memprof.ledger.stages import words_of
 from memprof.remedy_catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
 from memprof.trace.events import NONE, ModuleRole, PhaseKind, Role, Storage, Trace, short_source, without_numbers
 from memprof.units import format_bytes
@@ -196,11 +197,12 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
 
 
 def vocabulary(context: Context) -> int | None:
-    """Words in the vocabulary: as configured, else the rows of the largest token embedding or head."""
+    """Words in the vocabulary: as configured, else the rows of the largest token embedding or head, or what the loss
+    is taken over."""
     if context.vocab_size is not None:
         return context.vocab_size
-    storages = context.ledger.trace.storages
-    return max((storages[index].shape[0] for index in vocabulary_tables(context.ledger.trace)), default=None)
+    trace = context.ledger.trace
+    return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=words_of(trace))
 
 
 def is_sequence(storage: Storage) -> bool:

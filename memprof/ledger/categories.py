@@ -6,6 +6,7 @@ import bisect
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from enum import StrEnum
 
 from memprof.ledger.stages import Span, words_of
@@ -53,6 +54,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     births = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC}
     deaths = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.FREE}
     copies = _copies_of_weights(trace, deaths)
+    differentiated = {storage.forward_event for storage in trace.storages}
+    backwards = [span.begin for span in spans if span.kind is PhaseKind.BACKWARD]
     fed = _ForTheNext(trace)
     words = words_of(trace)
     gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
@@ -74,7 +77,11 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return False  # the latter is the head's weight, cast by autocast
         # A head that is no module of its own (an einsum, a module of the program's): one value for each word.
         return span.is_logits_or_loss or (
-            span.is_after_layers and len(storage.shape) > 1 and storage.shape[-1] == words and not storage.hidden
+            span.is_after_layers
+            and len(storage.shape) > 1
+            and storage.shape[-1] == words
+            and storage.shape not in weights
+            and not storage.hidden
         )
 
     def of(index: int, storage: Storage) -> Category:
@@ -115,6 +122,10 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.TEMPORARIES
         if storage.module != NONE:  # after a backward pass within a module
             return Category.ACTIVATIONS if index in outlives else Category.TEMPORARIES
+        if birth in differentiated:  # of a program without modules
+            following = bisect.bisect_left(backwards, birth)
+            passes = following < len(backwards) and backwards[following] < deaths.get(index, len(trace.events))
+            return Category.ACTIVATIONS if passes else Category.TEMPORARIES
         if by_program(storage) and (birth < first_forward or fed.step(birth, deaths.get(index))):
             return Category.INPUTS
         return Category.UNATTRIBUTED
@@ -139,7 +150,7 @@ def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
         if owner.role in shapes:
             shapes[owner.role].append(trace.storages[index].shape)
     weights = set(shapes[Role.PARAMETER])
-    buffers = {*shapes[Role.BUFFER], ()}
+    buffers = {*shapes[Role.BUFFER], *_flat(shapes[Role.BUFFER]), ()}  # copy.deepcopy copies their storages
     ends: dict[int, int] = {}
     begun = NONE
     for time, event in enumerate(trace.events):
@@ -160,11 +171,9 @@ def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
     result: set[int] = set()
     for (_, op, _), members in made.items():
         own = {trace.storages[index].shape for index in members}
-        known, others = weights, buffers
-        if trace.ops[op] == "torch.load":  # storages without a shape
-            known, others = _flat(weights), _flat(buffers)
+        known = _flat(weights) if trace.ops[op] == "torch.load" else weights  # storages without a shape
         if (
-            own <= known | others
+            own <= known | buffers
             and 2 * len(own & known) >= len(known)
             and len(members) >= max(2, len(shapes[Role.PARAMETER]) / 2)
         ):
@@ -172,7 +181,7 @@ def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
     return result
 
 
-def _flat(shapes: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+def _flat(shapes: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return {(math.prod(shape),) for shape in shapes}
 
 

@@ -44,8 +44,8 @@ class Span:
 
     @property
     def is_after_layers(self) -> bool:
-        """Whether a model that reads tokens is here between its last layer and its head, if it has one."""
-        return self.name.removeprefix(_EVALUATION) in ("final norm", "before the head")
+        """Whether a model may be here between its last layer and its loss, in no module that has a stage."""
+        return self.name.removeprefix(_EVALUATION) in ("final norm", "before the head", "own code")
 
 
 def spans(trace: Trace) -> list[Span]:
@@ -78,13 +78,17 @@ def _has(trace: Trace, span: Span, kind: EventKind) -> bool:
 
 
 def words_of(trace: Trace) -> int | None:
-    """Rows of the largest embedding of a model that has no module for its logits; None if there is no such model."""
+    """What a model tells apart that has no module for its logits: the rows of its largest embedding, else what the last
+    of its losses is taken over. None if there is no such model."""
     roles = {module.role for module in trace.modules}
     if ModuleRole.HEAD in roles:
         return None
     tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
     owners = trace.owners.items()
-    return max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
+    rows = max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
+    made = trace.storages if rows is None else []
+    losses = (one.shape[-1] for one in reversed(made) if trace.op(one) == "aten._log_softmax" and len(one.shape) == 2)
+    return next(losses, rows)
 
 
 def _lone_heads(trace: Trace) -> dict[int, Module]:
@@ -169,7 +173,9 @@ class _ForwardSpans:
             self.spans[-1] = replace(self.spans[-1], end=end)
             self._begin = end
             return
-        if self._left_root and self._goes_on and not self._seen_head:
+        if over and self._phase.step == 0 and self._phase.kind is not PhaseKind.EVALUATION:
+            name = "output"  # between steps: without gradients
+        elif self._left_root and self._goes_on and not self._seen_head:
             name = "own code"  # of the program, between two models: an encoder and a decoder
         elif over:
             name = "loss" if self._trains else "output"
@@ -181,7 +187,16 @@ class _ForwardSpans:
             name = "final norm" if self._saw_norm else "before the head"
         else:
             name = f"{self._stack_name(following.stack)}embedding"
-        self._add(name, end)
+        last = self.spans[-1] if self.spans else None
+        frees = name == "own code" and not self._allocates(end)  # what a child is done with
+        if last is not None and (frees or last.name.removeprefix(_EVALUATION) == name):
+            self.spans[-1] = replace(last, end=end)
+            self._begin = end
+        else:
+            self._add(name, end)
+
+    def _allocates(self, end: int) -> bool:
+        return any(event.kind is EventKind.ALLOC for event in self._trace.events[self._begin : end])
 
     def _module(self, end: int, module: Module) -> None:
         if module.role is ModuleRole.HEAD:
@@ -204,5 +219,7 @@ class _ForwardSpans:
         if len(self._stacks) < 2:
             return ""
         parts = [other.split(".") for other in self._stacks if other != stack]
-        telling = [part for part in stack.split(".") if not all(part in other for other in parts)]
+        telling = [
+            part for part in stack.split(".") if not part.isdigit() and not all(part in other for other in parts)
+        ]
         return (telling[0] if telling else stack) + " "

@@ -178,13 +178,17 @@ def _head(root: nn.Module, stacks: dict[str, nn.Module], *, reads_tokens: bool) 
             head = None
         if isinstance(head, nn.Module):
             return head
-    if not stacks or not reads_tokens:
+    if not reads_tokens:
         return None
     words = {module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)}
     found: dict[bool, nn.Module] = {}
     for path, module in root.named_modules():
         inside = any(path == stack or path.startswith(stack + ".") for stack in stacks)
-        if isinstance(module, nn.Linear) and not inside and (module.out_features in words or "." not in path):
+        if (
+            isinstance(module, nn.Linear)
+            and not inside
+            and (module.out_features in words or (stacks and "." not in path))
+        ):
             found[module.out_features in words] = module
     return found.get(True, found.get(False))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from memprof.watch.modules import ModuleTracker
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
 _TORCH_DIR = str(torch.__path__[0])
+_PYTHON_DIR = sysconfig.get_path("stdlib")
 _MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -335,8 +337,10 @@ class Recorder:
 
     @staticmethod
     def is_program(code: CodeType) -> bool:
-        """Whether this is the program's code, neither torch's nor memprof's (whose own workloads are programs)."""
+        """Whether this is the program's code, not Python's, torch's or memprof's (whose own workloads are programs)."""
         name = code.co_filename
+        if name.startswith(_PYTHON_DIR) and "-packages" not in name:
+            return False
         return not (
             name.startswith((_TORCH_DIR, "<frozen", "<string>"))
             or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))

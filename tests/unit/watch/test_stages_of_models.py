@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -188,3 +191,156 @@ def test_weights_that_autocast_has_cast_are_no_logits() -> None:
         for _ in range(2):
             model(ids)
     assert gpu.report().peak.categories["logits and loss"] < 1000 * 64 * 2
+
+
+def run(program: Callable[[], object]) -> memprof.Report:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        program()
+    return gpu.report()
+
+
+def test_a_deep_copy_of_a_model_is_parameters() -> None:
+    """Also if it has buffers, whose storages are copied flat, and is never moved, called or stepped on."""
+
+    def program() -> None:
+        nonlocal average
+        model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256)).cuda()
+        average = copy.deepcopy(model).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(8, 256, device="cuda")).mean().backward()
+            optimizer.step()
+
+    average: nn.Module
+    report = run(program)
+    size = sum(p.numel() * 4 for p in average.parameters())
+    assert 2 * size <= report.peak.categories["parameters"] < 2.1 * size
+    # The line that copies is the program's and not Python's own.
+    assert not any("copy.py" in (t.source or "") for t in report.peak.tensors)
+
+
+def test_a_program_of_functions_has_activations() -> None:
+    """What its backward needs is no data, and the data is none of its activations."""
+
+    def program() -> None:
+        weights = [torch.randn(256, 256, device="cuda", requires_grad=True) for _ in range(2)]
+        optimizer = torch.optim.SGD(weights)
+        data = torch.randn(4096, 256, device="cuda")
+        for _ in range(3):
+            x = data[torch.randint(0, 4096, (1024,), device="cuda")]
+            for weight in weights:
+                x = torch.relu(x @ weight)
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    tensors = run(program).peak.tensors
+    found = {t.category for t in tensors if t.op == "aten.relu"}
+    assert found == {"activations"}
+    assert {t.category for t in tensors if t.shape == (4096, 256) or t.op == "aten.index"} == {"inputs"}
+
+
+def test_a_teacher_is_not_evaluated() -> None:
+    """A model that no optimizer steps on is called without gradients, and the step goes on."""
+
+    def program() -> None:
+        student, teacher = Block().cuda(), Block().cuda().eval()
+        optimizer = torch.optim.SGD(student.parameters())
+        for _ in range(2):
+            x = torch.randn(64, 64, device="cuda")
+            y = student(x)
+            with torch.no_grad():
+                target = teacher(x)
+            functional.mse_loss(y, target).backward()
+            optimizer.step()
+        with torch.no_grad():
+            student.eval()(x)
+
+    stages = run(program).stages
+    evaluations = {number for number, stage in enumerate(stages) if stage.name.startswith("evaluation")}
+    assert evaluations and min(evaluations) > max(n for n, stage in enumerate(stages) if stage.name == "backward")
+
+
+def test_what_a_forward_between_steps_is_followed_by_is_no_loss() -> None:
+    def program() -> None:
+        model = Block().cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(64, 64, device="cuda")).mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                sample = model(torch.randn(64, 64, device="cuda"))
+                sample = sample * 2 + 1
+
+    stages = run(program).stages
+    assert {stage.name for stage in stages if not stage.step and stage.name in ("loss", "output")} == {"output"}
+    assert {stage.name for stage in stages if stage.step and stage.name in ("loss", "output")} == {"loss"}
+
+
+class Bare(nn.Module):
+    """Words are rows of a parameter, and the head is a product with another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Parameter(torch.randn(1000, 64)), nn.Parameter(torch.randn(64, 1000))
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words[ids]
+        for layer in self.layers:
+            x = layer(x)
+        return torch.einsum("btd,dv->btv", x, self.out)
+
+
+class Recurrent(nn.Module):
+    """A language model without layers that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.decoder = nn.Embedding(1000, 64), nn.LSTM(64, 64, 2), nn.Linear(64, 1000)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.rnn(self.embed(ids))[0])
+
+
+@pytest.mark.parametrize("kind", [Bare, Recurrent])
+def test_logits_are_known_by_their_use(kind: type[nn.Module]) -> None:
+    tensors = trained(kind(), tokens=True).peak.tensors
+    words = {t.category for t in tensors if t.shape[-1:] == (1000,) and t.shape != (64, 1000) and not t.name}
+    assert words == {"logits and loss"}
+
+
+def test_what_a_child_is_done_with_is_freed_in_its_stage() -> None:
+    """No rows of "own code" between the parts of a Sequential that is called without gradients."""
+
+    def program() -> None:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+        with torch.no_grad():
+            model(torch.randn(512, 64, device="cuda"))
+
+    names = [stage.name for stage in run(program).stages]
+    assert [name for name in names if name[0].isdigit()] == [f"{n} Linear" for n in range(4)]
+    assert "own code" not in names
+
+
+def test_a_stack_is_not_called_by_a_number() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(head(x) for head in self.m)
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.ModuleList([Heads(), nn.Linear(64, 64), Heads()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.model:
+                x = part(x)
+            return x
+
+    stages = forward_stages(Many(), tokens=False)
+    assert "model.0.m layer 0" in stages and "model.2.m layer 1" in stages
