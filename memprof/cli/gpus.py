@@ -53,22 +53,16 @@ def _present(reading: Reading, environment: Environment) -> None:
         typer.echo(note)
 
 
-def _usable(card: NvmlCard) -> int | None:
-    """What CUDA reports as the card's capacity: what the driver keeps is not in it."""
-    return None if card.total_bytes is None else card.total_bytes - (card.reserved_bytes or 0)
-
-
 def _memory(card: NvmlCard) -> str:
-    total = _usable(card)
-    if total is None or card.used_bytes is None:
+    if card.usable_bytes is None or card.used_bytes is None:
         return "memory not known"
-    return f"{gib(total)} GiB, {gib(card.used_bytes)} used"
+    return f"{gib(card.usable_bytes)} GiB, {gib(card.used_bytes)} used"
 
 
 def _catalog(card: NvmlCard) -> str:
     try:
         found = find_gpu(card.name)
     except UsageError:
-        total = _usable(card)
+        total = card.usable_bytes
         return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")
     return f"--gpu {found.key} ({gib(found.total_bytes)} GiB)"

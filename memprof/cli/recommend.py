@@ -129,18 +129,17 @@ def _on_present_card(spec: TargetSpec) -> TargetSpec:
     from memprof.device.nvml import read_cards
 
     reading = read_cards()
-    if not reading.cards or reading.cards[0].total_bytes is None:
+    card = next(iter(reading.cards), None)
+    if card is None or card.usable_bytes is None:
         raise UsageError(
             "which card?",
             value="; ".join(reading.notes) or "none is present",
             hint="name one: --gpu rtx-4090 (`memprof gpus` lists them), or --gpu-vram 8",
         )
-    card = reading.cards[0]
-    assert card.total_bytes is not None
     try:
         return spec.edit(gpu=find_gpu(card.name).key)
     except UsageError:
-        return spec.edit(gpu_vram_bytes=card.total_bytes - (card.reserved_bytes or 0))
+        return spec.edit(gpu_vram_bytes=card.usable_bytes)
 
 
 def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommendation:

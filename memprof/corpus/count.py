@@ -173,7 +173,7 @@ class _Reader:
 
     def blocks(self) -> Iterator[bytes]:
         """Bytes of text files as they are, and of rows in UTF-8."""
-        return self._read(lambda path: blocks(path, self._tell, tally=self._tally), lambda rows: "".join(rows).encode())
+        return self._read(lambda path: blocks(path, self._tell, self._tally), lambda rows: "".join(rows).encode())
 
     def done(self) -> Tally:
         """What was read.

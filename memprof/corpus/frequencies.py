@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
 
 from memprof.errors import UsageError
 
@@ -74,17 +73,3 @@ class Frequencies:
             missing -= times * tokens
             cap += tokens
         return cap
-
-    def curve(self, points: int = 20) -> list[tuple[int, float]]:
-        """(cap, coverage) pairs, the caps in even ratios from 1 to all tokens."""
-        if not self.distinct:
-            return []
-        caps = {round(self.distinct ** (point / max(1, points - 1))) for point in range(points)} | {self.distinct}
-        sums = list(accumulate((times * tokens for times, tokens in self.histogram), initial=0))
-        ends = list(accumulate((tokens for _, tokens in self.histogram), initial=0))
-        curve, at = [], 0
-        for cap in sorted(caps):
-            while ends[at + 1] < cap:
-                at += 1
-            curve.append((cap, (sums[at] + (cap - ends[at]) * self.histogram[at][0]) / self.total))
-        return curve

@@ -31,9 +31,7 @@ class NoTextError(UsageError):
     """The file is empty or binary: an error if the user named it, else a file that is left out."""
 
 
-def blocks(
-    path: Path, progress: Progress = lambda done: None, *, tally: Tally | None = None, size: int | None = None
-) -> Iterator[bytes]:
+def blocks(path: Path, progress: Progress, tally: Tally, size: int = BATCH_BYTES) -> Iterator[bytes]:
     """The bytes of a file, decompressed, `size` at a time; `progress` is told how many have been read on disk.
 
     Raises:
@@ -42,10 +40,9 @@ def blocks(
     """
     done = 0
     with opened(path) as (file, tell):
-        while block := file.read(size or BATCH_BYTES):
+        while block := file.read(size):
             done += len(block)
-            if tally is not None:
-                tally.num_bytes += len(block)
+            tally.num_bytes += len(block)
             yield block
             progress(tell() or done)
     if not done:
@@ -79,7 +76,7 @@ def pieces(
     wrong = Undecodable(tally, path)
     rest: list[str] = []
     waiting = before = 0
-    for block in blocks(path, progress, tally=tally, size=BATCH_BYTES if lines else BLOCK_BYTES):
+    for block in blocks(path, progress, tally, BATCH_BYTES if lines else BLOCK_BYTES):
         if not before:
             check_is_text(path, block, encoding)
         text = _decode(decoder, block, before, wrong, path, encoding)

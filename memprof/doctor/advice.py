@@ -58,12 +58,9 @@ class Known:
         return None
 
 
-def _only(case: str) -> Remedy:
-    """The one remedy of a case."""
-    return helping(case)[0]
-
-
-_SEGMENTS, _SPILLED, _HOST = _only("fragmentation"), _only("doctor: spilled"), _only("doctor: host memory")
+_CASES = ("fragmentation", "doctor: spilled", "doctor: host memory")
+_SEGMENTS, _SPILLED, _HOST = (helping(case)[0] for case in _CASES)
+"""Cases that have one remedy."""
 EXPANDABLE = f"export PYTORCH_CUDA_ALLOC_CONF={_SEGMENTS.alloc_conf}"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memprof.allocator import SettingsInForce
 from memprof.catalog import find_gpu
@@ -25,9 +25,6 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
-
-if TYPE_CHECKING:
-    from memprof.workload.step import SwitchOn
 
 
 def profile(
@@ -52,7 +49,12 @@ def profile(
     in_force = SettingsInForce(allocator_settings(spec.alloc_conf))
     source = find_source(spec)
     progress("importing torch and the model's code")
-    workload = Workload(spec, source, _switch_on(spec))
+    switch_on = None
+    if spec.fixes:
+        from memprof.remedies import on_spec
+
+        switch_on = on_spec.switch_on
+    workload = Workload(spec, source, switch_on)
     failed: RunFailedError | None = None
     try:
         if spec.device == "virtual":
@@ -143,12 +145,3 @@ def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> Non
             value=f"it takes {format_bytes(needed)}, {format_bytes(available)} are free",
             hint="leave out --device cpu: simulated, it takes no memory",
         )
-
-
-def _switch_on(spec: TargetSpec) -> SwitchOn | None:
-    """What applies the spec's remedies to the model; None if there are none."""
-    if not spec.fixes:
-        return None
-    from memprof.remedies.on_spec import switch_on
-
-    return switch_on

@@ -22,6 +22,7 @@ class Feeder:
         self.model = model
         self.batch_size = batch_size
         self.assumptions: list[str] = []
+        """A sentence may stand there more than once."""
         self.context_length = context_length or self._default_length(source)
         makers: dict[str, Callable[[], Batch]] = {
             "causal-lm": self._tokens,
@@ -134,14 +135,10 @@ class Feeder:
             )
         ids = next((v for v in batch.values() if isinstance(v, torch.Tensor) and v.dtype == torch.int64), None)
         if ids is not None and result.dim() == ids.dim() + 1 and result.shape[:-1] == ids.shape:
-            self._assume_once("Loss: cross_entropy over the output's last dimension (the model returns no loss).")
+            self.assumptions.append("Loss: cross_entropy over the output's last dimension (the model returns no loss).")
             return nn.functional.cross_entropy(result.flatten(0, -2), ids.flatten())
-        self._assume_once("Loss: the mean of the output (the model returns no loss).")
+        self.assumptions.append("Loss: the mean of the output (the model returns no loss).")
         return result.mean()
-
-    def _assume_once(self, sentence: str) -> None:
-        if sentence not in self.assumptions:
-            self.assumptions.append(sentence)
 
 
 _INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length) that returns forward's arguments"

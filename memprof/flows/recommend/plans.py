@@ -53,7 +53,6 @@ class Plan:
     def spec(self, base: TargetSpec, micro_batch: int, accumulation: int = 1) -> TargetSpec:
         """`base` run in this way. `accumulation` above 2 is run as 2: every further micro-batch finds what the second
         found."""
-        fixes: list[str] = []
         changes: dict[str, object] = {"batch_size": micro_batch}
         if self.precision in ("half", "int8", "nf4"):
             changes["dtype"] = self.half
@@ -69,20 +68,16 @@ class Plan:
         changes["gradient_accumulation"] = min(accumulation, 2)
         if self.goal in (Goal.LORA, Goal.QLORA):
             changes["adapter"] = "lora"
+        changes["optimizer"] = self.optimizer.removesuffix("-cpu")
         if self.optimizer == "adamw":
-            changes |= {"optimizer": "adamw", "optimizer_impl": "fused"}
-        elif self.optimizer == "adamw-cpu":
-            changes["optimizer"] = "adamw"
-            fixes.append(CPU_OPTIMIZER)
-        else:
-            changes["optimizer"] = self.optimizer
-        if self.chunked_loss:
-            fixes.append(CHUNKED_LOSS)
-        if self.activations in (Activations.CHECKPOINTED, Activations.BOTH):
-            fixes.append(CHECKPOINTING)
-        if self.activations in (Activations.OFFLOADED, Activations.BOTH):
-            fixes.append(OFFLOADED_ACTIVATIONS)
-        return base.edit(**changes, fixes=tuple(fixes))
+            changes["optimizer_impl"] = "fused"
+        remedies = {
+            CPU_OPTIMIZER: self.optimizer == "adamw-cpu",
+            CHUNKED_LOSS: self.chunked_loss,
+            CHECKPOINTING: self.activations in (Activations.CHECKPOINTED, Activations.BOTH),
+            OFFLOADED_ACTIVATIONS: self.activations in (Activations.OFFLOADED, Activations.BOTH),
+        }
+        return base.edit(**changes, fixes=tuple(name for name, is_on in remedies.items() if is_on))
 
     def label(self, micro_batch: int | None = None) -> str:
         """In a line of a table."""

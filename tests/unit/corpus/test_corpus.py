@@ -54,16 +54,6 @@ def test_no_share(share):
         Frequencies.of([1]).cap_for(share)
 
 
-@given(counts_lists, st.integers(1, 30))
-def test_the_curve_lies_on_the_coverage(counts, points):
-    frequencies = Frequencies.of(counts)
-    curve = frequencies.curve(points)
-    assert all(share == pytest.approx(frequencies.coverage(cap)) for cap, share in curve)
-    caps = [cap for cap, _ in curve]
-    assert caps == sorted(set(caps)) and len(caps) <= points + 1
-    assert not frequencies.distinct or (caps[-1] == frequencies.distinct and curve[-1][1] == 1)
-
-
 # -- bounded memory ------------------------------------------------------------------------------------------------
 
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), min_size=1, max_size=3)
