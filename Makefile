@@ -2,7 +2,7 @@
 # make check    while you work: the linters, and the tests that take a minute (tests/conftest.py has which)
 # make test     everything that CI checks: the same with all tests
 # make lint     the same without tests;  make format  mends what ruff can
-# make docs     regenerates docs/cli.md and the outputs shown in README.md and docs/accuracy.md
+# make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
 # make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
 # make bench    how fast the simulation and the allocator's replay are

@@ -201,6 +201,13 @@ def test_first_result_is_near_the_top_of_the_readme():
     assert any(line.startswith("make test") for line in lines)
 
 
+def test_the_map_of_the_package_is_true():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```text\nmemprof/\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    names = [line.split()[0] for line in shown.splitlines()]
+    assert [name for name in names if not (ROOT / "memprof" / name).exists()] == []
+
+
 def test_every_finding_is_explained():
     concepts = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     sources = [file.read_text(encoding="utf-8") for file in (ROOT / "memprof" / "findings").glob("*.py")]
