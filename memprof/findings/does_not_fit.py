@@ -5,7 +5,7 @@ from __future__ import annotations
 from memprof.findings.evidence import file_and_line, format_shape, percent, tensor_evidence, would_help
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.ledger.categories import Category
-from memprof.ledger.stages import Span
+from memprof.ledger.stages import Span, at_stage
 from memprof.trace.events import PhaseKind
 from memprof.units import format_bytes
 
@@ -63,11 +63,7 @@ def find(context: Context) -> list[Finding]:
 
 def stage_text(span: Span) -> str:
     """The stage and its step: "layer 3 of step 1"."""
-    name = "the inputs" if span.name == "inputs" else span.name
-    if not span.step:
-        return name
-    micro = f", micro-batch {span.micro_batch}" if span.micro_batch > 1 else ""
-    return f"{name} of step {span.step}{micro}"
+    return at_stage("the inputs" if span.name == "inputs" else span.name, span.step, span.micro_batch)
 
 
 def _remedies(context: Context) -> tuple[str, ...]:

@@ -77,6 +77,12 @@ def _has(trace: Trace, span: Span, kind: EventKind) -> bool:
     return any(trace.events[time].kind is kind for time in range(span.begin, span.end))
 
 
+def at_stage(name: str, step: int, micro_batch: int = 0) -> str:
+    """A stage with its step, if it is in one, and its micro-batch, if it is not the first."""
+    micro = f", micro-batch {micro_batch}" if micro_batch > 1 else ""
+    return (f"{name} of step {step}" if step else name) + micro
+
+
 def words_of(trace: Trace) -> int | None:
     """What a model tells apart that has no module for its logits: the rows of its largest embedding, else what the last
     of its losses is taken over. None if there is no such model."""

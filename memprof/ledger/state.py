@@ -29,20 +29,14 @@ def model_state(trace: Trace) -> ModelState:
     tensors = most_tensors = 0
     storages, owners = trace.storages, trace.owners
     for kind, ref in trace.events:
-        if kind is EventKind.ALLOC:
-            sign = 1
-        elif kind is EventKind.FREE:
-            sign = -1
-        else:
+        if kind not in (EventKind.ALLOC, EventKind.FREE) or storages[ref].device == HOST or storages[ref].hidden:
             continue
-        storage = storages[ref]
-        if storage.device == HOST or storage.hidden:
-            continue
-        tensors += sign * storage.num_bytes
+        change = storages[ref].num_bytes if kind is EventKind.ALLOC else -storages[ref].num_bytes
+        tensors += change
         most_tensors = max(most_tensors, tensors)
         owner = owners.get(ref)
         if owner is not None and owner.role in now:
-            now[owner.role] += sign * storage.num_bytes
+            now[owner.role] += change
             most[owner.role] = max(most[owner.role], now[owner.role])
     return ModelState(
         parameters_bytes=most[Role.PARAMETER],

@@ -31,17 +31,16 @@ def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]
         (time, trace.phases[event.ref]) for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE
     ]
     ends: dict[int, int] = {}
-    for position, (_, phase) in enumerate(phases):
+    evaluates = [False] * len(trace.events)
+    begins = [*(time for time, _ in phases), len(trace.events)]
+    for (time, phase), end in zip(phases, begins[1:], strict=True):
         if phase.kind is PhaseKind.OPTIMIZER_STEP and phase.step:
-            ends[phase.step] = phases[position + 1][0] if position + 1 < len(phases) else len(trace.events)
+            ends[phase.step] = end
+        elif phase.kind is PhaseKind.EVALUATION:
+            evaluates[time:end] = [True] * (end - time)
     if not ends:
         return []
     begin = next(time for time, phase in phases if phase.step)
-    evaluates = [False] * len(trace.events)
-    for position, (time, phase) in enumerate(phases):
-        if phase.kind is PhaseKind.EVALUATION:
-            end = phases[position + 1][0] if position + 1 < len(phases) else len(trace.events)
-            evaluates[time:end] = [True] * (end - time)
     steps = []
     before = allocated[begin - 1] if begin else 0
     for number, end in sorted(ends.items(), key=lambda item: item[1]):

@@ -1,4 +1,1 @@
-"""Remedies: what makes a run smaller, what each costs, and the real thing for a user's own model.
-
-`catalog` is plain Python: names, costs, conflicts. `implementation` needs torch: `memprof.apply` switches remedies on.
-"""
+"""Remedies switched on: in a spec (fixes.py), or in a user's model (`memprof.apply`, a file for each)."""

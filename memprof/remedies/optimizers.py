@@ -11,12 +11,10 @@ from torch.optim import Optimizer
 
 from memprof.errors import UsageError
 
-DEFAULT_LEARNING_RATE = 1e-4
-
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     """What is made where the user says nothing."""
-    return torch.optim.AdamW(parameters, lr=DEFAULT_LEARNING_RATE)
+    return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 def trained_parameters(model: nn.Module, remedy: str) -> list[nn.Parameter]:

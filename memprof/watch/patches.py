@@ -17,12 +17,10 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Patch] = []
 
-    def set(self, owner: Any, name: str, value: Any) -> Any:
-        """Replace `owner.name` by `value`; returns what it was (None if it was inherited or absent)."""
-        before = vars(owner).get(name, _MISSING)
-        self._undo.append((owner, name, before))
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name` by `value`."""
+        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
-        return None if before is _MISSING else before
 
     def set_all(self, patches: Iterable[Patch]) -> None:
         """Replace these, one after the other: each is made when those before it are in place."""

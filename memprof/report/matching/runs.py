@@ -11,6 +11,7 @@ from memprof.findings import Finding
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stage_amounts import Stage
+from memprof.ledger.stages import at_stage
 from memprof.recording.occupancy import fragmentation, group
 from memprof.recording.recording import Recording
 from memprof.report.documents.comparison import Side, TensorSide
@@ -118,7 +119,7 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
             fits=document.verdict.fits,
             failure=None if failure is None else f"{failure.error} in {failure.phase}",
             notes=tuple(notes),
-            peak_at=_moment(peak.stage, peak.step, peak.micro_batch),
+            peak_at=at_stage(peak.stage, peak.step, peak.micro_batch),
         ),
         settings=settings,
         all_settings=True,
@@ -137,11 +138,6 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
         findings=_findings(document.findings),
         assumptions=document.assumptions,
     )
-
-
-def _moment(stage: str, step: int, micro_batch: int = 0) -> str:
-    micro = f", micro-batch {micro_batch}" if micro_batch > 1 else ""
-    return (f"{stage} of step {step}" if step else stage) + micro
 
 
 def _effective(target: Target | None, *, on_card: bool) -> dict[str, Any]:
@@ -204,7 +200,7 @@ def run_of_recording(
         named = _STEP.fullmatch(title)
         key = (named[1], int(named[2])) if named else (title, 0)
         if title == peak_at:
-            peak_at = _moment(*key)
+            peak_at = at_stage(*key)
         requested_end, allocated_end, reserved_end = recording.at(begin + len(within) - 1)
         before = recording.at(begin - 1)[1]
         stages[*key, seen[key]] = Stage(

@@ -32,9 +32,9 @@ def match_tensors(a: list[TensorSide], b: list[TensorSide], *, by_shape: bool) -
     """
     matching = _Matching(a, b)
     if by_shape:
-        matching.equal(_exact)
+        matching.equal()
         matching.alike(_but_operator)
-        matching.changed(_place)
+        matching.changed()
     else:
         matching.alike(lambda one: one.num_bytes)
     return matching.result(BY_SHAPE if by_shape else BY_BYTES)
@@ -59,43 +59,34 @@ class _Matching:
         self.rows: list[TensorRow] = []
         self.same = self.same_bytes = 0
 
-    def equal(self, key: Callable[[TensorSide], Hashable]) -> None:
+    def equal(self) -> None:
         """Take out what is the same, count included."""
-        theirs = {key(one): one for one in self.b}
-        for mine in list(self.a):
-            other = theirs.get(key(mine))
-            if other is not None and other.count == mine.count:
-                self._take(mine, other)
+        for mine, theirs in _groups(self.a, self.b, _exact):
+            if mine and theirs and mine[0].count == theirs[0].count:
+                self._take(mine, theirs)
+                self._are_the_same(mine[0])
 
     def alike(self, key: Callable[[TensorSide], Hashable]) -> None:
         """Pair what has the same key on both sides, whatever its operators and however many there are."""
-        groups = _groups(self.a, self.b, key)
-        for mine, theirs in groups:
+        for mine, theirs in _groups(self.a, self.b, key):
             if not mine or not theirs:
                 continue
+            self._take(mine, theirs)
             first, other = _sum(mine), _sum(theirs)
-            for one in mine:
-                self.a.remove(one)
-            for one in theirs:
-                self.b.remove(one)
             if first.count != other.count:
                 self._row("count", first, other)
             elif first.shape is not None and other.shape is not None and first.op != other.op:
                 self._row("operator", first, other)
             else:
-                self.same += 1
-                self.same_bytes += first.total_bytes
+                self._are_the_same(first)
 
-    def changed(self, key: Callable[[TensorSide], Hashable]) -> None:
-        """Pair by size what has the same key, where both sides have as many kinds of it."""
-        for mine, theirs in _groups(self.a, self.b, key):
-            if len(mine) != len(theirs):
-                continue
-            pairs = zip(sorted(mine, key=_size), sorted(theirs, key=_size), strict=True)
-            for first, other in pairs:
-                self.a.remove(first)
-                self.b.remove(other)
-                self._row("dtype" if first.shape == other.shape else "shape", first, other)
+    def changed(self) -> None:
+        """Pair by size what is at one place by one operator, where both sides have as many kinds of it."""
+        for mine, theirs in _groups(self.a, self.b, _place):
+            if len(mine) == len(theirs):
+                self._take(mine, theirs)
+                for first, other in zip(sorted(mine, key=_size), sorted(theirs, key=_size), strict=True):
+                    self._row("dtype" if first.shape == other.shape else "shape", first, other)
 
     def result(self, by: str) -> Matched:
         for one in self.a:
@@ -105,11 +96,15 @@ class _Matching:
         rows = sorted(self.rows, key=lambda row: (-abs(row.difference_bytes), row.category, row.where or ""))
         return Matched(tuple(rows), self.same, self.same_bytes, by)
 
-    def _take(self, mine: TensorSide, other: TensorSide) -> None:
-        self.a.remove(mine)
-        self.b.remove(other)
+    def _take(self, mine: list[TensorSide], theirs: list[TensorSide]) -> None:
+        for one in mine:
+            self.a.remove(one)
+        for one in theirs:
+            self.b.remove(one)
+
+    def _are_the_same(self, one: TensorSide) -> None:
         self.same += 1
-        self.same_bytes += mine.total_bytes
+        self.same_bytes += one.total_bytes
 
     def _row(self, status: str, mine: TensorSide | None, theirs: TensorSide | None) -> None:
         known = mine or theirs

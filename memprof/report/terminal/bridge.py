@@ -6,7 +6,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.ledger.bridge import Bridge, BridgeMoment, PoolUse
-from memprof.report.terminal.cells import Unit, at_stage, some
+from memprof.ledger.stages import at_stage
+from memprof.report.terminal.cells import Unit, some
 from memprof.report.terminal.console import dim, heading, indented, table
 from memprof.units import format_bytes
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from memprof.ledger.ledger import LiveTensor
+from memprof.ledger.stages import at_stage
 from memprof.report.documents.report import Document
-from memprof.report.terminal.cells import at_stage, shape_text
+from memprof.report.terminal.cells import shape_text
 from memprof.trace.events import FailureKind, short_source
 from memprof.units import format_bytes
 

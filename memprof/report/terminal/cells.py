@@ -27,11 +27,6 @@ def unit_for(num_bytes: int, *, smallest: int = MIB) -> Unit:
     return next(Unit(name, size) for name, size in _UNITS if num_bytes >= size or size <= smallest)
 
 
-def at_stage(name: str, step: int) -> str:
-    """`name`, with its step if it is in one."""
-    return f"{name} of step {step}" if step else name
-
-
 def shape_text(shape: Iterable[int]) -> str:
     """Such as 4096x64000."""
     return "x".join(map(str, shape))

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memprof.ledger.stages import at_stage
 from memprof.report.documents.comparison import (
     ONLY_IN_A,
     ONLY_IN_B,
@@ -22,7 +23,7 @@ from memprof.report.documents.comparison import (
     TensorRow,
     TensorSide,
 )
-from memprof.report.terminal.cells import Unit, at_stage, shape_text, some, unit_for
+from memprof.report.terminal.cells import Unit, shape_text, some, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
 from memprof.units import format_bytes
 
@@ -159,7 +160,7 @@ def _stage_name(rows: list[StageRow]) -> str:
     name = first.name
     if len(rows) > 1:
         name = f"{first.name.rpartition(' ')[0]}s {first.index}-{rows[-1].index}"
-    return at_stage(name, first.step) + (f", micro-batch {first.micro_batch}" if first.micro_batch > 1 else "")
+    return at_stage(name, first.step, first.micro_batch)
 
 
 def _only(stages: tuple[StageRow, ...], status: str) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
+from memprof.ledger.stages import at_stage
 from memprof.report.documents.report import Document
-from memprof.report.terminal.cells import at_stage
 from memprof.report.terminal.console import dim
 from memprof.units import format_bytes
 

@@ -10,10 +10,11 @@ from rich.text import Text
 from memprof.findings import Evidence, Finding, Severity
 from memprof.ledger.caught import CaughtError
 from memprof.ledger.ledger import LiveTensor
+from memprof.ledger.stages import at_stage
 from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
 from memprof.report.terminal.bridge import render_bridge
-from memprof.report.terminal.cells import Unit, at_stage, shape_text, unit_for
+from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
