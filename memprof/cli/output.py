@@ -16,9 +16,8 @@ from memprof.spec import option
 from memprof.trace.files import check_place
 
 if TYPE_CHECKING:
-    from memprof.report.documents.analysis import Analysis
-    from memprof.report.documents.comparison import Comparison
     from memprof.report.documents.report import Document
+    from memprof.report.documents.shown import Shown
     from memprof.trace.events import Trace
 
 
@@ -64,7 +63,7 @@ class Tabled(Output):
             check_folder(self.csv)
             object.__setattr__(self, "folder", self.csv.absolute())
 
-    def write_tables(self, document: Document | Analysis | Comparison) -> None:
+    def write_tables(self, document: Shown) -> None:
         """Write them, if that was asked for: after the report, which must not be lost if they cannot be."""
         if self.folder is not None:
             from memprof.report.export.csv import write_csv

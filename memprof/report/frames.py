@@ -24,6 +24,7 @@ from memprof.report.documents import analysis as a
 from memprof.report.documents import comparison as c
 from memprof.report.documents import report as r
 from memprof.report.documents.ladder import Rung
+from memprof.report.documents.shown import Shown
 from memprof.trace.plain import json_fields, to_plain
 
 if TYPE_CHECKING:
@@ -33,11 +34,14 @@ _DTYPES = {int: ("int64", "Int64"), bool: ("bool", "boolean"), float: ("float64"
 """Type of a field -> that of its column, and that of one which may lack values."""
 
 
-def frames_of(document: r.Document | a.Analysis | c.Comparison) -> dict[str, DataFrame]:
+def frames_of(document: Shown) -> dict[str, DataFrame]:
     """Every table of the document, by name."""
     if isinstance(document, r.Document):
         return _report(document)
-    return _analysis(document) if isinstance(document, a.Analysis) else _comparison(document)
+    if isinstance(document, a.Analysis):
+        return _analysis(document)
+    assert isinstance(document, c.Comparison)
+    return _comparison(document)
 
 
 def _report(document: r.Document) -> dict[str, DataFrame]:

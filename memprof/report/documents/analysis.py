@@ -6,17 +6,13 @@ All sizes are integer bytes; events are indices of the device's trace, -1 before
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from memprof.allocator.recorded import Difference
 from memprof.recording.occupancy import Fragmentation, Group
 from memprof.recording.refusals import Refusal
 from memprof.recording.steps import Leak
 from memprof.recording.what_if import WhatIf
-from memprof.trace.plain import Plain
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from memprof.report.documents.shown import Shown
 
 SCHEMA = 1
 
@@ -160,7 +156,7 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Analysis(Plain):
+class Analysis(Shown):
     """The whole document."""
 
     schema: int
@@ -181,15 +177,3 @@ class Analysis(Plain):
     def ran_out(self) -> bool:
         """Whether the recording holds an out-of-memory error."""
         return any(device.ooms for device in self.devices)
-
-    def frames(self) -> dict[str, DataFrame]:
-        """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
-        from memprof.report.frames import frames_of
-
-        return frames_of(self)
-
-    def __str__(self) -> str:
-        from memprof.report.terminal.analysis import view
-        from memprof.report.terminal.console import text_of
-
-        return text_of(view(self))

@@ -6,12 +6,10 @@ All sizes are integer bytes. A difference is B less A. What is not known is None
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memprof.trace.plain import Plain, json_name
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from memprof.report.documents.shown import Shown
+from memprof.trace.plain import json_name
 
 SCHEMA = 1
 
@@ -175,7 +173,7 @@ class FindingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison(Plain):
+class Comparison(Shown):
     """The whole document. Every list has its largest differences first."""
 
     schema: int
@@ -211,15 +209,3 @@ class Comparison(Plain):
     def other_moments(self) -> bool:
         """Whether the two peaks are known to be in different stages, steps or micro-batches."""
         return None not in (self.a.peak_at, self.b.peak_at) and self.a.peak_at != self.b.peak_at
-
-    def frames(self) -> dict[str, DataFrame]:
-        """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
-        from memprof.report.frames import frames_of
-
-        return frames_of(self)
-
-    def __str__(self) -> str:
-        from memprof.report.terminal.comparison import view
-        from memprof.report.terminal.console import text_of
-
-        return text_of(view(self))

@@ -6,7 +6,7 @@ All sizes are integer bytes. A value that is not known is None, and `assumptions
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memprof.allocator import Settings
 from memprof.findings import Finding
@@ -17,12 +17,9 @@ from memprof.ledger.stage_amounts import OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.report.documents.ladder import Rung
+from memprof.report.documents.shown import Shown
 from memprof.trace.events import CPU, FailureKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
-from memprof.trace.plain import Plain
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 SCHEMA = 2
 """2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
@@ -101,7 +98,7 @@ class FailureRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document(Plain):
+class Document(Shown):
     """A whole report."""
 
     schema: int
@@ -146,18 +143,6 @@ class Document(Plain):
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
         return super(Document, self).to_json() | {"target": target_to_json(self.target)}
-
-    def frames(self) -> dict[str, DataFrame]:
-        """Its tables by name, as data frames of pandas (docs/data-frames.md); sizes are bytes."""
-        from memprof.report.frames import frames_of
-
-        return frames_of(self)
-
-    def __str__(self) -> str:
-        from memprof.report.terminal.console import text_of
-        from memprof.report.terminal.report import view
-
-        return text_of(view(self))
 
 
 def build_document(

@@ -11,9 +11,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.trace.files import write_whole
 
 if TYPE_CHECKING:
-    from memprof.report.documents.analysis import Analysis
-    from memprof.report.documents.comparison import Comparison
-    from memprof.report.documents.report import Document
+    from memprof.report.documents.shown import Shown
 
 OPTION = "--csv"
 
@@ -31,7 +29,7 @@ def check_folder(folder: Path) -> None:
         raise UsageError("this folder may not be written to", value=there, hint=f"change {OPTION}")
 
 
-def write_csv(document: Document | Analysis | Comparison, folder: Path) -> None:
+def write_csv(document: Shown, folder: Path) -> None:
     """Write every table of `document` to `folder`/TABLE.csv, each whole or not at all; the folder is made.
 
     A file of that name is replaced, one without rows too, so that nothing of an earlier run stays; nothing else in the
