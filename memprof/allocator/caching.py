@@ -155,7 +155,7 @@ class CachingAllocator:
                 total.inactive_split_bytes -= size
         block.requested = num_bytes
         if size >= self.max_split_size:
-            self.statistics.add_oversize_allocation()
+            self.statistics.oversize_allocations.add()
         for count in (counters, total):
             count.mallocs += 1
             count.mallocs_bytes += size
@@ -192,7 +192,7 @@ class CachingAllocator:
         total.allocation -= 1
         total.allocated_bytes -= size
         if size >= self.max_split_size:
-            self.statistics.oversize_allocations -= 1
+            self.statistics.oversize_allocations.current -= 1
         if block.uses:
             self.pending.add(block)
         else:

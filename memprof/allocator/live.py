@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST, Release
@@ -49,10 +47,7 @@ class LiveAllocator:
         try:
             replay.live[ref] = replay.allocator.malloc(num_bytes, replay.stream)
         except OutOfMemory as error:
-            report = dataclasses.replace(
-                error.report, process_bytes=error.report.reserved_bytes + self._card.context_bytes
-            )
-            return report.message(self._release)
+            return error.report.of_process(self._card.context_bytes).message(self._release)
         self._room = self._free()
         return None
 

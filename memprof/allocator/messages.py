@@ -5,7 +5,7 @@ Source: `malloc` of c10/cuda/CUDACachingAllocator.cpp, and the strings of the of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memprof.allocator.releases import LATEST, Release
 from memprof.errors import MemprofError
@@ -45,6 +45,10 @@ class OomReport:
     process_bytes: int | None = None
     """What NVML shows for this process."""
     device: int = 0
+
+    def of_process(self, context_bytes: int) -> OomReport:
+        """With what NVML tells torch of the process: the CUDA context, and what is reserved."""
+        return replace(self, process_bytes=self.reserved_bytes + context_bytes)
 
     def message(self, release: Release = LATEST) -> str:
         """What torch.cuda.OutOfMemoryError says in `release`."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memprof.allocator.config import AllocatorConfig
-from memprof.allocator.messages import OomReport
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.replay import CardMemory, FirstOom, Timeline, TimelinePeak, TraceReplay
@@ -122,8 +120,7 @@ def replay_on_card(
     required = unlimited.peak_reserved.num_bytes
     if oom is None:
         return OnCard(trace, card, config, release, timeline, None, retries, required)
-    # torch asks NVML what the process holds: the CUDA context, and what is reserved.
-    report: OomReport = dataclasses.replace(oom.report, process_bytes=oom.report.reserved_bytes + card.context_bytes)
+    report = oom.report.of_process(card.context_bytes)
     oom = FirstOom(oom.event, report, report.message(release))
     return OnCard(trace, card, config, release, unlimited, oom, max(retries - 1, 0), required)
 

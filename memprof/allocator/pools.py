@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from memprof.allocator.blocks import Block, Pool, PoolId, Segment
+from memprof.allocator.blocks import DEFAULT_POOL, Block, Pool, PoolId, Segment
 from memprof.allocator.stats import Statistics
 
 
@@ -66,6 +66,12 @@ class SegmentLayout(NamedTuple):
             begin = block.address - self.address
             found += max((begin + block.size) // unit - -(-begin // unit), 0) * unit
         return found
+
+
+def pool_name(is_small: bool, pool_id: PoolId) -> str:
+    """`small` or `large`; of a private pool (CUDA graphs) with its number."""
+    size = "small" if is_small else "large"
+    return size if pool_id == DEFAULT_POOL else f"{size}, private {pool_id}"
 
 
 def state_of(block: Block) -> str:

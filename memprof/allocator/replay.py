@@ -59,11 +59,6 @@ class Timeline:
     blocks: dict[int, int] = field(default_factory=dict)
     """Of a trace: bytes of the block that each storage was given; those of other devices and empty ones have none."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether no request was refused."""
-        return self.first_oom is None
-
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:

@@ -44,7 +44,7 @@ class Segments:
         self.total_bytes += size
         block = self.adopt(owner, address, size)
         if size >= self.max_split_size:
-            self.statistics.add_oversize_segment()
+            self.statistics.oversize_segments.add()
         owner.counters.reserve(size, 1)
         owner.total.reserve(size, 1)
         self.statistics.num_device_alloc += 1
@@ -65,7 +65,7 @@ class Segments:
         owner.counters.unreserve(size, 1)
         owner.total.unreserve(size, 1)
         if size >= self.max_split_size:
-            self.statistics.oversize_segments -= 1
+            self.statistics.oversize_segments.current -= 1
         self.statistics.num_device_free += 1
         owner.remove(block)
         del self.live[block.address]

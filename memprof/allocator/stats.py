@@ -86,6 +86,21 @@ _ADDED = {
 
 
 @dataclass(slots=True, eq=False)
+class Tally:
+    """How many there are, the most that there were at once, and all that there ever were."""
+
+    current: int = 0
+    peak: int = 0
+    added: int = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.current += 1
+        self.added += 1
+        self.peak = max(self.peak, self.current)
+
+
+@dataclass(slots=True, eq=False)
 class Statistics:
     """All counters of one device."""
 
@@ -98,31 +113,17 @@ class Statistics:
     num_oom_rejections: int = 0
     num_ooms: int = 0
     num_sync_all_streams: int = 0
-    oversize_allocations: int = 0
-    oversize_allocations_peak: int = 0
-    oversize_allocations_added: int = 0
-    oversize_segments: int = 0
-    oversize_segments_peak: int = 0
-    oversize_segments_added: int = 0
-
-    def add_oversize_allocation(self) -> None:
-        """A block of at least max_split_size was handed out."""
-        self.oversize_allocations += 1
-        self.oversize_allocations_added += 1
-        self.oversize_allocations_peak = max(self.oversize_allocations_peak, self.oversize_allocations)
-
-    def add_oversize_segment(self) -> None:
-        """A segment of at least max_split_size came from the driver."""
-        self.oversize_segments += 1
-        self.oversize_segments_added += 1
-        self.oversize_segments_peak = max(self.oversize_segments_peak, self.oversize_segments)
+    oversize_allocations: Tally = field(default_factory=Tally)
+    """Blocks of at least max_split_size that are handed out."""
+    oversize_segments: Tally = field(default_factory=Tally)
+    """Segments of that size that came from the driver."""
 
     def reset_peak(self) -> None:
         """`resetPeakStats`: every peak is what there is now."""
         for counters in (self.all, self.large_pool, self.small_pool):
             counters.reset_peak()
-        self.oversize_allocations_peak = self.oversize_allocations
-        self.oversize_segments_peak = self.oversize_segments
+        for tally in (self.oversize_allocations, self.oversize_segments):
+            tally.peak = tally.current
 
     def as_dict(self, max_split_size: int) -> dict[str, int]:
         """The flat dictionary of `torch.cuda.memory_stats()`, its keys sorted.
@@ -136,7 +137,8 @@ class Statistics:
                 values = (getattr(counters, attribute) for attribute in (name, f"{name}_peak", added))
                 found.update(_four(f"{name}.{pool}", *values))
         for name in ("oversize_allocations", "oversize_segments"):
-            found.update(_four(name, *(getattr(self, name + part) for part in ("", "_peak", "_added"))))
+            tally: Tally = getattr(self, name)
+            found.update(_four(name, tally.current, tally.peak, tally.added))
         found |= {name: getattr(self, name) for name in self.__slots__ if name.startswith("num_")}
         found["max_split_size"] = max_split_size
         return dict(sorted(found.items()))

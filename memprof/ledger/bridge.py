@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from memprof.allocator.blocks import DEFAULT_POOL
-from memprof.allocator.pools import SegmentLayout
+from memprof.allocator.pools import SegmentLayout, pool_name
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import Span
@@ -177,7 +176,7 @@ def _pools(segments: list[SegmentLayout], large_unit: int) -> tuple[PoolUse, ...
         releasable = sum(one.releasable(large_unit if is_large else SMALL_BUFFER) for one in own)
         found.append(
             PoolUse(
-                pool=_pool(own[0]),
+                pool=pool_name(not is_large, pool_id),
                 segments=len(own),
                 reserved_bytes=reserved,
                 allocated_bytes=allocated,
@@ -190,17 +189,12 @@ def _pools(segments: list[SegmentLayout], large_unit: int) -> tuple[PoolUse, ...
     return tuple(found)
 
 
-def _pool(segment: SegmentLayout) -> str:
-    size = "small" if segment.is_small else "large"
-    return size if segment.pool_id == DEFAULT_POOL else f"{size}, private {segment.pool_id}"
-
-
 def _free_segments(segments: list[SegmentLayout]) -> tuple[FreeSegments, ...]:
     alike: Counter[tuple[str, int, int, bool, bool]] = Counter()
     for one in segments:
         free = one.size - one.allocated
         if free:
-            alike[_pool(one), one.size, free, one.allocated > 0, one.expandable] += 1
+            alike[pool_name(one.is_small, one.pool_id), one.size, free, one.allocated > 0, one.expandable] += 1
     most = sorted(alike.items(), key=lambda item: (-item[0][2] * item[1], item[0]))
     return tuple(
         FreeSegments(pool, count, size, free, tensors, expandable)

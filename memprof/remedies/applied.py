@@ -113,18 +113,15 @@ class Changes:
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """Give one object an attribute of its own, or another value for it."""
-        attributes = vars(owner)
-        if name in attributes:
-            before = attributes[name]
-            self.on_undo(lambda: attributes.__setitem__(name, before))
-        else:
-            self.on_undo(lambda: attributes.pop(name, None))
-        attributes[name] = value
+        self.set_item(vars(owner), name, value)
 
     def set_item(self, owner: dict[str, Any], key: str, value: Any) -> None:
-        """Give a dictionary another value for a key that it has."""
-        before = owner[key]
-        self.on_undo(lambda: owner.__setitem__(key, before))
+        """Give a dictionary a value, or another one, for a key."""
+        if key in owner:
+            before = owner[key]
+            self.on_undo(lambda: owner.__setitem__(key, before))
+        else:
+            self.on_undo(lambda: owner.pop(key, None))
         owner[key] = value
 
     def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> None:

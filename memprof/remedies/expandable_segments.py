@@ -11,11 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from memprof.allocator.config import VARIABLES
 from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes
+from memprof.remedy_catalog import REMEDIES
 
-SETTING = "expandable_segments:True"
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+SETTING = REMEDIES["expandable-segments"].alloc_conf
 _KEY = "expandable_segments:"
 
 
@@ -29,7 +30,7 @@ def install(model: nn.Module, changes: Changes) -> None:
         UsageError: it is on already, torch has no CUDA here, or refuses the setting.
     """
     # Older releases know one variable; the other is the general name of newer ones.
-    line = f"export {_VARIABLES[0]}={SETTING}"
+    line = f"export {VARIABLES[0]}={SETTING}"
     if not torch.cuda.is_available():
         raise UsageError(
             "expandable-segments does not apply: torch has no CUDA device here",
@@ -65,7 +66,7 @@ def current_settings() -> str:
     if get is not None:
         with contextlib.suppress(RuntimeError):
             return str(get())
-    return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
+    return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
 
 
 def split_settings(text: str) -> list[str]:

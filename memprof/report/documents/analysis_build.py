@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
 from memprof.allocator import AllocatorConfig
-from memprof.allocator.blocks import DEFAULT_POOL
+from memprof.allocator.pools import pool_name
 from memprof.errors import UsageError
 from memprof.recording.occupancy import BY, SegmentUse, fragmentation, group
 from memprof.recording.origins import NO_FRAMES
@@ -206,13 +206,12 @@ def _fragmentation(recording: Recording, event: int, top: int) -> FragmentationR
 
 
 def _pinned(segment: SegmentUse) -> PinnedSegment:
-    pool = "small" if segment.is_small else "large"
     return PinnedSegment(
         address=segment.address,
         size_bytes=segment.size,
         used_bytes=segment.used,
         largest_free_bytes=segment.largest_free,
-        pool=pool if segment.pool_id == DEFAULT_POOL else f"{pool}, private {segment.pool_id}",
+        pool=pool_name(segment.is_small, segment.pool_id),
         stream=segment.stream,
         expandable=segment.expandable,
         blocks=_largest(segment.live, MAX_PINS),

@@ -35,7 +35,7 @@ def test_timeline_of_a_trace():
     assert list(timeline.allocated) == [30 * MIB] * 4 + [30 * MIB + 1024] + [1024] * 3
     assert list(timeline.reserved) == [30 * MIB] * 4 + [32 * MIB] * 4
     assert (timeline.peak_reserved.num_bytes, timeline.peak_reserved.event) == (32 * MIB, 4)
-    assert timeline.fits and timeline.first_oom is None
+    assert timeline.first_oom is None
     assert [(segment.size, segment.allocated, segment.largest_free) for segment in timeline.segments] == [
         (30 * MIB, 0, 30 * MIB),
         (2 * MIB, 1024, 2 * MIB - 1024),
@@ -51,7 +51,6 @@ def test_the_first_of_equal_peaks_counts():
 def test_a_run_that_does_not_fit_is_gone_on_with():
     trace = trace_of(("+", 0, 60 * MIB), ("+", 1, 60 * MIB), ("-", 0), ("+", 2, 100 * MIB), ("+", 3, 3 * MIB))
     timeline = replay_trace(trace, usable_bytes=100 * MIB, total_bytes=128 * MIB)
-    assert not timeline.fits
     assert timeline.first_oom.event == 1
     assert timeline.first_oom.report.tried_bytes == 60 * MIB
     assert timeline.first_oom.message.startswith(
@@ -84,7 +83,7 @@ def test_address_space_is_no_limit_past_the_first_error():
 def test_retry_holds_less_after_than_within():
     trace = trace_of(("+", 0, 60 * MIB), ("-", 0), ("+", 1, 80 * MIB))
     timeline = replay_trace(trace, usable_bytes=100 * MIB)
-    assert timeline.fits and timeline.retries == 1
+    assert timeline.first_oom is None and timeline.retries == 1
     assert list(timeline.reserved) == [60 * MIB, 60 * MIB, 80 * MIB]
 
 
