@@ -113,16 +113,6 @@ class Geometry:
         return self.layers * sum(rows * columns + columns * bias for rows, columns, bias in self.matrices().values())
 
     @property
-    def embedding_parameters(self) -> int:
-        """Of the token embedding alone."""
-        return self.vocab * self.hidden
-
-    @property
-    def head_parameters(self) -> int:
-        """Of the output head, 0 if it is the embedding."""
-        return (0 if self.tied else self.vocab * self.hidden) + (self.vocab if self.head_bias else 0)
-
-    @property
     def norm_parameters(self) -> int:
         """Of all norms."""
         each = self.hidden * (2 if self.norm == "layer" else 1)
@@ -132,13 +122,9 @@ class Geometry:
     @property
     def num_parameters(self) -> int:
         """All of them, tied ones once."""
-        return (
-            self.embedding_parameters
-            + self.head_parameters
-            + self.positions * self.hidden
-            + self.linear_parameters
-            + self.norm_parameters
-        )
+        head = (0 if self.tied else self.vocab * self.hidden) + (self.vocab if self.head_bias else 0)
+        embeddings = (self.vocab + self.positions) * self.hidden
+        return embeddings + head + self.linear_parameters + self.norm_parameters
 
 
 @dataclass(frozen=True, slots=True)

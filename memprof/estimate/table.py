@@ -48,6 +48,8 @@ class Cell:
     band: Band
     derived: bool
     """It depends on a shape that was derived from the number of parameters."""
+    strategy: str = ""
+    """How the training is spread over cards; the amounts are of each."""
 
     @property
     def method(self) -> Method:
@@ -82,15 +84,6 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
-    """What a method takes of each of several cards."""
-
-    method: Method
-    strategy: str
-    cell: Cell
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """The whole answer."""
 
@@ -103,7 +96,8 @@ class Estimate:
     gpus: int
     cells: dict[tuple[str, str], Cell]
     """By method and dtype; absent where the method is not done in that dtype or cannot be answered."""
-    sharded: tuple[Sharded, ...]
+    sharded: tuple[Cell, ...]
+    """The same column on several cards, by each strategy."""
 
     def column(self) -> list[Cell]:
         """The cells of the dtype that is looked at."""
@@ -169,13 +163,13 @@ def build_estimate(
     context = _context(subject, context_length)
     column = "bfloat16" if dtype is None else parse_dtype(dtype)
 
-    def cell(method: Method, column: str, shards: Shards) -> Cell | None:
+    def cell(method: Method, column: str, shards: Shards, strategy: str = "") -> Cell | None:
         plan = Plan(method, column, lora_rank)
         if not method.applies(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
             return None
         found = moments(subject, plan, batch_size, context, shards)
         derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
-        return Cell(plan, found, band_of(method.key), derived)
+        return Cell(plan, found, band_of(method.key), derived, strategy)
 
     cells = {
         (method.key, name): made
@@ -185,10 +179,10 @@ def build_estimate(
     }
     divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
     sharded = tuple(
-        Sharded(method, strategy, made)
+        made
         for method in divided
         for strategy, shards in STRATEGIES
-        if (made := cell(method, column, shards(gpus))) is not None
+        if (made := cell(method, column, shards(gpus), strategy)) is not None
     )
     return Estimate(subject, column, batch_size, context, lora_rank, gpus, cells, sharded)
 

@@ -63,10 +63,6 @@ class Signals:
         """The next signal, or None after `seconds`."""
         return signal.sigtimedwait(self._taken, max(seconds, 0.0))
 
-    def stop_here(self) -> None:
-        """Stop, as Ctrl-Z asks for; return when continued."""
-        os.kill(os.getpid(), signal.SIGSTOP)
-
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._mask is not None:
             while kind is None and signal.sigtimedwait(self._taken, 0) is not None:

@@ -55,7 +55,6 @@ class _Device:
 class Reporter:
     """One process that has initialised CUDA."""
 
-    pid: int
     started: float
     rank: int | None
     devices: dict[int, _Device] = field(default_factory=dict)
@@ -197,6 +196,6 @@ class Reports:
         with self._lock:
             reporter = self._reporters.get(pid)
             if reporter is None or reporter.started != started:  # the number may be used again, or the program replaced
-                reporter = Reporter(pid, started, int(rank) if rank and rank.isdecimal() else None)
+                reporter = Reporter(started, int(rank) if rank and rank.isdecimal() else None)
                 self._reporters[pid] = reporter
             reporter.add(message)

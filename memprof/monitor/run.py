@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -133,7 +134,7 @@ def _loop(
         nonlocal received
         if information.si_signo == signal.SIGTSTP:
             view.pause()
-            signals.stop_here()
+            os.kill(os.getpid(), signal.SIGSTOP)  # it returns when continued
             return True
         if command is not None:
             command.pass_on(information)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -103,10 +104,5 @@ def measured_peak(program: Callable[[str], None], device: str, *, reserved: bool
 def _highest_sum(recorded: profile) -> int:
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events: list[Any] = recorded.profiler.kineto_results.events()
-    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    changes.sort(key=lambda change: change[0])
-    total = highest = 0
-    for _, num_bytes in changes:
-        total += num_bytes
-        highest = max(highest, total)
-    return highest
+    changes = sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in changes), initial=0))

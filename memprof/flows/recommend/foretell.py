@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 
 from memprof.flows.recommend.bisection import find_limit
-from memprof.flows.recommend.odds import batch_odds, none_drawn, step_by_which, step_sorted
+from memprof.flows.recommend.odds import none_drawn, step_by_which, step_sorted
 from memprof.flows.recommend.search import Search, Tried
 from memprof.report.documents.recommendation import LengthRow, Lengths
 
@@ -46,7 +46,7 @@ def length_row(search: Search, tried: Tried, lengths: list[int], size: int, cont
         first_too_long=limit.first_too_large,
         too_long=too_long,
         batches=count // size,
-        batch_odds=batch_odds(count, too_long, size) if size <= count else 0.0,
+        batch_odds=1.0 - none_drawn(count, too_long, size) if size <= count else 0.0,
         epoch_odds=1.0 - none_drawn(count, too_long, count // size * size),
         first_step_median=step_by_which(count, too_long, size, 0.5),
         first_step_90=step_by_which(count, too_long, size, 0.9),

@@ -20,11 +20,6 @@ def none_drawn(count: int, marked: int, drawn: int) -> float:
     return math.exp(sum(math.log1p(-many / (count - place)) for place in range(few)))
 
 
-def batch_odds(count: int, marked: int, batch: int) -> float:
-    """The odds that one batch in random order has a marked sequence."""
-    return 1.0 - none_drawn(count, marked, batch)
-
-
 def step_by_which(count: int, marked: int, batch: int, odds: float) -> int | None:
     """The first step by which a marked sequence has been met with these odds, in one epoch in random order.
 

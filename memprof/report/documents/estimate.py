@@ -118,8 +118,8 @@ def estimate_document(
         ),
         estimates=tuple(rows),
         sharded=tuple(
-            EstimateRow(method=row.method.key, strategy=row.strategy, dtype=estimate.dtype, **_sizes(row.cell))
-            for row in estimate.sharded
+            EstimateRow(method=cell.method.key, strategy=cell.strategy, dtype=estimate.dtype, **_sizes(cell))
+            for cell in estimate.sharded
         ),
         exact=None if exact is None else tuple(_exact_row(estimate, key, run) for key, run in exact.items()),
         assumptions=(*assumptions(estimate), *filter(None, (subject.why_no_geometry,))),

@@ -100,11 +100,11 @@ def _band(cell: Cell) -> str:
 
 
 def _sharded(estimate: Estimate) -> Iterator[str]:
-    strategies = list(dict.fromkeys(row.strategy for row in estimate.sharded))
+    strategies = list(dict.fromkeys(cell.strategy for cell in estimate.sharded))
     yield f"{estimate.dtype} on each of {estimate.gpus} cards, each with a micro-batch of its own:"
     yield f"{'':{_TITLE}}" + "".join(f"{name:>14}" for name in strategies)
-    for method in dict.fromkeys(row.method for row in estimate.sharded):
-        sizes = [gib(row.cell.device_bytes) for row in estimate.sharded if row.method == method]
+    for method in dict.fromkeys(cell.method for cell in estimate.sharded):
+        sizes = [gib(cell.device_bytes) for cell in estimate.sharded if cell.method == method]
         yield f"{method.title:{_TITLE}}" + "".join(f"{size:>14}" for size in sizes)
 
 

@@ -103,7 +103,7 @@ def test_bands_are_measured_or_the_widest():
 
 def test_spreading_takes_less_of_each_card():
     answer = build_estimate(from_model("llama-3.1-8b"), gpus=8)
-    full = [row.cell.allocated_bytes for row in answer.sharded if row.method.key == "full-checkpointing"]
+    full = [cell.allocated_bytes for cell in answer.sharded if cell.method.key == "full-checkpointing"]
     assert full == sorted(full, reverse=True)
     alone = answer.cells["full-checkpointing", "bfloat16"].allocated_bytes
     assert full[0] > alone > full[1] > alone / 8
