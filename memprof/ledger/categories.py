@@ -42,6 +42,7 @@ _OF_ROLE = {
     Role.OPTIMIZER_STATE: Category.OPTIMIZER_STATE,
     Role.INPUT: Category.INPUTS,
     Role.KV_CACHE: Category.KV_CACHE,
+    Role.COMMUNICATION: Category.COMMUNICATION,
 }
 
 

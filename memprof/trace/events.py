@@ -124,6 +124,8 @@ class Role(enum.StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     INPUT = "input"
     KV_CACHE = "KV cache"
+    COMMUNICATION = "communication"
+    """Taken by torch.distributed: buckets, gathered parameters, what collectives lay flat."""
 
 
 class Owner(NamedTuple):

@@ -19,14 +19,18 @@ from memprof.trace.files import write_whole
 from memprof.trace.plain import fields_from_plain
 
 SCHEMA = 3
-"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events; a capture is written as the first that has
-what is in it, which earlier releases read too."""
-_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3}
+"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION; a capture is written as
+the first that has what is in it, which earlier releases read too."""
+_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3}
 
 _FORMAT = "memprof capture"
 _LONG = ("events", "storages", "owners", "work", "times")
 """As long as the run: read row by row, without a look at each value's type."""
 _WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
+
+
+def _kinds(trace: Trace) -> set[EventKind | Role]:
+    return {event.kind for event in trace.events} | {owner.role for owner in trace.owners.values()}
 
 
 def save_trace(trace: Trace, path: Path) -> None:
@@ -37,7 +41,7 @@ def save_trace(trace: Trace, path: Path) -> None:
     """
     document = {
         "format": _FORMAT,
-        "schema": max((_SINCE.get(kind, 1) for kind in {event.kind for event in trace.events}), default=1),
+        "schema": max([1, *(_SINCE.get(kind, 1) for kind in _kinds(trace))]),
         **{one.name: getattr(trace, one.name) for one in dataclasses.fields(trace)},
         "facts": trace.facts.to_json(),
         "owners": [[index, *owner] for index, owner in trace.owners.items()],

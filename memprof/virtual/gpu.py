@@ -189,7 +189,7 @@ class VirtualGpu(Watch):
         self._stack.enter_context(self._children)
         self._stack.enter_context(noting(self._note_refused))
         patches.set_all(self._children.patches())
-        patches.set_all(distributed.patches(self.assume, self.recording.is_on_card))
+        patches.set_all(distributed.patches(self.assume, self.recording.is_on_card, self._joined_group))
         self._stack.enter_context(distributed.groups_end_with_the_run())
         self._stack.enter_context(function_mode.interchange.safetensors.opening())
         self._stack.enter_context(loaders.collating_here())
@@ -214,6 +214,9 @@ class VirtualGpu(Watch):
         self._stack.enter_context(kept_whole())
         self._stack.enter_context(function_mode)
         self._stack.enter_context(self.recording)
+
+    def _joined_group(self) -> None:
+        self.recorder.communicates = True
 
     def _used_bytes(self) -> int:
         """What is in use on the card, as nvidia-smi says it."""

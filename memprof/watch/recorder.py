@@ -36,6 +36,16 @@ _TORCH_DIR = str(torch.__path__[0])
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 _MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
+_MAY_CHANGE = (Role.INPUT, Role.COMMUNICATION)
+_TRANSPARENT = (
+    _MEMPROF_DIR,
+    *(f"{_TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
+)
+_COMMUNICATION = (_TORCH_DIR + "/distributed/", _TORCH_DIR + "/nn/parallel/distributed.py")
+_DTENSOR = _TORCH_DIR + "/distributed/tensor/"
+"""Runs the program's operators on this rank's parts."""
+_OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
+"""Functions there that move a model's inputs, or cast them."""
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
 _current_graph_task = torch._C._current_graph_task_id
@@ -74,6 +84,8 @@ class Recorder:
         self.stream = 0
         """Of the card, on which the program takes memory now."""
         self._stream_of_trace = 0
+        self.communicates = False
+        """Whether the program has joined a group of processes: then what torch takes for it is told apart."""
         self.counts_hidden = True
         """Whether memory that no tensor shows is recorded."""
         self._temporaries: set[int] = set()
@@ -128,6 +140,8 @@ class Recorder:
         """A new storage was born; returns its index. Its death is noted when its last reference goes."""
         address = storage._cdata
         index = self._append(storage.nbytes(), shape, dtype, device, op, place, hidden=False)
+        if self.communicates and device != "cpu" and _communicates(sys._getframe(1)):
+            self.trace.owners[index] = Owner(Role.COMMUNICATION, "")
         ref = _StorageRef(storage, self._died)
         ref.address = address
         ref.index = index
@@ -247,13 +261,13 @@ class Recorder:
 
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor`'s storage has a role. The first name stays, so that a tied weight keeps its own; what has none yet
-        may get one, and what a model is fed with may turn out to be trained."""
+        may get one, and what a model is fed with, or a collective has made, may turn out to be trained."""
         with torch._C.DisableTorchFunction():  # what is read here would each pass through the program's modes
             for part in parts_of_sparse(tensor) or [tensor]:
                 index = self.index_of(part)
                 if index != NONE:
                     known = self.trace.owners.setdefault(index, owner)
-                    if not known.name and (owner.name or known.role is Role.INPUT):
+                    if not known.name and (owner.name or known.role in _MAY_CHANGE):
                         self.trace.owners[index] = owner
                         if known.role is Role.KV_CACHE:
                             self.keeps(index)
@@ -349,6 +363,16 @@ class Recorder:
     def caller(self) -> int:
         """Index of the line outside torch and memprof that is running now."""
         return self._source(sys._getframe(1))
+
+
+def _communicates(frame: FrameType | None) -> bool:
+    """Whether the code that asks for memory is torch's for several processes."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name in _OF_INPUTS:
+        return False
+    file = frame.f_code.co_filename
+    return file.startswith(_COMMUNICATION) and not file.startswith(_DTENSOR)
 
 
 class _DtypeNames(dict[torch.dtype, str]):

@@ -171,9 +171,17 @@ accelerator = Accelerator()
 model = accelerator.prepare(nn.Linear(64, 64))
 print("on", accelerator.device, accelerator.mixed_precision)
 """
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+model = nn.Linear(64, 64).cuda()
+fully_shard(model)
+"""
 LAUNCHED = {
     "torchrun": (("torchrun", "--nproc_per_node", "gpu"), DDP, "['--lr', '1'] 0 1 0 29500"),
     "its module": (("-m", "torch.distributed.run", "--nproc_per_node", "1"), DDP, "['--lr', '1'] 0 1 0 29500"),
+    "torchrun, sharded": (("torchrun",), SHARDED, "['--lr', '1'] 0 1 0 29500"),
     "accelerate": (("accelerate", "launch", "--mixed_precision", "bf16"), ACCELERATE, "on cuda bf16"),
     "its module too": (("-m", "accelerate.commands.launch", "--num_processes", "1"), ACCELERATE, "on cuda no"),
     "deepspeed": (("deepspeed", "--no_local_rank"), DDP, "['--lr', '1'] 0 1 0 29500"),
@@ -190,6 +198,7 @@ def test_a_launcher_with_one_process_runs_in_this_one(tmp_path, how):
     assert said in done.stderr and document["verdict"]["fits"] is True and document["program"]["steps"] == 2
     assert document["program"]["command"] == [*launcher, "train.py", "--lr", "1"]
     assert document["peak"]["categories"]["optimizer state"] >= 2 * 64 * 65 * 4
+    assert ("communication" in document["peak"]["categories"]) == (wrap != ACCELERATE)  # which joins no group
 
 
 def test_several_processes_come_later(tmp_path):

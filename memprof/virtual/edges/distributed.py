@@ -34,8 +34,10 @@ _ONE_PROCESS = (
 )
 
 
-def patches(assume: Callable[[str], None], on_card: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) that give a program a process group of its own."""
+def patches(
+    assume: Callable[[str], None], on_card: Callable[[torch.Tensor], bool], joined: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) that give a program a process group of its own; `joined` is told of it."""
     if _c10d is None:
         return
 
@@ -50,6 +52,7 @@ def patches(assume: Callable[[str], None], on_card: Callable[[torch.Tensor], boo
         *rest: Any,
         **options: Any,
     ) -> None:
+        joined()
         count = _world_size(init_method, world_size)
         if count is None or str(backend) == "fake":  # torch says what is missing
             original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)

@@ -65,10 +65,11 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_what_is_new_in_it_decides_the_schema(tmp_path: Path) -> None:
-    plain, emptied, streams = sample(), sample(), sample()
+    plain, emptied, streams, buckets = sample(), sample(), sample(), sample()
+    buckets.owners[0] = Owner(Role.COMMUNICATION, "")
     emptied.events.append(Event(EventKind.EMPTY_CACHE, 0))
     streams.events += [Event(EventKind.EMPTY_CACHE, 0), Event(EventKind.STREAM, 33)]
-    for trace, schema in ((plain, 1), (emptied, 2), (streams, 3)):
+    for trace, schema in ((plain, 1), (emptied, 2), (streams, 3), (buckets, 3)):
         save_trace(trace, tmp_path / "a")
         with gzip.open(tmp_path / "a") as file:
             assert json.load(file)["schema"] == schema <= SCHEMA

@@ -195,6 +195,52 @@ def test_buckets_of_ddp(gpu: VirtualGpu, views: bool) -> None:
     assert gpu.trace.mismatches == []
 
 
+def roles_of(gpu: VirtualGpu, since: int) -> dict[Role | None, int]:
+    """Bytes of what is alive on the card and was made since, by role."""
+    found: dict[Role | None, int] = {}
+    for index in gpu.recorder.live.values():
+        if index >= since and gpu.trace.storages[index].num_bytes >= MIB:
+            owner = gpu.trace.owners.get(index)
+            role = None if owner is None else owner.role
+            found[role] = found.get(role, 0) + gpu.trace.storages[index].num_bytes
+    return found
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_are_communication_unless_gradients_lie_in_them(gpu: VirtualGpu, views: bool) -> None:
+    model = layers()
+    since = len(gpu.trace.storages)
+    parallel = nn.parallel.DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=views)
+    assert roles_of(gpu, since) == {Role.COMMUNICATION: 32 * MIB}
+    for _ in range(2):  # the second time with buckets that were made anew
+        parallel(torch.ones(2, 1024, device="cuda")).sum().backward()
+        buckets = {} if views else {Role.COMMUNICATION: 32 * MIB}
+        assert roles_of(gpu, since) == {Role.GRADIENT: 32 * MIB, **buckets}
+
+
+def test_what_a_collective_lays_flat_and_what_a_hook_sends_is_communication(gpu: VirtualGpu) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    parallel = nn.parallel.DistributedDataParallel(layers())
+    parallel.register_comm_hook(None, fp16_compress_hook)
+    tensor, out = torch.zeros(MIB, device="cuda"), torch.zeros(MIB, device="cuda")
+    since = len(gpu.trace.storages)
+    dist.all_gather([out], tensor)
+    parallel(torch.ones(1024, 1024)).sum().backward()
+    made = [
+        (gpu.trace.op(gpu.trace.storages[index]), gpu.trace.storages[index].dtype)
+        for index, owner in gpu.trace.owners.items()
+        if owner.role is Role.COMMUNICATION and index >= since and gpu.trace.storages[index].num_bytes >= MIB
+    ]
+    assert made == [("aten.empty_like", "float32"), ("aten._to_copy", "float16")], "its inputs are none"
+
+
+def test_without_a_group_nothing_is_communication() -> None:
+    with VirtualGpu(CARD) as gpu:
+        dist.utils._recursive_to(torch.ones(1 << 20), CUDA, False)
+    assert not gpu.recorder.communicates and Role.COMMUNICATION not in {o.role for o in gpu.trace.owners.values()}
+
+
 def test_ddp_trains_and_saves(gpu: VirtualGpu) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -276,6 +322,22 @@ def test_offloaded_parameters_are_pinned_and_on_the_host(gpu: VirtualGpu) -> Non
         optimizer.step()
     assert optimizer.state[weight]["exp_avg"].device.type == "cpu"
     assert gpu.trace.mismatches == []
+
+
+def test_gathered_parameters_and_buffers_of_gradients_are_communication(gpu: VirtualGpu) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    half = FullyShardedDataParallel(layers(), device_id=0, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    for model, sizes in ((fully_sharded(), [4 * MIB]), (half, [16 * MIB])):
+        since = len(gpu.trace.storages)
+        for _ in range(2):
+            model(torch.ones(2, 1024, device="cuda")).sum().backward()
+        found = {
+            gpu.trace.storages[index].num_bytes: gpu.trace.op(gpu.trace.storages[index])
+            for index, owner in gpu.trace.owners.items()
+            if owner.role is Role.COMMUNICATION and index >= since and gpu.trace.storages[index].num_bytes >= MIB
+        }
+        assert [size for size in found if size in sizes] == sizes
 
 
 def test_metadata_of_the_kernel_that_joins_gradients(gpu: VirtualGpu) -> None:
