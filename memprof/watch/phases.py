@@ -144,9 +144,9 @@ class Phases:
             self._begin_step()
         self._begin(PhaseKind.BACKWARD)
 
-    def after_backward(self) -> None:
-        """It has ended."""
-        self._ran_backward = True
+    def after_backward(self, *, accumulates: bool) -> None:
+        """It has ended; it `accumulates` in `.grad`, or is a torch.autograd.grad (as of MAML's inner loop)."""
+        self._ran_backward = self._ran_backward or accumulates or not self.optimizers
         # An optimizer that is given a closure runs forward and backward inside its step.
         self._begin(PhaseKind.OPTIMIZER_STEP if self._outermost else PhaseKind.OTHER)
 

@@ -181,7 +181,7 @@ class Watch(ABC):
             finally:
                 if not nested:
                     self._name_parameters()
-                    self.phases.after_backward()
+                    self.phases.after_backward(accumulates=kwargs.get("accumulate_grad", False))
 
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
 

@@ -34,3 +34,29 @@ def test_a_program_that_steps_itself_has_steps(tmp_path: Path) -> None:
     assert (stopped.program.ended, stopped.program.steps) == (Ended.STEPS, 2)
     assert (whole.program.ended, whole.program.steps) == (Ended.EXIT, 6)
     assert {row.step for row in whole.stages if row.name == "evaluation 0 Linear"} == set(range(1, 7))
+
+
+INNER_LOOP = """
+import torch
+from torch import nn
+
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    weight = model.weight
+    for _ in range(3):
+        loss = (model(torch.randn(16, 64, device="cuda")) + weight.sum()).mean()
+        weight = weight - 0.1 * torch.autograd.grad(loss, weight, create_graph=True)[0]
+    weight.sum().backward()
+    model(torch.randn(16, 64, device="cuda")).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_gradients_that_are_not_accumulated_make_no_micro_batch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INNER_LOOP)
+    document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
+    assert document.program is not None and document.program.steps == 2
+    assert {row.micro_batch for row in document.stages if row.name == "backward"} == {1, 2}
