@@ -95,7 +95,7 @@ def run_script(
         trace.facts,
         command="run",
         program=ProgramFacts(
-            tuple(program.command), outcome.ended.value, outcome.exit_code, _training_steps(trace), fixes
+            tuple(program.command), outcome.ended.value, outcome.exit_code, _training_steps(trace, outcome.ended), fixes
         ),
         device=on,
         allocator=settings.read().facts,
@@ -106,12 +106,14 @@ def run_script(
     return DryRun(trace, outcome, document)
 
 
-def _training_steps(trace: Trace) -> int:
-    """How many; calls of a model from which nothing is learned are no training, whatever step they are shown in."""
+def _training_steps(trace: Trace, ended: Ended) -> int:
+    """How many were begun; calls of a model from which nothing is learned are no training, whatever step they are shown
+    in."""
     learns = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
-    if not trace.trains and not any(phase.kind in learns for phase in trace.phases):
-        return 0
-    return max((phase.step for phase in trace.phases), default=0)
+    learned = [phase.step for phase in trace.phases if phase.kind in learns]
+    if learned and ended is Ended.EXIT:
+        return max(learned)  # what it called after the last was for its output alone, with gradients or without
+    return max((phase.step for phase in trace.phases), default=0) if learned or trace.trains else 0
 
 
 class _LateSettings(SettingsInForce):

@@ -60,3 +60,23 @@ def test_gradients_that_are_not_accumulated_make_no_micro_batch(tmp_path: Path) 
     document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
     assert document.program is not None and document.program.steps == 2
     assert {row.micro_batch for row in document.stages if row.name == "backward"} == {1, 2}
+
+
+EVALUATION_WITH_GRADIENTS = """
+import torch
+from torch import nn
+
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.randn(16, 64, device="cuda")).mean().backward()
+optimizer.step()
+model.eval()
+model(torch.randn(16, 64, device="cuda"))
+"""
+
+
+def test_a_last_evaluation_is_no_training_step(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(EVALUATION_WITH_GRADIENTS)
+    document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
+    assert document.program is not None and document.program.steps == 1
