@@ -32,8 +32,6 @@ class CachingAllocator:
 
     Args:
         total_bytes: capacity of the card (cudaMemGetInfo's total); None: without limit.
-        config: the settings.
-        release: whose texts and rules.
         driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.
         completion: when blocks that other streams used are free again.
 

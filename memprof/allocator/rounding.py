@@ -35,11 +35,8 @@ DIVISION_ENTRIES = 16
 def round_size(num_bytes: int, divisions: Sequence[int] = ()) -> int:
     """Bytes of the block that a request of `num_bytes` is given.
 
-    Requests of 0 bytes never reach the allocator and take nothing.
-
-    Args:
-        num_bytes: what is asked for.
-        divisions: `roundup_power2_divisions`, one entry per octave from 1 MiB up; empty when the setting is off.
+    Requests of 0 bytes never reach the allocator and take nothing. `divisions` is `roundup_power2_divisions`, one entry
+    per octave from 1 MiB up; empty when the setting is off.
     """
     if divisions and num_bytes >= MIN_BLOCK:
         octave = num_bytes.bit_length() - 1

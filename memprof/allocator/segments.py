@@ -16,8 +16,6 @@ class Segments:
     """All segments of one device.
 
     Args:
-        driver: where memory comes from.
-        statistics: the device's counters.
         large_segment: bytes of `large_segment_size_mb`, the mapping unit of the large pool.
         max_split_size: from this size on a segment counts as oversize.
         address_space: bytes of an expandable segment's reservation, before it is rounded up to whole units.

@@ -20,12 +20,7 @@ class Completion(enum.StrEnum):
 
 
 class PendingFrees:
-    """One queue of events per stream, as `cuda_events`.
-
-    Args:
-        release: makes a block free, once its last event is done.
-        completion: whether `poll` finds events done.
-    """
+    """One queue of events per stream, as `cuda_events`; `release` makes a block free once its last event is done."""
 
     def __init__(self, release: Callable[[Block], None], completion: Completion) -> None:
         self.release = release

@@ -39,11 +39,6 @@ def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]
     return result
 
 
-def moments(loop: list[Forward]) -> list[int]:
-    """The last event of each call."""
-    return [forward.end - 1 for forward in loop]
-
-
 def made_in(context: Context, begin: int, end: int) -> list[int]:
     """Storages on the card that were made from `begin` to before `end`, without a role and no KV cache."""
     ledger, births = context.ledger, context.lives.births
@@ -56,8 +51,3 @@ def made_in(context: Context, begin: int, end: int) -> list[int]:
         and index not in ledger.trace.owners
         and ledger.categories[index] is not Category.KV_CACHE
     ]
-
-
-def module_name(trace: Trace, forward: Forward) -> str:
-    """What was called, by its class."""
-    return trace.modules[forward.module].class_name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memprof.findings.calls import loops, made_in, module_name, moments
+from memprof.findings.calls import loops, made_in
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
     Pile,
@@ -42,7 +42,7 @@ def find(context: Context) -> list[Finding]:
             for index in made_in(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
-        grown = piles(context, candidates, moments(loop))
+        grown = piles(context, candidates, [forward.end - 1 for forward in loop])
         for holder, group in by_holder(trace, grown).items():
             per_call = sum(pile.per_round for pile in group)
             if per_call < MIN_BYTES or (holder is not None and holder.limit is not None):
@@ -58,7 +58,7 @@ def _finding(
     context: Context, loop: list[Forward], holder: Holder | None, group: list[Pile], per_call: int, left: int
 ) -> Finding:
     trace = context.ledger.trace
-    name = module_name(trace, loop[0])
+    name = trace.modules[loop[0].module].class_name
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the card: {format_bytes(per_call)} more a "
         f"call, {format_bytes(left)} after the last{kept_by(holder)}"

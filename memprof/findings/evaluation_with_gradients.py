@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import loops, made_in, module_name, moments, training_times
+from memprof.findings.calls import loops, made_in, training_times
 from memprof.findings.evidence import file_and_line, percent, plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import holder_evidence, holder_of, pile_evidence, piles
@@ -66,7 +66,7 @@ def _kept(context: Context, loop: list[Forward], trained: list[int]) -> list[int
 def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> Finding:
     trace = context.ledger.trace
     calls = [forward for loop in certain for forward in loop]
-    name = module_name(trace, calls[0])
+    name = trace.modules[calls[0].module].class_name
     source = None if calls[0].source == NONE else trace.sources[calls[0].source]
     at = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
@@ -79,7 +79,9 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
     longest = max(certain, key=len)
-    grown = piles(context, made_in(context, longest[0].begin, longest[-1].end), moments(longest))
+    grown = piles(
+        context, made_in(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
+    )
     if grown:
         holder = holder_of(trace, grown[0], {pile.key for pile in grown})
         evidence.append(Evidence("it piles up from call to call, for the outputs are kept with their graph:"))

@@ -29,6 +29,7 @@ from memprof.watch.watch import Watch
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = Path("/proc/self/statm")
+_NO_COUNTERS = (None, None, None, None)
 _READ_AT = (ModuleRole.LAYER, ModuleRole.HEAD)
 """Modules at whose beginning and end resident memory is read; on a card, reading would wait for its work."""
 
@@ -47,7 +48,7 @@ class MeasuredDevice(Watch):
         self.name = name
         self._detail = detail
         self._outside = outside
-        self._marks = Marks(self._read_cuda if name == "cuda" else self._read_cpu)
+        self._marks = Marks(self._read_cuda if name == "cuda" else lambda: (*_NO_COUNTERS, resident_bytes()))
         self._sources: dict[str, int] = {}
         self._module_sources: list[int] = []
         self._profiler: Any = None
@@ -223,9 +224,6 @@ class MeasuredDevice(Watch):
 
     # -- counters ---------------------------------------------------------------------------------------------------
 
-    def _read_cpu(self) -> Counters:
-        return None, None, None, None, resident_bytes()
-
     def _read_cuda(self) -> Counters:
         card, used = self._card, None
         if self.error is None:  # CUDA repeats an error at every call
@@ -234,7 +232,7 @@ class MeasuredDevice(Watch):
                 used = None if self._outside is None else self._outside.used_bytes()
                 allocated, reserved = torch.cuda.memory_allocated(card), torch.cuda.memory_reserved(card)
                 return allocated, self._peaks.take(card), reserved, used, resident_bytes()
-        return None, None, None, None, resident_bytes()
+        return *_NO_COUNTERS, resident_bytes()
 
 
 def _other_profilers() -> Iterator[Patch]:

@@ -38,11 +38,7 @@ Counters = tuple[int | None, int | None, int | None, int | None, int | None]
 
 
 class Marks:
-    """All of one run.
-
-    Args:
-        read: reads the device's counters; the time is added here.
-    """
+    """All of one run; `read` reads the device's counters, and the time is added here."""
 
     def __init__(self, read: Callable[[], Counters]) -> None:
         self._read = read

@@ -82,12 +82,7 @@ def worst_numerics(remedies: Sequence[str]) -> Numerics:
 
 
 def edit_spec(spec: TargetSpec, fix: Fix, target: Mapping[str, Any]) -> TargetSpec:
-    """`spec` with `fix` in force.
-
-    Args:
-        spec: the run as it is.
-        fix: what to change.
-        target: what the run as it is turned out to be: `target` of its report (dtype, vocabulary, ...).
+    """`spec` with `fix` in force; `target` is that of the run's report: what it turned out to be (dtype, vocabulary).
 
     Raises:
         UsageError: it does not apply: it is on already, does not go with something that is, or the mode has no use for

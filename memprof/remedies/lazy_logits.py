@@ -44,7 +44,6 @@ class LazyLogits(torch.Tensor):
         hidden: ... x hidden size.
         weight: vocabulary x hidden size.
         bias: vocabulary, or None.
-        policy: shared by the model's logits.
         steps: elementwise operations, in order.
         class_dim: where the vocabulary stands, -1 or 1 (as `transpose(1, 2)` leaves it).
     """

@@ -34,7 +34,6 @@ class GrowthWatch:
     """What one `VirtualGpu` tells of its program's calls and phases.
 
     Args:
-        recorder: of the run; what is found goes into its trace.
         not_kept: autograd nodes made so far that keep nothing for a backward, such as casts of weights under no_grad.
     """
 
