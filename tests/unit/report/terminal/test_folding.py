@@ -42,7 +42,7 @@ def test_repeated_forwards_are_shown_once() -> None:
         call(b, 8 * MIB)
     whole = document(b)
     assert len([row for row in whole.stages if row.name == "first Linear"]) == 32
-    assert shown(b) == [("first Linear", 1, 32), ("second ReLU", 1, 32), ("own code", 1, 32)]
+    assert shown(b) == [("first Linear", 1, 32), ("second ReLU", 1, 32)]
     table, legend, _ = text_of(view(whole)).partition("(xN): these rows came N times")
     assert table.count("Linear") == 1 and "first Linear (x32)" in table and legend
 
@@ -63,7 +63,7 @@ def test_two_models_that_take_turns() -> None:
     for _ in range(20):
         call(b, 8 * MIB)
         call(b, 40 * MIB)
-    assert [turns for *_, turns in shown(b)] == [20] * 6
+    assert [turns for *_, turns in shown(b)] == [20] * 4
 
 
 def test_rounds_that_all_differ_are_one_group_if_there_are_many() -> None:
@@ -72,7 +72,7 @@ def test_rounds_that_all_differ_are_one_group_if_there_are_many() -> None:
     sizes = [8 * MIB * (1 + number * number) for number in range(MAX_GROUPS_OF_ROUNDS + 2)]
     for size in sizes:
         call(b, size)
-    assert [turns for *_, turns in shown(b)] == [len(sizes)] * 3
+    assert [turns for *_, turns in shown(b)] == [len(sizes)] * 2
     peaks = {row.name: row.peak_allocated_bytes for row in shown_stages(document(b))}
     assert peaks["second ReLU"] == document(b).peak.allocated_bytes
 
