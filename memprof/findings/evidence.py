@@ -205,11 +205,6 @@ def vocabulary(context: Context) -> int | None:
     return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=words_of(trace))
 
 
-def is_sequence(storage: Storage) -> bool:
-    """Whether an input of this shape may be features of tokens, and not a batch of images."""
-    return storage.dtype != "bool" and len(storage.shape) <= 3
-
-
 def input_shapes(context: Context) -> set[tuple[int, ...]]:
     """Shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
 
@@ -224,7 +219,10 @@ def input_shapes(context: Context) -> set[tuple[int, ...]]:
     for storage, category in zip(trace.storages, context.ledger.categories, strict=True):
         if category is Category.INPUTS and storage.dtype in _INTEGERS:
             shapes.add(storage.shape)
-        elif storage.op in embedding or (category is Category.INPUTS and is_sequence(storage)):
+            continue
+        # An input of more dimensions is a batch of images, and no features of tokens.
+        features = category is Category.INPUTS and storage.dtype != "bool" and len(storage.shape) <= 3
+        if features or storage.op in embedding:
             shapes.add(storage.shape[:-1])
     return {shape for shape in shapes if shape}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from memprof.allocator.on_card import OnCard, replay_on_card
@@ -84,10 +84,10 @@ class Ledger:
 
     def by_category(self) -> dict[Category, int]:
         """Allocated bytes at the peak by category, largest first."""
-        sums: dict[Category, int] = defaultdict(int)
+        sums = Counter[Category]()
         for row in self.rows:
             sums[row.category] += row.allocated_bytes
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+        return dict(sums.most_common())
 
     def span_at(self, time: int) -> Span:
         """The stage that the event at `time` belongs to."""

@@ -106,9 +106,8 @@ def origin_of(stack: Stack) -> Origin:
         node = ""
     chain, inner = _modules(python)
     shown = node if part is Part.BACKWARD and node and not inner else op
-    source = _source(python) or (f"autograd {node}" if node else "") or _last_resort(python, op)
     return Origin(
-        source=source,
+        source=_source(python, node, op),
         op=shown or node,
         module=" > ".join(chain) if chain else _NO_MODULE[part],
         part=part,
@@ -133,16 +132,14 @@ def package_of(filename: str) -> str:
     return "python" if _STANDARD.search(filename) else ""
 
 
-def _source(python: list[Frame]) -> str:
-    """The innermost line that is neither torch's nor plumbing."""
+def _source(python: list[Frame], node: str, op: str) -> str:
+    """The innermost line that is neither torch's nor plumbing; else whatever tells most of where this was."""
     for frame in python:
         package = package_of(frame.filename)
         if package not in _PLUMBING and package != "python":
             return f"{frame.filename}:{frame.line} {frame.name}"
-    return ""
-
-
-def _last_resort(python: list[Frame], op: str) -> str:
+    if node:
+        return f"autograd {node}"
     if python:
         own = next((frame for frame in python if frame.filename == "<string>"), python[0])  # `python -c`
         return f"{own.filename}:{own.line} {own.name}"

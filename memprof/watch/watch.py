@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch.imports import watch_imports
 from memprof.watch.modules import ModuleTracker
-from memprof.watch.patches import Patch, Patches
+from memprof.watch.patches import Patches
 from memprof.watch.phases import Phases
 
 
@@ -110,17 +109,14 @@ class Watch(ABC):
     def _watch_program(self) -> None:
         """Patch and hook whatever shows what the program does."""
         self._patches.set_all(self.phases.patches())
-        libraries = self.phases.of_imports().items()
-        self._stack.enter_context(watch_imports({name: partial(self._replace, found) for name, found in libraries}))
+        later = {name: lambda of=of: self._patches.set_all(of()) for name, of in self.phases.of_imports().items()}
+        self._stack.enter_context(watch_imports(later))
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
         self._patch_backward()
         # Before the phases' own: who is told that a step was made may end the run.
         for handle in (register_optimizer_step_post_hook(self._name_optimizer_state), *self.phases.hooks()):
             self._stack.callback(handle.remove)
-
-    def _replace(self, patches: Callable[[], Iterable[Patch]]) -> None:
-        self._patches.set_all(patches())
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         """A phase begins in a program that does not name its own."""

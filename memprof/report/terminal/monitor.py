@@ -65,14 +65,10 @@ class _Lines:
     def say_once(self, notes: Iterable[str]) -> None:
         """Write those that were not written before: the same but for a number counts as the same."""
         for note in notes:
-            if (kind := _kind(note)) not in self._said:
+            kind = note.partition(";")[0]  # without what it counts ("; 3 lines are missing")
+            if kind not in self._said:
                 self._said.add(kind)
                 self.write(f"memprof: {note}")
-
-
-def _kind(note: str) -> str:
-    """A note without what it counts ("; 3 lines are missing")."""
-    return note.partition(";")[0]
 
 
 class JsonView(_Lines):
