@@ -274,6 +274,8 @@ class RecordingMode(Machine):
             return self._foreach_or_out(operator, call, place)
         if operator.scratch is not None and call.on_gpu:
             self.transients(operator.scratch(call.args, self.card), operator.name, place)
+        if operator.uses_cublas and call.on_gpu:
+            self._take_workspace(operator, place)
         if target.is_meta and (
             self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in OVERWRITES
         ):

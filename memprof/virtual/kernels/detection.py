@@ -1,20 +1,29 @@
-"""Operators of torchvision that have no meta kernel: which boxes they keep is a choice by values."""
+"""Operators of torchvision: boxes that are kept by their values, regions pooled, deformable convolutions.
+
+Sources: torchvision/csrc/ops/cuda (nms_kernel.cu, roi_align_kernel.cu and its siblings, deform_conv2d_kernel.cu).
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from memprof.virtual.kernels.registry import kernel, kernel_of
+from memprof.virtual.card import Card
+from memprof.virtual.kernels.copies import contiguous
+from memprof.virtual.kernels.registry import kernel, scratch
 from memprof.virtual.launch import Launch
 
 _aten = torch.ops.aten
 _BOXES_PER_BLOCK = 64
+_MOST_IMAGES = 32
+"""That a deformable convolution takes at a time (kMaxParallelImgs)."""
 
 
 def nms(launch: Launch) -> Any:
-    """Non-maximum suppression (torchvision/csrc/ops/cuda/nms_kernel.cu): unknown boxes do not overlap, all are kept.
+    """Non-maximum suppression: unknown boxes do not overlap, all are kept.
 
     CUDA sorts the scores, and keeps for each box one bit for every other.
     """
@@ -34,8 +43,78 @@ def nms(launch: Launch) -> Any:
     return result
 
 
+def regions(args: Any, card: Card) -> list[int]:
+    """Of features and boxes, contiguous copies; on the way back of the boxes, and of what was the largest."""
+    return contiguous(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+
+
+def regions_backward(args: Any, card: Card) -> list[int]:
+    """The gradient is taken by its strides."""
+    return regions(args[1:], card)
+
+
+def deform_conv2d(launch: Launch) -> Any:
+    """Products with windows of several images are added up, put in order in another tensor, and given the bias."""
+    data, weight, offset, mask, bias = launch.args[:5]
+    if not data.is_meta or not data.numel():
+        return NotImplemented
+    shape = (data.shape[0], weight.shape[0], *offset.shape[2:])
+    with launch.scratch(*contiguous(data, offset, weight, mask, bias)), launch.inside():
+        ordered, summed = data.new_zeros(shape), data.new_zeros(shape)
+        columns, filters = _columns(data, weight, offset), _rows(weight)
+        summed.view(-1, weight.shape[0], columns.shape[1])[0].addmm_(filters, columns[: filters.shape[1]])
+        return ordered + bias.view(1, -1, 1, 1)
+
+
+def deform_conv2d_backward(launch: Launch) -> Any:
+    """Gradients of input, offset and mask; then of the weight, by a gradient in another order; then of the bias."""
+    grad, data, weight, offset, mask, bias = launch.args[:6]
+    if not data.is_meta or not data.numel():
+        return NotImplemented
+    images, filters = _images(data), _rows(weight)
+    with launch.scratch(*contiguous(grad, data, weight, offset, mask, bias)), launch.inside():
+        of_inputs = [torch.zeros_like(each, memory_format=torch.contiguous_format) for each in (data, offset, mask)]
+        grouped = grad.contiguous().view(-1, images, *grad.shape[1:]).transpose(1, 2)
+        columns = _columns(data, weight, offset)
+        columns[: filters.shape[1]].addmm_(filters.t(), grouped[0].reshape(grad.shape[1], -1))
+        del columns
+        of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        ordered = grouped.contiguous()
+        columns = _columns(data, weight, offset)
+        _rows(of_weight).addmm_(ordered[0].reshape(grad.shape[1], -1), columns[: filters.shape[1]].t())
+        del ordered, columns
+        return of_inputs[0], of_weight, *of_inputs[1:], torch.ones_like(bias) * grad.sum((0, 2, 3))
+
+
+def _images(data: torch.Tensor) -> int:
+    """How many are convolved at a time."""
+    return next(count for count in range(_MOST_IMAGES, 0, -1) if data.shape[0] % count == 0)
+
+
+def _columns(data: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Their windows, for a product with the weights."""
+    rows = data.shape[1] * weight.shape[2] * weight.shape[3]
+    return data.new_empty((rows, _images(data) * offset.shape[2] * offset.shape[3]))
+
+
+def _rows(weight: torch.Tensor) -> torch.Tensor:
+    return weight.reshape(weight.shape[0], -1)
+
+
 def register_loaded() -> None:
     """Register the operators, once torchvision has been imported."""
-    found = getattr(torch.ops.torchvision, "nms", None)
-    if found is not None and kernel_of(found) is None:
-        kernel(found, on_host=True)(nms)
+    for register, entries in _OPERATORS:
+        for name, entry in entries.items():
+            found = getattr(torch.ops.torchvision, name, None)
+            if found is not None and found not in _registered:
+                _registered.add(found)
+                register(found)(entry)
+
+
+_POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
+_OPERATORS: tuple[tuple[Callable[..., Any], dict[str, Callable[..., Any]]], ...] = (
+    (functools.partial(kernel, on_host=True), {"nms": nms}),
+    (kernel, {"deform_conv2d": deform_conv2d, "_deform_conv2d_backward": deform_conv2d_backward}),
+    (scratch, {**dict.fromkeys(_POOLED, regions), **{f"_{name}_backward": regions_backward for name in _POOLED}}),
+)
+_registered: set[Any] = set()

@@ -51,9 +51,10 @@ class CublasWorkspace:
 
 
 uses_cublas.mark(
-    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot)
+    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot),
+    *(_aten.addmm_, _aten.baddbmm_, _aten.addbmm_, _aten.addmv_),
 )
-uses_cublaslt.mark(_aten.addmm, _aten._addmm_activation)
+uses_cublaslt.mark(_aten.addmm, _aten.addmm_, _aten._addmm_activation)
 
 
 def _as_cublas_takes_it(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,129 @@
+"""torchvision's operators and models of detection; the operators also where torchvision is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
+from memprof.virtual.kernels import detection
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Operators are gone with the library that defines them."""
+_REGIONS = "Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width"
+_CONVOLUTION = (
+    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, SymInt stride_w, "
+    "SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, SymInt offset_groups, "
+    "bool use_mask"
+)
+_SCHEMAS = (
+    f"roi_align({_REGIONS}, int sampling_ratio, bool aligned) -> Tensor",
+    f"deform_conv2d({_CONVOLUTION}) -> Tensor",
+    f"_deform_conv2d_backward(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+IS_HERE = importlib.util.find_spec("torchvision") is not None
+WHY = "torchvision is not installed: its models of detection did not run"
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    if IS_HERE:
+        import torchvision  # noqa: F401
+    elif not _LIBRARIES:
+        _define()
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        detection.register_loaded()
+        yield gpu
+
+
+def _define() -> None:
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _SCHEMAS:
+        library.define(schema)
+    library.impl(
+        "roi_align", lambda data, rois, _, *size: data.new_empty((len(rois), data.shape[1], *size[:2])), "Meta"
+    )
+    _LIBRARIES.append(library)
+
+
+def sizes(gpu: VirtualGpu, first: int) -> list[int]:
+    return [storage.num_bytes for storage in gpu.trace.storages[first:]]
+
+
+def test_regions_are_pooled_from_contiguous_features(gpu: VirtualGpu) -> None:
+    features = torch.randn(2, 8, 16, 16, device="cuda").to(memory_format=torch.channels_last)
+    boxes = torch.zeros(3, 5, device="cuda")
+    first = len(gpu.trace.storages)
+    pooled = torch.ops.torchvision.roi_align(features, boxes, 1.0, 7, 7, 2, False)
+    assert pooled.shape == (3, 8, 7, 7)
+    assert sizes(gpu, first) == [pooled.nbytes, features.nbytes]
+
+
+def test_a_deformable_convolution_keeps_windows_of_up_to_32_images(gpu: VirtualGpu) -> None:
+    """Twice the result, windows, and the result with its bias."""
+    data, weight = torch.randn(33, 4, 8, 8, device="cuda"), torch.randn(6, 4, 3, 3, device="cuda")
+    offset, mask = torch.randn(33, 18, 8, 8, device="cuda"), torch.randn(33, 9, 8, 8, device="cuda")
+    bias, rest = torch.randn(6, device="cuda"), (1, 1, 1, 1, 1, 1, 1, 1, True)
+    result_bytes, window_bytes = 33 * 6 * 64 * 4, 4 * 9 * 11 * 64 * 4  # 11 at a time divide 33
+    first = len(gpu.trace.storages)
+    result = torch.ops.torchvision.deform_conv2d.default(data, weight, offset, mask, bias, *rest)
+    assert result.shape == (33, 6, 8, 8)
+    assert sizes(gpu, first) == [result_bytes, result_bytes, window_bytes, result_bytes]
+    first = len(gpu.trace.storages)
+    with torch.no_grad():
+        gradients = torch.ops.torchvision._deform_conv2d_backward.default(
+            torch.randn_like(result), data, weight, offset, mask, bias, *rest
+        )
+    assert [each.shape for each in gradients] == [each.shape for each in (data, weight, offset, mask, bias)]
+    taken = sizes(gpu, first)
+    assert taken.count(window_bytes) == 2
+    assert taken.count(result_bytes) == 2  # the gradient, and the gradient in another order
+
+
+MODELS = (
+    *("fasterrcnn_mobilenet_v3_large_320_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn"),
+    *("retinanet_resnet50_fpn", "fcos_resnet50_fpn", "ssdlite320_mobilenet_v3_large", "ssd300_vgg16"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_HERE, reason=WHY)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_detection(gpu: VirtualGpu, name: str) -> None:
+    """Training and inference; every box that suppression is given is kept."""
+    import torchvision
+
+    model = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None).cuda()
+    images = [torch.randn(3, 320, 320, device="cuda") for _ in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        loss = sum(model(images, [_target(name) for _ in images]).values())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    trained = torch.cuda.max_memory_allocated()
+    model.eval()
+    with torch.no_grad():
+        found = model(images)
+    assert len(found) == 2
+    assert found[0]["boxes"].shape[0] > 0
+    assert trained > sum(p.nbytes for p in model.parameters())
+    assert not gpu.trace.mismatches
+
+
+def _target(name: str) -> dict[str, Any]:
+    target = {
+        "boxes": torch.tensor([[10.0, 10, 90, 90], [20, 30, 120, 200]], device="cuda"),
+        "labels": torch.tensor([1, 1], device="cuda"),
+    }
+    if "mask" in name:
+        target["masks"] = torch.zeros(2, 320, 320, dtype=torch.uint8, device="cuda")
+    if "keypoint" in name:
+        target["keypoints"] = torch.full((2, 17, 3), 50.0, device="cuda")
+    return target
