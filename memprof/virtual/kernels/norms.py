@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memprof.trace.events import GPU
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
@@ -34,10 +35,20 @@ def layer_norm_backward_copy(args: Any) -> list[int]:
     return contiguous(args[1], *args[5:7])
 
 
-@input_copies("aten._fused_rms_norm")
-def rms_norm_copy(args: Any) -> list[int]:
-    """What is normalised and the weight are made contiguous (_fused_rms_norm_cuda)."""
-    return contiguous(args[0], args[2])
+@kernel("aten._fused_rms_norm", on_host=True)
+def fused_rms_norm(launch: Launch) -> Any:
+    """The result and, for each row, what it was multiplied by (_fused_rms_norm_cuda)."""
+    data, shape, weight = launch.args[:3]
+    if launch.device != GPU:
+        with launch.inside():
+            return launch.func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *launch.args)
+    with launch.scratch(*contiguous(data, weight)):
+        return launch.new(data.shape, data.dtype), launch.new(*_row_statistics(data, shape))
+
+
+def _row_statistics(data: torch.Tensor, shape: Any) -> tuple[Any, torch.dtype]:
+    rows = data.shape[: data.dim() - len(shape)]
+    return (*rows, *[1] * len(shape)), torch.float64 if data.dtype is torch.float64 else torch.float32
 
 
 @input_copies("aten._fused_rms_norm_backward")
@@ -127,5 +138,14 @@ def rms_norm(
     return _aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
 
 
+def _meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
+    size, dtype = _row_statistics(data, shape)
+    return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
+
+
+_library = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
+"""Autograd differentiates an operator as one where the device has a kernel for it, as CUDA has for this one alone of
+those that the CPU runs in pieces (native_functions.yaml). `torch.library` refuses a kernel for such an operator."""
 if hasattr(_aten, "_fused_rms_norm"):
+    _library.impl("_fused_rms_norm", "Meta", _meta_rms_norm, False)  # type: ignore[call-arg]
     composite(torch.rms_norm)(rms_norm)
