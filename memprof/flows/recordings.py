@@ -150,9 +150,7 @@ def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
 def _check_memory(path: Path, size: int) -> None:
     """Refuse what would not fit, before it takes the machine down."""
     available = available_bytes()
-    if available is None:
-        return
-    if size * MEMORY_PER_BYTE > available:
+    if available is not None and size * MEMORY_PER_BYTE > available:
         raise UsageError(
             f"the file needs up to {format_bytes(size * MEMORY_PER_BYTE)} of memory to be read, and "
             f"{format_bytes(available)} are available",

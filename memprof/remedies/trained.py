@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
-
 from torch import nn
 
 from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes, at_least
-from memprof.workload.adapters import adapting, target_modules
+from memprof.workload.adapters import adapting, named_parameters, target_modules
 from memprof.workload.quantization import import_quietly
 
 DEFAULT_RANK = 8
@@ -20,21 +18,11 @@ def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
     Raises:
         UsageError: a pattern names no parameter.
     """
-    parameters = dict(model.named_parameters())
-    chosen: dict[str, nn.Parameter] = {}
-    for pattern in (part.strip() for part in frozen.split(",")):
-        matches = {name: p for name, p in parameters.items() if fnmatch.fnmatch(name, pattern)}
-        if not matches:
-            raise UsageError(
-                "freeze: a pattern names no parameter",
-                value=repr(pattern),
-                hint=f"the model's are named like {next(iter(parameters), None)!r}; * stands for anything",
-            )
-        chosen.update(matches)
+    chosen = named_parameters(model, frozen, "freeze: a pattern names no parameter")
     _keep_flags(model, changes)
-    for parameter in chosen.values():
+    for parameter in chosen:
         parameter.requires_grad_(False)
-    changes.note(f"{len(chosen)} of {len(parameters)} parameters are frozen")
+    changes.note(f"{len(chosen)} of {len(list(model.parameters()))} parameters are frozen")
 
 
 def install_lora(

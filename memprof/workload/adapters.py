@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import warnings
 from collections.abc import Iterator
 
 from torch import nn
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, first_line
 from memprof.spec import TargetSpec
 from memprof.workload.models import ModelSource
 from memprof.workload.quantization import import_quietly
@@ -30,7 +31,7 @@ def require_peft() -> None:
     except ImportError as error:
         raise UsageError(
             "--adapter needs PEFT",
-            value=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            value=f"{type(error).__name__}: {first_line(error)}",
             hint="pip install peft",
         ) from None
 
@@ -85,9 +86,28 @@ def adapting(example: str) -> Iterator[None]:
     except (ValueError, TypeError) as error:
         raise UsageError(
             "PEFT cannot adapt this model",
-            value=str(error).strip().splitlines()[0],
+            value=first_line(error),
             hint=f"name the modules to adapt: {example}",
         ) from None
+
+
+def named_parameters(model: nn.Module, patterns: str, refusal: str) -> list[nn.Parameter]:
+    """The parameters that one of `patterns`, separated by commas, names.
+
+    Raises:
+        UsageError: a pattern names none; its words are `refusal`.
+    """
+    parameters = dict(model.named_parameters())
+    chosen: dict[str, None] = {}
+    for pattern in map(str.strip, patterns.split(",")):
+        matches = fnmatch.filter(parameters, pattern)
+        if not matches:
+            examples = " and ".join(repr(name) for name in (*list(parameters)[:1], *list(parameters)[-1:]))
+            raise UsageError(
+                refusal, value=repr(pattern), hint=f"the model's are named like {examples}; * stands for anything"
+            )
+        chosen |= dict.fromkeys(matches)
+    return [parameters[name] for name in chosen]
 
 
 def let_gradients_reach_checkpoints(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, first_line
 from memprof.spec import TargetSpec
 
 
@@ -23,9 +23,8 @@ def require_optim(package: str) -> Any:
     try:
         return import_quietly(f"{package}.optim")
     except ImportError as error:
-        lines = str(error).strip().splitlines() or [""]
         raise UsageError(
-            f"{package} is needed", value=f"{type(error).__name__}: {lines[0]}", hint=f"pip install {package}"
+            f"{package} is needed", value=f"{type(error).__name__}: {first_line(error)}", hint=f"pip install {package}"
         ) from None
 
 

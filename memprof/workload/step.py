@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ class Workload:
     After `run`, its attributes say what was run.
 
     Args:
+        source: its model.
         switch_on: needed if the spec has `fixes`.
 
     Raises:
@@ -128,7 +128,8 @@ class Workload:
         if self.spec.npt is not None:
             npt_layers.add_npt(model, self.spec)
         if self.spec.freeze is not None:
-            _freeze(model, self.spec.freeze)
+            for parameter in adapters.named_parameters(model, self.spec.freeze, "--freeze names no parameter"):
+                parameter.requires_grad_(False)
         whole = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
         if self.spec.fixes and self._switch_on is not None:
             # An adapter's parameters are in the model; what wraps it has none of its own.
@@ -258,23 +259,3 @@ _SDPA_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-
-
-def _freeze(model: nn.Module, patterns: str) -> None:
-    """Stop the training of the parameters that one of `patterns` names.
-
-    Raises:
-        UsageError: a pattern names no parameter.
-    """
-    parameters = dict(model.named_parameters())
-    names = list(parameters)
-    for pattern in patterns.split(","):
-        matches = fnmatch.filter(names, pattern.strip())
-        if not matches:
-            raise UsageError(
-                "--freeze names no parameter",
-                value=repr(pattern.strip()),
-                hint=f"the model's are named like {names[0]!r} and {names[-1]!r}; * stands for anything",
-            )
-        for name in matches:
-            parameters[name].requires_grad_(False)
