@@ -41,6 +41,9 @@ NPT_INITS = ("orthogonal", "fast")
 NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
 """Of case study 1; with several rank-1 updates the initialisation is "fast"."""
 DEVICES = ("virtual", "cpu", "cuda")
+STEADY_STEPS = 2
+MANY_STEPS = 200
+"""Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md)."""
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 _T = TypeVar("_T")
@@ -149,6 +152,11 @@ class TargetSpec:
         None, "Batch", "Tokens per sequence.", metavar="TOKENS", is_count=True, unset="2048, or the model's limit"
     )
     batch_size: int = option(1, "Batch", "Sequences per micro-batch.", is_count=True)
+    lengths: str | None = option(
+        None, "Batch", "Samples of lengths that vary, padded to the longest of their batch: a file of lengths, or "
+        "lognormal:MEAN,SIGMA; see docs/lengths.md.", metavar="LENGTHS", unset="all have the context length",
+    )  # fmt: skip
+    """See workload/lengths.py."""
     vocab_size: int | None = option(None, "Model", "Replace the model's vocabulary.", is_count=True)
     dtype: str | None = option(
         None, "Precision", "{choices}.", metavar="DTYPE", choices=DTYPES, unset="the checkpoint's"
@@ -234,7 +242,9 @@ class TargetSpec:
         None, "Batch", "Hold so many batches in host memory, made before training.", metavar="COUNT", is_count=True,
         unset="none, they are streamed",
     )  # fmt: skip
-    steps: int = option(2, "Training", "Optimizer steps to run.", is_count=True)
+    steps: int = option(
+        None, "Training", "Optimizer steps to run.", is_count=True, unset=f"{STEADY_STEPS}; {MANY_STEPS} with --lengths"
+    )  # type: ignore[assignment]  # fmt: skip
     """Optimizer state appears in the first, so that the second is the steady state."""
     alloc_conf: str | None = option(
         None, "Memory", "The caching allocator's, such as expandable_segments:True.", metavar="SETTINGS",
@@ -260,6 +270,8 @@ class TargetSpec:
                 hint="for instance: memprof profile --model-size 4B --context-length 4096",
             )
         check_options(self)
+        if self.steps is None:
+            object.__setattr__(self, "steps", STEADY_STEPS if self.lengths is None else MANY_STEPS)
         object.__setattr__(self, "mode", Mode(self.mode))
         object.__setattr__(self, "fixes", tuple(self.fixes))  # JSON makes a list of it
         if self.optimizer_impl == "fused" and self.optimizer in UNFUSED_OPTIMIZERS:

@@ -81,6 +81,7 @@ def profile(
             vocab_size=source.vocab_size,
             asked_vocab_size=source.asked_vocab_size,
             max_positions=source.max_positions,
+            sequence_lengths=tuple(workload.sequence_lengths),
             alloc_conf=in_force.now.alloc_conf,
         ),
         device=device,

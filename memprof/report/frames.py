@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args
 
 from memprof.findings import Evidence, Finding
+from memprof.ledger.batches import BatchStep, ReservedOverSteps
 from memprof.ledger.ledger import LiveTensor, Row
 from memprof.ledger.stage_amounts import Stage
 from memprof.ledger.steps import TrainingStep
@@ -50,6 +51,8 @@ def _report(document: r.Document) -> dict[str, DataFrame]:
     return {
         "stages": _frame(Stage, zip(document.stages)),
         "steps": _frame(TrainingStep, zip(document.steps)),
+        "batches": _frame(BatchStep, zip(document.batches.steps if document.batches else ())),
+        "reserved": _frame(ReservedOverSteps, zip(document.batches.reserved if document.batches else ())),
         "categories": _frame(None, peak.categories.items(), category=str, bytes=int),
         "tensors": _frame(LiveTensor, zip(peak.tensors)),
         "ledger": _frame(Row, zip(peak.rows)),

@@ -34,6 +34,8 @@ class Target(Plain):
     """Rows of the model's embedding; `asked_vocab_size` what a config file asks for where that is less."""
     asked_vocab_size: int | None = None
     max_positions: int | None = None
+    sequence_lengths: tuple[int, ...] = ()
+    """Tokens per sequence in each micro-batch, padding included, where lengths vary."""
     alloc_conf: str | None = None
     """Settings that were in force at the end, wherever they came from."""
 

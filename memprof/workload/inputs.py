@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memprof.errors import UsageError
+from memprof.workload.lengths import Lengths
 from memprof.workload.models import ModelSource
 
 Batch = dict[str, Any]
@@ -18,11 +19,31 @@ Batch = dict[str, Any]
 class Feeder:
     """Makes the batches of one run and takes the loss from what the model returns."""
 
-    def __init__(self, source: ModelSource, model: nn.Module, batch_size: int, context_length: int | None) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        model: nn.Module,
+        batch_size: int,
+        context_length: int | None,
+        lengths: Lengths | None = None,
+    ) -> None:
         self.model = model
         self.batch_size = batch_size
         self.assumptions: list[str] = []
         """A sentence may stand there more than once."""
+        self.sequence_lengths: list[int] = []
+        """Tokens per sequence in each batch so far, if lengths vary."""
+        if lengths is not None:
+            self.context_length = context_length or source.max_positions or 1 << 30
+            self._batches = lengths.batches(batch_size, self.context_length)
+            if source.task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
+                raise UsageError(
+                    "--lengths is for models of Hugging Face that are fed tokens",
+                    value=source.name,
+                    hint="leave it out; a model of one's own says in memprof_inputs what it is fed",
+                )
+            self.host_batch: Callable[[], Batch] = self._padded_tokens
+            return
         self.context_length = context_length or self._default_length(source)
         makers: dict[str, Callable[[], Batch]] = {
             "causal-lm": self._tokens,
@@ -60,6 +81,14 @@ class Feeder:
         """input_ids and labels, int64 (batch, length); every position is predicted, none is padding."""
         ids = torch.zeros(self.batch_size, self.context_length, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids.clone()}
+
+    def _padded_tokens(self) -> Batch:
+        """input_ids, attention_mask and labels, int64 (batch, longest), padded on the right; padding has no label."""
+        lengths, longest = next(self._batches)
+        self.sequence_lengths.append(longest)
+        ids = torch.zeros(len(lengths), longest, dtype=torch.int64)
+        mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
     def _images(self) -> Batch:
         """pixel_values, float (batch, channels, height, width), and one label per image."""

@@ -19,6 +19,7 @@ from memprof.trace.events import PhaseKind
 from memprof.workload import adapters, generate, npt_layers, quantization
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
+from memprof.workload.lengths import parse_lengths
 from memprof.workload.models import ModelSource
 from memprof.workload.optimizers import optimizer_over, require_optimizer
 
@@ -50,6 +51,8 @@ class Workload:
         # Kept beyond the run: its state is no part of what the last stage frees.
         self._optimizer: torch.optim.Optimizer | None = None
         self._made: Any = None
+        self.sequence_lengths: list[int] = []
+        self._lengths = None if spec.lengths is None else parse_lengths(spec.lengths)
         if spec.quantize is not None:
             quantization.require_optim("bitsandbytes")
         if spec.adapter is not None:
@@ -85,7 +88,8 @@ class Workload:
         if self.dtype is None:
             first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
             self.dtype = None if first is None else str(first).removeprefix("torch.")
-        feeder = Feeder(self.source, base, spec.batch_size, spec.context_length)
+        feeder = Feeder(self.source, base, spec.batch_size, spec.context_length, self._lengths)
+        self.sequence_lengths = feeder.sequence_lengths
         self.context_length = feeder.context_length
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
@@ -116,6 +120,8 @@ class Workload:
                     model.zero_grad(set_to_none=spec.zero_grad == "none")
                 if spec.evaluate:
                     self._evaluate(device, model, feeder, step)
+        if feeder.sequence_lengths:
+            self.context_length = max(feeder.sequence_lengths)
         for sentence in feeder.assumptions:
             device.assume(sentence)
 

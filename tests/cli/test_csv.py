@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-REPORT = {"stages", "steps", "categories", "tensors", "ledger", "findings", "evidence", "ladder"}
+REPORT = {"stages", "steps", "batches", "reserved", "categories", "tensors", "ledger", "findings", "evidence", "ladder"}
 SCRIPT = """
 import os
 import torch

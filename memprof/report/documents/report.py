@@ -10,6 +10,7 @@ from typing import Any
 
 from memprof.allocator import Settings
 from memprof.findings import Finding
+from memprof.ledger.batches import Batches, batches
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
@@ -130,6 +131,8 @@ class Document(Shown):
     """Why the ladder's remedies were chosen, if they were (`--fix auto`)."""
     ladder_left_out: dict[str, str] = field(default_factory=dict)
     """Remedy -> why it is no row."""
+    batches: Batches | None = None
+    """Of a run whose lengths vary (`--lengths`)."""
     steps: tuple[TrainingStep, ...] = ()
     """Of a program that names no phases of its own, if two or more of its steps ended."""
 
@@ -193,6 +196,7 @@ def build_document(
             *_outside(bridge),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
+        batches=None if trace.failure else batches(ledger.run, ledger.allocated),
         steps=() if facts.command == "profile" or len(steps) < 2 else tuple(steps),
     )
 

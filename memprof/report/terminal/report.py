@@ -13,6 +13,7 @@ from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import at_stage
 from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
+from memprof.report.terminal.batches import render_batches
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
@@ -36,6 +37,8 @@ _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Sever
 def view(document: Document, *, explain: bool = False) -> RenderableType:
     """The whole report; with `explain`, what it rests on too."""
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
+    if document.batches is not None:
+        parts.append(render_batches(document.batches, _unit(document)))
     if document.steps:
         parts.append(render_steps(document.steps, _unit(document)))
     parts.append(_categories(document))
@@ -98,7 +101,8 @@ def _describe(target: Target) -> str:
     if target.task == "image-classification":
         parts.append(f"batch {asked.batch_size} image{'s' if asked.batch_size > 1 else ''}")
     elif target.context_length is not None:
-        parts.append(f"batch {asked.batch_size} x {target.context_length:,} tokens")
+        up_to = "up to " if target.sequence_lengths else ""
+        parts.append(f"batch {asked.batch_size} x {up_to}{target.context_length:,} tokens")
     amp = f" with {asked.amp} autocast" if asked.amp else ""
     if target.dtype is not None:
         parts.append(f"{target.dtype}{amp}")

@@ -1,0 +1,112 @@
+"""Steps whose batches differ in length: what each takes, and how what is reserved grows and settles over them."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from memprof.allocator import AllocatorConfig, OnCard, TraceReplay
+from memprof.trace.events import EventKind, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStep:
+    """A step; sizes in bytes."""
+
+    step: int
+    """From 1."""
+    sequence_length: int
+    """Tokens per sequence of the longest of its batches, padding included."""
+    peak_allocated_bytes: int
+    reserved_bytes: int
+    """At its most."""
+    unused_bytes: int
+    """What is reserved beyond the most that tensors have taken in any step so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedOverSteps:
+    """What is reserved in a step at its most, over all steps; sizes in bytes."""
+
+    how: str
+    peak_bytes: int
+    p99_bytes: int
+    """99% of the steps reserve no more, between two steps by their distance."""
+    mean_bytes: int
+    settled_step: int
+    """After it nothing more is reserved than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """A run over batches whose lengths vary."""
+
+    lengths: str
+    """As `--lengths` has them."""
+    mean_length: float
+    """Of a batch, padding included."""
+    longest: int
+    steps: tuple[BatchStep, ...]
+    reserved: tuple[ReservedOverSteps, ...]
+    """As the run was; with expandable segments; with the cache given back after each step."""
+
+
+def batches(run: OnCard, allocated: Sequence[int]) -> Batches | None:
+    """The batches of a run; None if they are all of one length.
+
+    Args:
+        run: through its allocator.
+        allocated: bytes after every event.
+    """
+    target = run.trace.facts.target
+    if target is None or target.asked.lengths is None or not target.sequence_lengths:
+        return None
+    spans = list(_steps(run.trace))
+    lengths, each = target.sequence_lengths, target.asked.gradient_accumulation
+    as_run = [max(run.timeline.reserved[begin:end]) for _, begin, end in spans]
+    peaks = [max(allocated[begin:end]) for _, begin, end in spans]
+    steps = (
+        BatchStep(number, max(lengths[(number - 1) * each : number * each]), peak, reserved, reserved - most)
+        for (number, _, _), peak, reserved, most in zip(spans, peaks, as_run, accumulate(peaks, max), strict=True)
+    )
+    rows = [_over_steps("as it is", as_run)]
+    if run.rounds:
+        if not run.config.expandable_segments and run.release.has_expandable_segments:
+            other = dataclasses.replace(run.config, expandable_segments=True)
+            rows.append(_over_steps("expandable_segments:True", _reserved(run, spans, other)))
+        rows.append(_over_steps("empty_cache() after each step", _reserved(run, spans, run.config, gives_back=True)))
+    return Batches(target.asked.lengths, statistics.fmean(lengths), max(lengths), tuple(steps), tuple(rows))
+
+
+def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:
+    """Each step's number, its first event, and the first that is no longer its own."""
+    begins = {0: 0}
+    for time, (kind, ref) in enumerate(trace.events):
+        if kind is EventKind.PHASE:
+            begins.setdefault(trace.phases[ref].step, time)
+    del begins[0]
+    for (number, begin), (_, end) in pairwise([*begins.items(), (0, len(trace.events))]):
+        yield number, begin, end
+
+
+def _reserved(
+    run: OnCard, spans: Sequence[tuple[int, int, int]], config: AllocatorConfig, gives_back: bool = False
+) -> list[int]:
+    """The most that is reserved in each step on a card without limit, by other settings."""
+    replay = TraceReplay(run.trace, None, config, run.release)
+    most = []
+    for _, begin, end in spans:
+        replay.advance(end)
+        most.append(max(replay.timeline.reserved[begin:end]))
+        if gives_back:
+            replay.allocator.empty_cache()
+    return most
+
+
+def _over_steps(how: str, reserved: Sequence[int]) -> ReservedOverSteps:
+    p99 = statistics.quantiles(reserved, n=100, method="inclusive")[98] if len(reserved) > 1 else reserved[0]
+    settled = reserved.index(max(reserved)) + 1
+    return ReservedOverSteps(how, max(reserved), round(p99), round(statistics.fmean(reserved)), settled)

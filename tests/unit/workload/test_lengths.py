@@ -1,0 +1,106 @@
+"""`--lengths`: what is drawn, how it is batched, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memprof.errors import UsageError
+from memprof.workload.lengths import parse_lengths
+
+
+def taken(text: str, batch_size: int, count: int, longest: int = 10**9) -> list[tuple[list[int], int]]:
+    return list(itertools.islice(parse_lengths(text).batches(batch_size, longest), count))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> str:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(str(10 * number) for number in range(1, 41)))
+    return str(file)
+
+
+def test_a_distribution_has_its_mean_and_sigma() -> None:
+    lengths = [length for batch, _ in taken("lognormal:250,0.6", 4, 5000) for length in batch]
+    assert statistics.fmean(lengths) == pytest.approx(250, rel=0.03)
+    logs = statistics.NormalDist.from_samples([math.log(length) for length in lengths])
+    assert logs.stdev == pytest.approx(0.6, rel=0.03)
+
+
+def test_every_sample_is_fed_once_an_epoch(dataset: str) -> None:
+    epochs = [length for batch, _ in taken(dataset, 4, 20) for length in batch]
+    expected = [10 * number for number in range(1, 41)]
+    assert sorted(epochs[:40]) == sorted(epochs[40:]) == expected
+    assert epochs[:40] != expected and epochs[:40] != epochs[40:]
+    assert taken(dataset, 4, 20) == taken(dataset, 4, 20)
+
+
+def test_batches_are_as_long_as_their_longest(dataset: str) -> None:
+    for batch, longest in taken(dataset, 4, 10):
+        assert longest == max(batch)
+    for batch, longest in taken(f"{dataset},multiple=64", 4, 10, longest=400):
+        assert longest == min(-(-max(batch) // 64) * 64, 400)
+    for batch, longest in taken(dataset, 4, 10, longest=100):
+        assert longest == max(batch) <= 100
+
+
+def test_buckets_have_samples_alike(dataset: str) -> None:
+    batches = taken(f"{dataset},bucket=10", 4, 10)
+    assert Counter(length for batch, _ in batches for length in batch) == Counter(range(10, 410, 10))
+    assert all(max(batch) - min(batch) == 30 for batch, _ in batches)
+    assert [longest for _, longest in batches] != sorted(longest for _, longest in batches)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=50), st.sampled_from([" ", "\n", ",", " ,\n"]))
+def test_files_are_read(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], between: str) -> None:
+    folder = tmp_path_factory.mktemp("lengths")
+    (folder / "plain").write_text(between.join(map(str, lengths)))
+    (folder / "json").write_text(json.dumps(lengths))
+    for name in ("plain", "json"):
+        drawn = [length for batch, _ in taken(str(folder / name), 1, len(lengths)) for length in batch]
+        assert Counter(drawn) == Counter(lengths)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "1 2 x", "1 -2", "[1, 2", "[1, true]", "[1, 2.5]", "{}", "[" * 100_000, "9" * 5000, "\0", "0"]
+)
+def test_what_has_no_lengths_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "lengths"
+    file.write_text(content)
+    with pytest.raises(UsageError, match="has to hold lengths"):
+        parse_lengths(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("nosuch", "No such file"),
+        ("/", "Is a directory"),
+        ("no\0such", "no text"),
+        ("lognormal:", "a mean and a sigma"),
+        ("lognormal:5", "a mean and a sigma"),
+        ("lognormal:5,x", "a mean and a sigma"),
+        ("lognormal:nan,1", "no such distribution"),
+        ("lognormal:100,99", "no such distribution"),
+        ("lognormal:100,1,bucket=0", "takes bucket once"),
+        ("lognormal:100,1,bucket=2,bucket=3", "takes bucket once"),
+    ],
+)
+def test_what_is_no_lengths_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        parse_lengths(text)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="no text"):
+        parse_lengths(str(file))
