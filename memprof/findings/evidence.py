@@ -128,12 +128,20 @@ def tensors_evidence(
         peak = sum(index in lives.at_peak for index in indices)
         module = module_pattern(trace, s)
         inside = f"in {module} " if module else ""
+        alive = _alive(then, peak, moment == context.ledger.peak_event)
         text = (
             f"{label(first)}: {format_shape(s.shape)} {s.dtype}, {format_bytes(s.num_bytes)} each, by {trace.op(s)} "
-            f"{inside}at {file_and_line(trace.source_line(s))}; {then} alive at their most, {peak} at the peak"
+            f"{inside}at {file_and_line(trace.source_line(s))}; {alive}"
         )
         lines.append((then * s.num_bytes, tensor_evidence(trace, first, text)))
     return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
+
+
+def _alive(then: int, at_peak: int, is_peak: bool) -> str:
+    if is_peak:
+        return f"{at_peak or 'none'} alive at the peak"
+    both = f"{then or 'none'} alive then"
+    return f"{both} and at the peak" if then == at_peak else f"{both}, {at_peak or 'none'} at the peak"
 
 
 # -- what the trace tells -------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def comparable(document: object, folder: str) -> object:
     if isinstance(document, str):
         text = document.replace(os.path.realpath(folder), "FOLDER").replace(folder, "FOLDER")
         text = re.sub(r"/[^ ]*/(site-packages|memprof|lib/python3\.\d+)/", r"\1/", text)
-        return re.sub(r"(memprof/[\w/]+\.py):\d+", r"\1:LINE", text)
+        return re.sub(r"((?:memprof/[\w/]+|\bworkload/\w+)\.py):\d+", r"\1:LINE", text)
     return document
 
 

@@ -42,6 +42,8 @@ class ShownStage(Stage):
     """How often the row came, in turn with others; `delta_bytes` is that of the last time."""
     is_step: bool = False
     """Whether the row is all of a step."""
+    alike: bool = True
+    """Whether each of several in the row changed what is held by the same, but for a fiftieth."""
 
 
 def shown_step(document: Document) -> int:
@@ -176,6 +178,8 @@ def _joined(rows: Sequence[Stage], **changes: Any) -> ShownStage:
         amounts[name] = max((getattr(row, name) for row in rows if getattr(row, name) is not None), default=None)
     seconds = [row.seconds for row in rows if row.seconds is not None]
     amounts["seconds"] = sum(seconds) if seconds else None
-    amounts["delta_bytes"] = sum(row.delta_bytes for row in rows)
+    deltas = [row.delta_bytes for row in rows]
+    amounts["delta_bytes"] = sum(deltas)
+    amounts["alike"] = 50 * (max(deltas) - min(deltas)) <= abs(sum(deltas)) / len(deltas)
     amounts["oom"] = any(row.oom for row in rows)
     return ShownStage(**amounts | changes)

@@ -162,7 +162,8 @@ def _stages(document: Document) -> RenderableType:
             verdict = Text("out of memory", style="red") if row.oom else Text("fits")
         name = Text(row.name)
         if row.count > 1:
-            name.append(f" x{row.count}, {amount(row.delta_bytes // row.count)} each", style="dim")
+            each = "each" if row.alike else "on average"
+            name.append(f" x{row.count}, {amount(row.delta_bytes // row.count)} {each}", style="dim")
         if row.turns > 1:
             name.append(f" (x{row.turns})", style="dim")
         if position == peak:

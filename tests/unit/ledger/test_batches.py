@@ -19,6 +19,9 @@ from tests.unit.workload.test_modes import TINY
 LENGTHS = (700, 80, 900, 300, 40, 1000, 640, 200)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture
 def spec(tmp_path: Path) -> TargetSpec:
     config = tmp_path / "config.json"

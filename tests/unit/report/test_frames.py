@@ -53,7 +53,18 @@ def same(frame: pandas.DataFrame, rows: list[dict]) -> None:
 def test_a_report_s_tables_are_its_json():
     document = report(ladder=(RUNG,), steps=(TrainingStep(1, 5, 4, 4), TrainingStep(2, 6, 4, 0)))
     frames, written = document.frames(), document.to_json()
-    assert list(frames) == ["stages", "steps", "batches", "reserved", "categories", "tensors", "ledger", "findings", "evidence", "ladder"]
+    assert list(frames) == [
+        "stages",
+        "steps",
+        "batches",
+        "reserved",
+        "categories",
+        "tensors",
+        "ledger",
+        "findings",
+        "evidence",
+        "ladder",
+    ]
     for name in ("stages", "steps", "findings", "ladder"):
         same(frames[name], written[name])
     same(frames["tensors"], written["peak"]["tensors"])
