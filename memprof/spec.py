@@ -285,6 +285,12 @@ class TargetSpec:
         self._check_what_is_trained()
         self._check_npt()
         self._check_quantize()
+        if self.lengths is not None and self.dataset_batches is not None:
+            raise UsageError(
+                "--dataset-batches are all of one length",
+                value=f"--lengths {self.lengths}",
+                hint="leave out one of them",
+            )
         if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
             raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):

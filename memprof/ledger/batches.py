@@ -65,7 +65,7 @@ def batches(run: OnCard, allocated: Sequence[int]) -> Batches | None:
     if target is None or target.asked.lengths is None or not target.sequence_lengths:
         return None
     spans = list(_steps(run.trace))
-    lengths, each = target.sequence_lengths, target.asked.gradient_accumulation
+    lengths, each = target.sequence_lengths, target.asked.gradient_accumulation + target.asked.evaluate
     as_run = [max(run.timeline.reserved[begin:end]) for _, begin, end in spans]
     peaks = [max(allocated[begin:end]) for _, begin, end in spans]
     steps = (

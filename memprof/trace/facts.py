@@ -35,7 +35,7 @@ class Target(Plain):
     asked_vocab_size: int | None = None
     max_positions: int | None = None
     sequence_lengths: tuple[int, ...] = ()
-    """Tokens per sequence in each micro-batch, padding included, where lengths vary."""
+    """Tokens per sequence in each batch that was fed, padding included, where lengths vary."""
     alloc_conf: str | None = None
     """Settings that were in force at the end, wherever they came from."""
 

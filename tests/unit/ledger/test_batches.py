@@ -73,6 +73,12 @@ def test_padding_and_accumulation(spec: TargetSpec) -> None:
     assert found.batches.steps[0].sequence_length == first
 
 
+def test_batches_of_an_evaluation_count_with_their_step(spec: TargetSpec) -> None:
+    found = document(spec.edit(evaluate=True, steps=2))
+    assert found.batches is not None and found.target is not None and len(found.target.sequence_lengths) == 4
+    assert found.batches.steps[1].sequence_length == max(found.target.sequence_lengths[2:])
+
+
 def test_inference_too(spec: TargetSpec) -> None:
     found = document(spec.edit(mode=Mode.INFERENCE)).batches
     assert found is not None and [step.step for step in found.steps] == list(range(1, len(LENGTHS) + 1))
@@ -93,6 +99,8 @@ def test_without_lengths_there_are_none(spec: TargetSpec) -> None:
     assert TargetSpec(model="gpt2").steps == 2 and TargetSpec(model="gpt2", lengths="x").steps == MANY_STEPS
 
 
-def test_what_is_not_fed_tokens_is_refused(spec: TargetSpec) -> None:
+def test_what_does_not_go_with_it_is_refused(spec: TargetSpec) -> None:
+    with pytest.raises(UsageError, match="all of one length"):
+        spec.edit(dataset_batches=3)
     with pytest.raises(UsageError, match="fed tokens"):
         profile(spec.edit(model="vit-base"))
