@@ -58,8 +58,8 @@ class Known:
         return None
 
 
-_CASES = ("fragmentation", "doctor: spilled", "doctor: host memory")
-_SEGMENTS, _SPILLED, _HOST = (helping(case)[0] for case in _CASES)
+_SEGMENTS, _SPILLED = helping("fragmentation")[0], helping("doctor: spilled")[0]
+_HOST = helping("doctor: host memory")[0]
 """Cases that have one remedy."""
 EXPANDABLE = f"export PYTORCH_CUDA_ALLOC_CONF={_SEGMENTS.alloc_conf}"
 
