@@ -135,12 +135,14 @@ class _ForwardSpans:
         self._seen_layer = ""
         self._seen_head = False
         self._saw_norm = False
-        self._left_root = False
+        calls = (EventKind.ENTER, EventKind.EXIT)
+        # A forward that goes on after something else (a checkpoint) without a module: its model was left before.
+        self._left_root = not any(trace.events[time].kind in calls for time in range(begin, end))
         self._trains = trace.trains or any(phase.kind is PhaseKind.BACKWARD for phase in trace.phases)
         depth = 0
         for time in range(begin, end):
             event = trace.events[time]
-            if event.kind not in (EventKind.ENTER, EventKind.EXIT):
+            if event.kind not in calls:
                 continue
             module = heads.get(event.ref, trace.modules[event.ref])
             if module.role is ModuleRole.NORM and depth == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -344,3 +345,19 @@ def test_a_stack_is_not_called_by_a_number() -> None:
 
     stages = forward_stages(Many(), tokens=False)
     assert "model.0.m layer 0" in stages and "model.2.m layer 1" in stages
+
+
+def test_what_follows_a_checkpoint_is_no_embedding(tmp_path: Path) -> None:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = Gated().cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        ids = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+        model(ids).sum().backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(ids)
+        torch.save(model.state_dict(), tmp_path / "saved.pt")
+        kept = torch.zeros(1 << 20, device="cuda")
+    names = [stage.name for stage in gpu.report().stages]
+    assert kept.numel() and names.count("evaluation embedding") == 1 and names[-1] == "evaluation loss"
