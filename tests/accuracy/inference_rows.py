@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import GPU, EventKind, PhaseKind, Trace
 from memprof.units import MIB
@@ -78,7 +78,7 @@ def simulate(row: Row) -> Simulated:
         steps=1,
         gpu="h20-96gb",
     )
-    trace, _ = pipeline.profile(spec)
+    trace, _ = flow.profile(spec)
     peaks = phase_peaks(trace)
     copies = [s.num_bytes for s in trace.storages if trace.op(s) == "aten.cat" and _decodes(trace, s.phase)]
     return Simulated(peaks[PhaseKind.MODEL], peaks[PhaseKind.FORWARD], peaks[PhaseKind.DECODE], max(copies, default=0))

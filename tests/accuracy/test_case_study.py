@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import memprof
 from memprof.catalog import find_model
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 
@@ -95,7 +95,7 @@ def test_transformers_own_loss_dies_sooner_of_a_larger_copy() -> None:
         gpu=CARD,
         alloc_conf="",
     )
-    verdict = pipeline.profile(spec)[1].verdict
+    verdict = flow.profile(spec)[1].verdict
     assert (verdict.oom_stage, verdict.oom_step, verdict.oom_dtype) == ("loss", 1, "float32")
     assert verdict.tried_to_allocate_bytes == 2 * LOGITS
     assert verdict.oom_message is not None and "Tried to allocate 74.19 GiB. " in verdict.oom_message
@@ -104,6 +104,6 @@ def test_transformers_own_loss_dies_sooner_of_a_larger_copy() -> None:
 def test_without_checkpointing_it_never_comes_to_the_logits() -> None:
     """What the issue's command says: layer 3 of 36 is the end."""
     spec = TargetSpec(model="4B", model_is_size=True, context_length=TOKENS, steps=1, gpu=CARD, alloc_conf="")
-    verdict = pipeline.profile(spec)[1].verdict
+    verdict = flow.profile(spec)[1].verdict
     assert (verdict.oom_stage, verdict.oom_step, verdict.oom_module) == ("layer 3", 1, "model.layers.3.mlp")
     assert verdict.oom_message is not None and "Tried to allocate 2.38 GiB. " in verdict.oom_message

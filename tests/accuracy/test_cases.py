@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.report.documents.report import Document
 from memprof.spec import Mode
 from memprof.trace.events import Trace
@@ -36,7 +36,7 @@ def ran(name: str) -> Ran:
     spec = CASES[name]
     if spec.adapter is not None:
         pytest.importorskip("peft")
-    return Ran(*pipeline.profile(spec))
+    return Ran(*flow.profile(spec))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memprof.device.context import CONTEXT_BYTES
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from tests.accuracy import liger_kernels
 from tests.accuracy.published import generic, report, sources
 from tests.accuracy.published.libraries import TRITON, folder
@@ -140,7 +140,7 @@ def test_a_row_of_an_unknown_source_is_run_as_its_columns_say() -> None:
         spec = generic.spec_of(asked)
         assert (spec.batch_size, spec.context_length, spec.activation_checkpointing) == (2, 128, True)
         assert (spec.dtype, spec.gpu, spec.adapter) == ("float32", "a100-80gb", None)
-        document = pipeline.profile(spec)[1]
+        document = flow.profile(spec)[1]
         assert outcome(asked).prediction.num_bytes == expected(document.peak)
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.ledger.ledger import build_ledger
 from memprof.spec import TargetSpec
@@ -250,7 +250,7 @@ def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:
     gib, card = published(shared_dir, ROWS[0])
     settings: dict[str, Any] = {"adapter": "lora", "lora_rank": 16, "lora_targets": ",".join(ATTENTION)}
     spec = TargetSpec(model="qwen2.5-0.5b", context_length=1024, activation_checkpointing=True, gpu=card, **settings)
-    document = pipeline.profile(spec)[1]
+    document = flow.profile(spec)[1]
     assert document.target.num_trainable_parameters == 2_162_688
     assert document.peak.allocated_bytes / GIB == pytest.approx(gib, rel=0.01)
 
@@ -316,7 +316,7 @@ def test_what_quantized_state_saves_of_llama_2_7b(optimizer: str, shared_dir: Pa
         }
     common: dict[str, Any] = {"dtype": "bfloat16", "context_length": 512, "activation_checkpointing": True}
     peaks = [
-        pipeline.profile(TargetSpec(model="llama-2-7b", gpu="a100-80gb", **common, **run))[1].peak.allocated_bytes / GIB
+        flow.profile(TargetSpec(model="llama-2-7b", gpu="a100-80gb", **common, **run))[1].peak.allocated_bytes / GIB
         for run in ({"optimizer": "adamw", "optimizer_impl": "fused"}, {"optimizer": optimizer})
     ]
     saved = table["PyTorch fused AdamW"] - table[TORCHAO_TABLE[optimizer]]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.flows.account import analyze
 from memprof.measured import MeasuredDevice, cuda
 from memprof.spec import TargetSpec
@@ -111,7 +111,7 @@ def test_a_case_is_recorded_and_compared(
     assert [entry["action"] for entry in pickle.loads(plain)["device_traces"][0]] == [e["action"] for e in HISTORY]
     assert b"frames" not in plain
     assert len(parse_snapshot(plain).traces[0]) == len(HISTORY)
-    _, simulated = pipeline.profile(card["small"].edit(gpu_vram_bytes=8 << 30))
+    _, simulated = flow.profile(card["small"].edit(gpu_vram_bytes=8 << 30))
     line = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("| small |"))
     shown = simulated.peak.allocated_bytes / MIB
     assert line.startswith(f"| small | 5.0 | {shown:,.1f} | {shown / 5 - 1:+.3%} | 50.0 |")
@@ -143,7 +143,7 @@ def test_an_unknown_case_is_refused(card: dict[str, TargetSpec], capsys: pytest.
 
 
 def test_streams_are_compared_in_bytes_and_order(card: dict[str, TargetSpec]) -> None:
-    trace, _ = pipeline.profile(card["small"])
+    trace, _ = flow.profile(card["small"])
     count = len(compare.allocations(trace))
     assert compare.streams(trace, trace) == f"equal, {count:,}"
     on_card = (n for n, one in enumerate(trace.storages) if one.device == GPU and one.num_bytes == 64 * 256 * 4)

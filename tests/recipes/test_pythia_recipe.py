@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.corpus import Frequencies
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from tests.processes import ROOT, python
 
 RECIPE = ROOT / "recipes" / "2-pythia-vocabulary"
@@ -122,7 +122,7 @@ class TestOutput:
         largest = int(re.search(r"the most that fit are ([\d,]+)", oom)[1].replace(",", ""))
         monkeypatch.syspath_prepend(str(RECIPE))
         fits = [
-            pipeline.profile(load("specs").BEFORE.edit(batch_size=batch_size))[1].verdict.fits
+            flow.profile(load("specs").BEFORE.edit(batch_size=batch_size))[1].verdict.fits
             for batch_size in (largest, largest + 1)
         ]
         assert fits == [True, False]

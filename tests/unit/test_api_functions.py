@@ -83,7 +83,7 @@ def test_what_the_function_raises_comes_with_the_report() -> None:
     assert early.value.document is None
 
 
-def test_a_specification_goes_through_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_specification_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     monkeypatch.setattr("memprof.api.profile_spec", lambda *given: seen.append(given) or ("trace", "document"))
     spec = TargetSpec(model="gpt2")

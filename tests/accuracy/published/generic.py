@@ -1,4 +1,4 @@
-"""Rows of sources that have no run of their own here: what the row's own columns say, run by the pipeline.
+"""Rows of sources that have no run of their own here: what the row's own columns say, run by the flow.
 
 A row can be predicted if it names a model of the catalog (or `file.py:factory`), a sequence length, a batch size and a
 metric that is allocated, active, reserved or NVML's. Everything else has a default or a column: see `spec_of`.
@@ -11,7 +11,7 @@ import re
 from memprof.catalog import find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.spec import Mode, TargetSpec
 from tests.accuracy.published.prediction import CARDS, FORMAT, RANKS, Prediction, not_predicted
 from tests.accuracy.published.rows import Row
@@ -33,7 +33,7 @@ def any_row(row: Row) -> Prediction:
     """The prediction by the row's columns."""
     try:
         metric = _metric(row)
-        trace, _ = pipeline.profile(spec_of(row))
+        trace, _ = flow.profile(spec_of(row))
     except UnclearError as unclear:
         return not_predicted(str(unclear))
     except MemprofError as error:

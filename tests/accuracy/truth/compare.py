@@ -11,7 +11,7 @@ from typing import Any
 
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.flows.account import analyze
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
@@ -55,7 +55,7 @@ def compare(folder: Path, name: str, spec: TargetSpec, index: Mapping[str, Any])
         MemprofError: the case cannot be simulated, or its capture cannot be read.
     """
     measured = load_trace(folder / f"{name}.capture")
-    simulated, document = pipeline.profile(on_card(spec, index))
+    simulated, document = flow.profile(on_card(spec, index))
     theirs = analyze(measured)
     case = index["cases"][name]
     stage, alone = _stages(theirs, document)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.flows.cards import measured_device_facts
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
@@ -145,15 +145,15 @@ def test_auto_judges_by_what_is_free_and_simulates_the_card_that_is_there(card, 
     file.write_text(LINEAR)
     card.free, card.total = free * MIB, 81089 * MIB
     driver(FakeCard())
-    spec = pipeline.resolve_device(TargetSpec(model=f"{file}:Model", batch_size=1, context_length=8))
+    spec = flow.resolve_device(TargetSpec(model=f"{file}:Model", batch_size=1, context_length=8))
     assert spec.device == device
     if device == "virtual":
         assert spec.gpu == "h100-80gb" and spec.gpu_vram_bytes is None
 
 
 def test_auto_simulates_a_card_that_the_catalog_does_not_know_by_its_memory():
-    assert pipeline._like("Some Card", 7 << 30) == {"gpu_vram_bytes": 7 << 30}
-    assert pipeline._like("NVIDIA H100 80GB HBM3", 10 << 30) == {"gpu_vram_bytes": 10 << 30}  # a slice
+    assert flow._like("Some Card", 7 << 30) == {"gpu_vram_bytes": 7 << 30}
+    assert flow._like("NVIDIA H100 80GB HBM3", 10 << 30) == {"gpu_vram_bytes": 10 << 30}  # a slice
 
 
 def test_the_last_operator_of_a_number_made_its_node():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memprof.errors import MemprofError, RunFailedError
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.flows.account import analyze
 from memprof.flows.capture import capture_measured
 from memprof.ledger.categories import Category
@@ -74,7 +74,7 @@ def model_file(tmp_path_factory):
 def both(model_file):
     """The report of one run on the CPU, and of the same simulated."""
     spec = TargetSpec(model=f"{model_file}:build", batch_size=2, context_length=48, dtype="float32")
-    return pipeline.profile(spec.edit(device="cpu")), pipeline.profile(spec)
+    return flow.profile(spec.edit(device="cpu")), flow.profile(spec)
 
 
 def owned(trace, role):
@@ -167,7 +167,7 @@ def test_nothing_of_the_measuring_stays(model_file):
 def test_a_run_that_fails_gives_the_report_so_far_and_its_memory_back(model_file, factory, kind, fits):
     spec = TargetSpec(model=f"{model_file}:{factory}", context_length=8, device="cpu", dtype="float32")
     with pytest.raises(RunFailedError) as caught:
-        pipeline.profile(spec)
+        flow.profile(spec)
     document = caught.value.document
     assert caught.value.trace.failure.kind is kind
     assert document.verdict.fits is fits
@@ -181,13 +181,13 @@ def test_without_a_card_cuda_says_why():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     with pytest.raises(MemprofError, match="no CUDA card"):
-        pipeline.profile(TargetSpec(model="gpt2", device="cuda"))
+        flow.profile(TargetSpec(model="gpt2", device="cuda"))
 
 
 def test_a_run_that_host_memory_cannot_hold_is_refused(monkeypatch):
-    monkeypatch.setattr(pipeline, "available_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(flow, "available_bytes", lambda: 64 << 20)
     with pytest.raises(MemprofError, match="does not fit host memory"):
-        pipeline.profile(TargetSpec(model="gpt2", context_length=16, device="cpu"))
+        flow.profile(TargetSpec(model="gpt2", context_length=16, device="cpu"))
 
 
 # -- what is merged ---------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_detail_gives_the_line_of_an_allocation(model_file):
     spec = TargetSpec(
         model=f"{model_file}:build", context_length=8, steps=1, device="cpu", dtype="float32", detail=True
     )
-    trace, _ = pipeline.profile(spec)
+    trace, _ = flow.profile(spec)
     lines = {trace.source_line(storage) for storage in trace.storages if trace.op(storage) == "aten.silu"}
     assert lines
     assert all("activations" in line or "modeling_llama.py" in line for line in lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.report.documents.report import Document
 from memprof.spec import Mode, TargetSpec
 from memprof.workload import generate
@@ -36,7 +36,7 @@ def run(tmp_path: Path, prompt: int, new_tokens: int, **config: object) -> Docum
         steps=1,
         gpu="a100-80gb",
     )
-    return pipeline.profile(spec)[1]
+    return flow.profile(spec)[1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from memprof.allocator.rounding import round_size
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.report.documents.report import Document
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> str:
 
 def run(model: str, **changes: object) -> tuple[Trace, Document]:
     spec = TargetSpec(model=model, context_length=16, batch_size=2, dtype="bfloat16", gpu="a100-80gb")
-    return pipeline.profile(spec.edit(**changes))
+    return flow.profile(spec.edit(**changes))
 
 
 def owned(trace: Trace, role: Role) -> dict[str, list[int]]:

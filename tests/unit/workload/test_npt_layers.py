@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from memprof.errors import UsageError  # noqa: E402
-from memprof.flows import profile as pipeline  # noqa: E402
+from memprof.flows import profile as flow  # noqa: E402
 from memprof.spec import NPT_MODES, TargetSpec, parse_layers  # noqa: E402
 from memprof.trace.events import Role  # noqa: E402
 from memprof.workload.npt import NptComponent  # noqa: E402
@@ -196,7 +196,7 @@ def tiny(tmp_path) -> str:
 )
 def test_profiled(tiny, mode, changes):
     base = TargetSpec(model=tiny, context_length=16, batch_size=2, dtype="float32", gpu="a100-80gb", steps=1)
-    trace, document = pipeline.profile(base.edit(npt=mode, npt_rank=4, npt_layers="0,-1", **changes))
+    trace, document = flow.profile(base.edit(npt=mode, npt_rank=4, npt_layers="0,-1", **changes))
     target = document.target
     assert (target.asked.npt, target.asked.npt_rank, target.asked.npt_layers) == (mode, 4, "0,-1")
     assert target.num_trainable_parameters == 2 * 4 * (64 + 128)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from memprof.errors import UsageError
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.spec import QUANTIZED_OPTIMIZERS, TargetSpec
 from memprof.workload.models import find_source
 
@@ -19,7 +19,7 @@ ROWS = 24 * (2 * 896 + 2 * 128 + 2 * 4864 + 896)
 
 
 def profile(**fields):
-    return pipeline.profile(TargetSpec(**{**MODEL, **fields}))
+    return flow.profile(TargetSpec(**{**MODEL, **fields}))
 
 
 @pytest.mark.parametrize(

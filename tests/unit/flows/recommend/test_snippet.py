@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from memprof.flows import profile as pipeline
+from memprof.flows import profile as flow
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec
 from memprof.flows.recommend.snippet import command, snippets
 from memprof.spec import TargetSpec
@@ -94,7 +94,7 @@ def test_the_script_takes_what_was_said(tiny):
 
     plan = PLANS["full-lean"]
     spec = _spec(plan, tiny, gpu_vram_bytes=8 << 30)
-    _, document = pipeline.profile(spec)
+    _, document = flow.profile(spec)
     with memprof.virtual_gpu(vram=8) as gpu:
         exec(compile(snippets(plan, spec, 2)["pytorch"], "script", "exec"), {"__name__": "__main__"})
     said, taken = document.peak.allocated_bytes, gpu.report().peak.allocated_bytes
