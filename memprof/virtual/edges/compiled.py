@@ -101,8 +101,15 @@ def triton_patches(written: Callable[[torch.Tensor], None] | None = None) -> Ite
             if launcher is not None and method in vars(launcher):
                 wrap = _subscript if method == "__getitem__" else _run
                 yield launcher, method, wrap(getattr(launcher, method), written)
+    drivers = sys.modules.get("triton.runtime.driver")
+    if drivers is not None and hasattr(sys.modules.get(_DRIVER), "CudaUtils"):
+        # What is asked of the driver beside launches (triton.testing.do_bench, whose cache it makes) is asked of torch.
+        yield sys.modules[_DRIVER], "CudaUtils", object
+        yield drivers.driver, "_default", None
+        yield drivers.driver, "_active", None
 
 
+_DRIVER = "triton.backends.nvidia.driver"
 _LAUNCHERS = {
     "triton.runtime.jit": {"KernelInterface": "__getitem__", "JITFunction": "run"},
     "triton.runtime.autotuner": {"Autotuner": "run", "Heuristics": "run"},

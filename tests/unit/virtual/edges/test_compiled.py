@@ -198,3 +198,18 @@ def test_a_kernel_on_the_host_is_launched(kernel) -> None:
     with VirtualGpu(CARD, passes_kernels=True):
         kernel[(1,)](torch.zeros(4))
     assert KernelInterface.launched == 1
+
+
+def test_tritons_benchmark_takes_a_cache_that_it_clears() -> None:
+    """Between the calls that it measures, 256 MiB are overwritten (triton/backends/nvidia/driver.py)."""
+    pytest.importorskip("triton.backends.nvidia.driver", reason="Triton is not installed: do_bench did not run")
+    import triton.runtime
+    import triton.testing
+
+    before = triton.runtime.driver._active
+    with VirtualGpu(find_gpu("a100-80gb")) as gpu:
+        data = torch.ones(1024, device="cuda")
+        assert triton.testing.do_bench(lambda: data + 1) == 1.0
+        assert torch.cuda.max_memory_allocated() >= 256 << 20
+    assert any(storage.num_bytes == 256 << 20 for storage in gpu.trace.storages)
+    assert triton.runtime.driver._active is before
