@@ -72,10 +72,7 @@ def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Qu
         schema=SCHEMA,
         memprof_version=__version__,
         command="analyze",
-        source=origin.source,
-        file=origin.file,
-        format=origin.format,
-        settings=origin.settings,
+        **{known.name: getattr(origin, known.name) for known in fields(origin)},
         devices=devices,
         replay=ReplayRow(
             allocations=sum(device.replay.allocations for device in devices),
@@ -83,7 +80,6 @@ def build_analysis(recordings: Sequence[Recording], origin: Origin, question: Qu
             final_layout_identical=all(device.replay.final_layout_identical for device in devices),
             first_difference=next((d.replay.first_difference for d in devices if d.replay.first_difference), None),
         ),
-        assumptions=origin.assumptions,
     )
 
 
