@@ -68,7 +68,7 @@ def find(context: Context) -> list[Finding]:
         saved = run.required_reserved_bytes - other.required_reserved_bytes
         if saved >= MIN_GAIN * gap or other.fits > run.fits:
             remedies = would_help(context, "fragmentation")
-        evidence.append(_evaluated(run, other))
+        evidence.append(_evaluated(run, other, cut_short=ledger.trace.cut_short))
     evidence += _pinned(ledger.trace, segments, owners)
     title = f"Fragmentation: {format_bytes(gap)} of the {format_bytes(reserved)} reserved in {stage_text(stage)} are "
     share, most = percent(gap, reserved), format_bytes(ledger.peak_bytes)
@@ -141,12 +141,15 @@ def _what(trace: Trace, index: int) -> str:
     return f"{format_shape(storage.shape)} {storage.dtype} of {trace.op(storage)}{inside} at {line}"
 
 
-def _evaluated(run: OnCard, other: Needs) -> Evidence:
+def _evaluated(run: OnCard, other: Needs, *, cut_short: bool) -> Evidence:
     """What the replay with expandable segments came to."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
     text = f"with expandable_segments:True the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
     if run.card is not None:
         words = {False: "does not fit", True: "fits"}
         was, now = words[run.fits], words[other.fits]
+        if cut_short and other.fits:
+            text += ", and what was refused is served; what the script would ask for after that is not known"
+            return Evidence(text, before - after)
         text += f", and {'still ' if was == now else ''}{now}" + ("" if was == now else f" where it {was} now")
     return Evidence(text, before - after)

@@ -62,6 +62,8 @@ def test_the_verdict_before_and_after() -> None:
     finding = one(context)
     assert "would fit" in finding.title
     assert finding.evidence[1].text.endswith("and fits where it does not fit now")
+    context.ledger.trace.cut_short = True
+    assert one(context).evidence[1].text.endswith("what the script would ask for after that is not known")
 
 
 def test_small_but_decisive() -> None:
