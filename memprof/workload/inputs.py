@@ -31,6 +31,8 @@ class Feeder:
         self.batch_size = batch_size
         self.assumptions: list[str] = []
         """A sentence may stand there more than once."""
+        self.takes_tokens = source.task != "image-classification"
+        """Whether a batch has samples of `context_length`."""
         self.sequence_lengths: list[int] = []
         """Tokens per sequence in each batch so far, if lengths vary."""
         if lengths is not None:
@@ -44,7 +46,7 @@ class Feeder:
                 )
             self.host_batch: Callable[[], Batch] = self._padded_tokens
             return
-        self.context_length = context_length or self._default_length(source)
+        self.context_length = context_length or min(2048, source.max_positions or 2048)
         makers: dict[str, Callable[[], Batch]] = {
             "causal-lm": self._tokens,
             "masked-lm": self._tokens,
@@ -54,13 +56,10 @@ class Feeder:
         }
         self.host_batch = makers.get(source.task) or self._custom()
         """Makes a batch in host memory, as a data loader gives it."""
+        if context_length is None and self.takes_tokens and source.task != "speech-seq2seq":
+            told = f"Context length {self.context_length:,} (no --context-length was given)."
+            self.assumptions.insert(0, told)
         self._dataset: Batch = {}
-
-    def _default_length(self, source: ModelSource) -> int:
-        length = min(2048, source.max_positions or 2048)
-        if source.task in ("causal-lm", "masked-lm", "seq2seq-lm", "custom"):
-            self.assumptions.append(f"Context length {length:,} (no --context-length was given).")
-        return length
 
     def build_dataset(self, batches: int) -> None:
         """Make so many batches and hold them in host memory, a tensor [batches, ...] for each input.
@@ -130,6 +129,7 @@ class Feeder:
 
             return tokens
         if isinstance(first, nn.Conv2d):
+            self.takes_tokens = False
             shape: tuple[int, ...] = (self.batch_size, first.in_channels, 224, 224)
         elif isinstance(first, nn.Linear):
             shape = (self.batch_size, self.context_length, first.in_features)

@@ -90,7 +90,7 @@ class Workload:
             self.dtype = None if first is None else str(first).removeprefix("torch.")
         feeder = Feeder(self.source, base, spec.batch_size, spec.context_length, self._lengths)
         self.sequence_lengths = feeder.sequence_lengths
-        self.context_length = feeder.context_length
+        self.context_length = feeder.context_length if feeder.takes_tokens else None
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)

@@ -103,6 +103,8 @@ def _describe(target: Target) -> str:
     elif target.context_length is not None:
         up_to = "up to " if target.sequence_lengths else ""
         parts.append(f"batch {asked.batch_size} x {up_to}{target.context_length:,} tokens")
+    elif target.num_parameters:
+        parts.append(f"batch {asked.batch_size}")
     amp = f" with {asked.amp} autocast" if asked.amp else ""
     if target.dtype is not None:
         parts.append(f"{target.dtype}{amp}")
