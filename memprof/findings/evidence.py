@@ -200,7 +200,7 @@ def vocabulary_tables(trace: Trace) -> dict[int, str]:
         if len(trace.storages[index].shape) == 2
         and (name in weights or _VOCABULARY.search(name))
         and not _POSITIONS.search(name)
-        and name == without_numbers(name)
+        and (below := name.partition(".")[2]) == without_numbers(below)
     }
 
 

@@ -210,12 +210,15 @@ class _ForTheNext:
 def _outlives_its_module(trace: Trace) -> set[int]:
     """Storages that were still alive when the module call that made them ended: what a module leaves behind.
 
-    What dies inside the call that made it is a temporary; in the code of no module, everything outlives.
+    What dies inside the call that made it is a temporary; in the code of no module, everything outlives, and so does
+    what is alive when the run is cut short.
     """
+    requests = [time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC]
+    end = requests[-1] + 1 if trace.cut_short and requests else len(trace.events)
     result: set[int] = set()
     calls: list[set[int]] = [set()]
     maker: dict[int, set[int]] = {}
-    for event in trace.events:
+    for event in trace.events[:end]:
         if event.kind is EventKind.ALLOC:
             calls[-1].add(event.ref)
             maker[event.ref] = calls[-1]
@@ -225,4 +228,4 @@ def _outlives_its_module(trace: Trace) -> set[int]:
             calls.append(set())
         elif event.kind is EventKind.EXIT and len(calls) > 1:
             result |= calls.pop()
-    return result | calls[0]
+    return result.union(*calls) if trace.cut_short else result | calls[0]

@@ -61,6 +61,8 @@ def spans(trace: Trace) -> list[Span]:
         phase = trace.phases[trace.events[begin].ref]
         if phase.kind in (PhaseKind.FORWARD, PhaseKind.EVALUATION):
             goes_on = end < len(trace.events) and trace.phases[trace.events[end].ref] == phase
+            if goes_on and phase.kind is PhaseKind.EVALUATION:  # and no other batch for the same model
+                goes_on = _first_call(trace, begin) != _first_call(trace, end)
             result += _ForwardSpans(trace, begin, end, heads, goes_on=goes_on).spans
         else:
             name = _WHOLE_PHASE[phase.kind]
@@ -71,6 +73,11 @@ def spans(trace: Trace) -> list[Span]:
             else:
                 result.append(span)
     return [span for span in result if _has(trace, span, EventKind.ALLOC) or _has(trace, span, EventKind.FREE)]
+
+
+def _first_call(trace: Trace, begin: int) -> int:
+    events = (trace.events[time] for time in range(begin, len(trace.events)))
+    return next((event.ref for event in events if event.kind is EventKind.ENTER), NONE)
 
 
 def _has(trace: Trace, span: Span, kind: EventKind) -> bool:

@@ -326,7 +326,7 @@ class Trace:
         return None if storage.source == NONE else self.sources[storage.source]
 
 
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 
 def without_numbers(path: str) -> str:

@@ -5,6 +5,7 @@ Rows that come again and again (the forwards of an evaluation, the steps of a lo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby
@@ -17,8 +18,8 @@ T = TypeVar("T")
 
 MAX_ROWS_PER_STACK = 8
 """A stack whose layers differ too much to fold into this many rows becomes a single one."""
-MAX_PERIOD = 64
-"""Rows, at the most, that are seen to take turns."""
+MAX_PERIODS = (16, 64)
+"""Rows, at the most, that are seen to take turns: batches first, and then the epochs around them."""
 MAX_GROUPS_OF_ROUNDS = 8
 """Rounds of the same rows that differ too much to fold into as many groups become a single one."""
 NEAR = 1 / 500
@@ -60,7 +61,9 @@ def shown_stages(document: Document) -> list[ShownStage]:
             result += _step(list(rows))
         else:
             result.append(_joined(list(rows), name=f"step {step}, all of it", is_step=True))
-    return list(_folded_rounds(result, round(NEAR * document.peak.allocated_bytes)))
+    for longest in MAX_PERIODS:
+        result = list(_folded_rounds(result, round(NEAR * document.peak.allocated_bytes), longest))
+    return result
 
 
 def _step(rows: list[Stage]) -> Iterator[ShownStage]:
@@ -95,8 +98,9 @@ def _folded_summaries(summaries: list[ShownStage]) -> Iterator[ShownStage]:
         yield _joined(alike, name=name)
 
 
-def _folded_rounds(rows: list[ShownStage], near: int) -> Iterator[ShownStage]:
-    """Rows that follow each other in the same order again, once for all rounds that cost the same, but for `near`."""
+def _folded_rounds(rows: list[ShownStage], near: int, longest: int) -> Iterator[ShownStage]:
+    """Rows that follow each other in the same order again, once for all rounds that cost the same, but for `near`; a
+    round has as many rows as `longest` or fewer."""
 
     def same_names(one: ShownStage, other: ShownStage) -> bool:
         return one.name == other.name or (one.is_step and other.is_step)
@@ -107,9 +111,9 @@ def _folded_rounds(rows: list[ShownStage], near: int) -> Iterator[ShownStage]:
             for a, b in zip(one, other, strict=True)
         )
 
-    for rounds in _repeated(rows, same_names):
+    for rounds in _repeated(rows, same_names, longest):
         # Two models whose rows have the same names may take turns: rounds of rounds.
-        groups = list(_repeated(rounds, same_cost))
+        groups = list(_repeated(rounds, same_cost, longest))
         if len(groups) > MAX_GROUPS_OF_ROUNDS:
             groups = [[[members] for members in rounds]]
         for group in groups:
@@ -121,12 +125,12 @@ def _rise(row: ShownStage) -> int:
     return row.peak_allocated_bytes - (row.allocated_bytes - row.delta_bytes)
 
 
-def _repeated(items: Sequence[T], same: Callable[[T, T], bool]) -> Iterator[list[list[T]]]:
+def _repeated(items: Sequence[T], same: Callable[[T, T], bool], longest: int) -> Iterator[list[list[T]]]:
     """`items` cut into rounds that repeat each other; what is not repeated is a round by itself."""
     begin = 0
     while begin < len(items):
         period, count = 1, 1
-        for length in range(1, min(MAX_PERIOD, (len(items) - begin) // 2) + 1):
+        for length in range(1, min(longest, (len(items) - begin) // 2) + 1):
             end = begin + length
             while end < len(items) and same(items[begin + (end - begin) % length], items[end]):
                 end += 1
@@ -144,11 +148,12 @@ def _in_turn(rounds: list[list[ShownStage]]) -> Iterator[ShownStage]:
     for rows in zip(*rounds, strict=True):
         first, last = rows[0], rows[-1]
         several = first.is_step and len(rows) > 1
-        name = f"steps {first.step}-{last.step}, all of it" if several else first.name
+        begin, end = (re.findall(r"\d+", row.name) if several else [] for row in (first, last))
+        name = f"steps {begin[0]}-{end[-1]}, all of it" if several else first.name
         if alone:
             yield _joined(rows, name=name, count=sum(row.count for row in rows))
         else:
-            yield _joined(rows, name=name, delta_bytes=last.delta_bytes, turns=len(rows))
+            yield _joined(rows, name=name, delta_bytes=last.delta_bytes, turns=sum(row.turns for row in rows))
 
 
 def _folded_layers(rows: list[Stage]) -> Iterator[ShownStage]:

@@ -227,6 +227,23 @@ def test_recomputed_activations(build: Builder) -> None:
     assert categories(build_ledger(build.trace), temporary, kept) == [Category.TEMPORARIES, Category.ACTIVATIONS]
 
 
+def test_a_call_that_the_run_ended_in(build: Builder) -> None:
+    """What it made is what the same line made in other layers, although the error let go of it."""
+    build.phase(PhaseKind.FORWARD, 1, 1)
+    made = []
+    for layer in range(2):
+        build.enter(f"layers.{layer}", ModuleRole.LAYER, "layers")
+        made.append(build.alloc(KIB))
+        if layer == 0:
+            build.exit()
+    refused = build.alloc(KIB)
+    build.free(refused)
+    build.free(made[1])
+    build.exit()
+    build.trace.cut_short = True
+    assert set(categories(build_ledger(build.trace), *made)) == {Category.ACTIVATIONS}
+
+
 def test_peak_and_what_was_alive(build: Builder) -> None:
     made = training_step(build)
     ledger = build_ledger(build.trace)

@@ -132,3 +132,16 @@ def test_passes_between_optimizers_are_no_micro_batches() -> None:
     b.free(b.new(8 * MIB))
     names = [name for name, *_ in shown(b)]
     assert names[0] == "pass 1" and names[-2:] == ["optimizer step", "pass 3"]
+
+
+def test_batches_within_epochs() -> None:
+    """Those of an evaluation come again after steps: each is folded first, and what is around them next."""
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    for step in range(1, 5):
+        b.phase(PhaseKind.FORWARD, step)
+        b.free(b.new(MIB))
+        if step % 2 == 0:
+            for _ in range(6):
+                call(b, 8 * MIB)
+    assert shown(b) == [("steps 1-4, all of it", 2, 2), ("first Linear", 1, 12), ("second ReLU", 1, 12)]
