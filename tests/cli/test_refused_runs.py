@@ -121,6 +121,25 @@ def test_no_process_of_multiprocessing_trains_for_real(tmp_path, method):
     assert "\ncpu" not in done.stderr
 
 
+@pytest.mark.slow
+def test_a_program_does_not_wait_for_what_a_refused_child_never_sends(tmp_path):
+    text = """
+    import torch
+    from torch import multiprocessing
+    def train(queue):
+        queue.put(torch.ones(2, device="cuda").sum().item())
+    if __name__ == "__main__":
+        x = torch.ones(9, device="cuda")
+        context = multiprocessing.get_context("spawn")
+        queue = context.Queue()
+        context.Process(target=train, args=(queue,)).start()
+        print("got", queue.get())
+    """
+    done = ran(tmp_path, text, "--json")
+    refused(done, "train uses CUDA in another process")
+    assert "got" not in done.stderr.split()
+
+
 def test_a_child_without_torch_and_one_on_the_host_are_let_through(tmp_path):
     (tmp_path / "host.py").write_text("import torch\nprint('host', torch.ones(3).sum().item())", encoding="utf-8")
     text = """

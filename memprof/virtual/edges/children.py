@@ -7,20 +7,31 @@ in its own place is stopped there: nothing of it would be left to report on.
 from __future__ import annotations
 
 import json
+import multiprocessing.process
 import os
 import re
+import signal
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memprof import probe
+from memprof.errors import MemprofError
 from memprof.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR
 from memprof.virtual.limits import not_yet
 from memprof.watch.patches import Patch
 
 _ENVIRONMENT_AT = {"posix_spawn": 2, "posix_spawnp": 2, "spawnve": 3, "spawnvpe": 3}
 """Functions of `os` that are given an environment, and as which of their arguments; the program's come before it."""
+_SIGNAL = signal.SIGURG
+"""One that does nothing else."""
+_LONGEST_WAIT = 5.0
+"""Seconds that a program may wait once a process of its own was refused what it asked for."""
+_IDLE = 0.05
+"""Seconds of a processor that waiting takes at most."""
 _PYTHON = re.compile(r"(.*[/\\])?python[\d.]*(\.exe)?")
 _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 """Of Python: letters that take no value, and one that does."""
@@ -33,6 +44,9 @@ class Children:
         self.file = ""
         """Where they tell what they were refused."""
         self._process = 0
+        self._ended = threading.Event()
+        self._handler: Any = None
+        """What the signal did before that ends a wait in vain."""
 
     def __enter__(self) -> Children:
         opened, self.file = tempfile.mkstemp(prefix="memprof-refusals-")
@@ -44,6 +58,9 @@ class Children:
     def __exit__(self, *error: object) -> None:
         if os.getpid() == self._process:  # a forked child leaves the same blocks
             os.unlink(self.file)
+            self._ended.set()
+            if self._handler is not None:
+                signal.signal(_SIGNAL, self._handler)
         os.environ.pop(REFUSALS, None)
         path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder != probe.FOLDER]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
@@ -72,6 +89,13 @@ class Children:
             popen(started, *args, **options)
 
         yield subprocess.Popen, "__init__", __init__
+        start = multiprocessing.process.BaseProcess.start
+
+        def starting(process: Any) -> None:
+            start(process)
+            self._watch_waiting()
+
+        yield multiprocessing.process.BaseProcess, "start", starting
         flags: Any = getattr(subprocess, "_args_from_interpreter_flags")  # noqa: B009 - not in its stubs
         # With these multiprocessing starts Pythons like this one.
         yield subprocess, flags.__name__, lambda: [flag for flag in flags() if flag not in ("-I", "-E")]
@@ -79,6 +103,32 @@ class Children:
             yield os, name, self._starting(getattr(os, name), at)
         for name in ("execv", "execve"):  # all others call these
             yield os, name, _replacing(getattr(os, name))
+
+    def _watch_waiting(self) -> None:
+        """End the wait of a program for what a process that was refused will never send: what its queues, pipes and
+        events wait for has no end of its own."""
+        if self._handler is not None or threading.current_thread() is not threading.main_thread():
+            return
+
+        def give_up(number: int, frame: Any) -> None:
+            problem, hint = self.refused()[0]
+            raise MemprofError(problem, hint=hint)
+
+        self._handler = signal.signal(_SIGNAL, give_up) or signal.SIG_DFL
+        threading.Thread(target=self._interrupt, name="memprof-waiting", daemon=True).start()
+
+    def _interrupt(self) -> None:
+        thread = threading.main_thread().ident
+        assert thread is not None
+        clock = time.pthread_getcpuclockid(thread)
+        last, since = -1.0, time.monotonic()
+        while not self._ended.wait(_LONGEST_WAIT / 5):
+            used = time.clock_gettime(clock)
+            if used - last > _IDLE or not os.stat(self.file).st_size:
+                last, since = used, time.monotonic()
+            elif time.monotonic() - since > _LONGEST_WAIT:
+                signal.pthread_kill(thread, _SIGNAL)
+                return
 
     def _starting(self, original: Callable[..., Any], at: int) -> Callable[..., Any]:
         def start(*args: Any, **options: Any) -> Any:
