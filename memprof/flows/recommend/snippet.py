@@ -95,12 +95,13 @@ def _head(spec: TargetSpec, imports: list[str]) -> list[str]:
 
 
 def _load(plan: Plan, spec: TargetSpec, model: _Model) -> list[str]:
-    dtype = f"torch.{spec.dtype or 'float32'}"
-    arguments = [f"dtype={dtype}"]
+    arguments = [f"dtype=torch.{spec.dtype or 'float32'}"]
     lines: list[str] = []
     if spec.attention is not None:
         arguments.append(f'attn_implementation="{spec.attention}"')
-    if plan.precision in ("int8", "nf4"):
+    made = ", ".join(["config", *arguments])
+    quantized = plan.precision in ("int8", "nf4")
+    if quantized:
         options = (
             "load_in_8bit=True"
             if plan.precision == "int8"
@@ -109,13 +110,15 @@ def _load(plan: Plan, spec: TargetSpec, model: _Model) -> list[str]:
         )
         lines.append(f"quantization = transformers.BitsAndBytesConfig({options})")
         arguments += ["quantization_config=quantization", 'device_map={"": 0}']
-    if model.from_pretrained:
-        lines.append(f'model = transformers.{model.auto_class}.from_pretrained("{model.from_pretrained}",')
-        lines.append(f"    {', '.join(arguments)})")
-    else:
+    loads = f"transformers.{model.auto_class}.from_pretrained({model.from_pretrained!r},"
+    if not model.from_pretrained:
         make = "_from_config" if not model.auto_class.startswith("Auto") else "from_config"
         lines.append(f"config = {model.from_config}")
-        lines.append(f"model = transformers.{model.auto_class}.{make}(config, {', '.join(arguments)})")
+        lines.append(f"model = transformers.{model.auto_class}.{make}({made})")
+        # Weights are quantized while they are loaded.
+        loads = "type(model).from_pretrained(None, config=config, state_dict=model.state_dict(),"
+    if model.from_pretrained or quantized:
+        lines += [f"model = {loads}", f"    {', '.join(arguments)})"]
     if plan.goal in (Goal.LORA, Goal.QLORA):
         if plan.goal is Goal.QLORA:
             lines.append("model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")

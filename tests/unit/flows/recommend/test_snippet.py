@@ -56,6 +56,19 @@ def test_quantized_scripts_load_with_bitsandbytes():
     compile(script, "script", "exec")
 
 
+@pytest.mark.parametrize("plan", [Plan(Goal.QLORA, "nf4", "bfloat16", "adamw"), Plan(Goal.INFER, "int8", "bfloat16")])
+def test_a_quantized_script_without_weights_loads_what_it_has_made(plan, tiny):
+    """Weights are quantized while they are loaded; a configuration alone has none."""
+    import memprof
+
+    spec = _spec(plan, tiny, gpu_vram_bytes=8 << 30)
+    said = flow.profile(spec)[1].verdict.required_bytes
+    with memprof.virtual_gpu(vram=8) as gpu, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries that the script uses
+        exec(compile(snippets(plan, spec, 2)["pytorch"], "script", "exec"), {"__name__": "__main__"})
+    assert abs(gpu.report().verdict.required_bytes - said) <= 2 << 20  # a segment
+
+
 def test_model_of_a_size_alone_is_built_from_its_configuration():
     plan = PLANS["full"]
     spec = plan.spec(TargetSpec(model="3M", model_is_size=True, context_length=16), 1)
