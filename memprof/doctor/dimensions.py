@@ -106,13 +106,9 @@ def _dimensions(name: str, config: Mapping[str, Any], dtype: str | None) -> Dime
 
 
 @cache
-def vocabularies() -> dict[int, str]:
-    """Each size of vocabulary in the catalog, with the first model that has it."""
-    found: dict[int, str] = {}
-    for entry in list_models():
-        if entry.vocab_size:
-            found.setdefault(entry.vocab_size, entry.key)
-    return found
+def of_catalog() -> tuple[Dimensions, ...]:
+    """Of every model of the catalog."""
+    return tuple(map(dimensions, list_models()))
 
 
 _NAMED = (

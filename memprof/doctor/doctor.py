@@ -155,6 +155,7 @@ def _tensors(
         hinted=tuple(value for value in (length_in(nearby), batch_in(nearby)) if value),
         roles=roles_in(inner),
         wide=any(word in frame for frame in inner for word in (".float()", "float32", "upcast")),
+        held=None if figures.allocated is None else figures.allocated.high,
     )
     return tuple(candidates(question))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memprof.doctor.diagnosis import Candidate, Figures
-from memprof.doctor.dimensions import Dimensions, vocabularies
+from memprof.doctor.dimensions import Dimensions, of_catalog
 from memprof.units import MIB
 
 _SEGMENT = 2 * MIB
@@ -26,6 +26,9 @@ _HINT_BITS = 6.0
 _HALF, _FULL = 2, 4
 _COMMON_HEADS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
 _SHARDS = (1, 2, 4, 8)
+_DELTA = "one weight delta for each token"
+_MANY_TOKENS = 1 << 17
+"""Of a batch; beyond it each doubling is a quarter as likely."""
 
 
 def requested(figures: Figures) -> tuple[int, int] | None:
@@ -60,6 +63,7 @@ class Question:
         hinted: lengths and batches that the log names, which may be those of this run.
         roles: what the traceback speaks of.
         wide: whether the traceback speaks of float32.
+        held: bytes of tensors that were on the card already, None if not known.
     """
 
     low: int
@@ -71,6 +75,7 @@ class Question:
     hinted: tuple[int, ...] = ()
     roles: frozenset[str] = frozenset()
     wide: bool = False
+    held: int | None = None
 
     @property
     def dtypes(self) -> tuple[tuple[str, int, float], ...]:
@@ -120,8 +125,9 @@ def candidates(question: Question, most: int = 5) -> list[Candidate]:
 def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
     model = question.model
     if model is None:
-        for size, name in vocabularies().items():
-            yield from _rows(question, size, "logits", -1.0, "logits", of=name)
+        for known in of_catalog():
+            yield from _rows(question, known.vocabulary, "logits", -1.0, "logits", known)
+            yield from _rows(question, known.hidden * known.intermediate, _DELTA, -4.0, "delta", known)
         for heads in _COMMON_HEADS:
             yield from _scores(question, heads, -4.0)
         return
@@ -142,25 +148,35 @@ def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
         )
         yield from _rows(question, model.kv_heads * model.head_dim, "keys or values", -2.5, "cache")
         yield from _scores(question, 1, -3.0, role="attention mask")
-    yield from _rows(question, model.hidden * model.intermediate, "one weight delta for each token", -3.0, "delta")
+    yield from _rows(question, model.hidden * model.intermediate, _DELTA, -3.0, "delta")
     yield from _weights(question, model)
 
 
 def _rows(
-    question: Question, width: int, role: str, prior: float, kind: str, of: str = ""
+    question: Question, width: int, role: str, prior: float, kind: str, of: Dimensions | None = None
 ) -> Iterator[tuple[float, Candidate]]:
-    """Tensors of one row of `width` values for each token."""
+    """Tensors of one row of `width` values for each token; `of`: of this model, where none is known."""
     if not width:
         return
     hint, said = question.speaks_of(kind)
-    name = of or (question.model.model if question.model else "")
-    extra = f"{said}; {width:,} is the vocabulary of {of} and others" if of else said
+    model = of or question.model
+    name = "" if model is None else model.model
+    what = "the vocabulary" if kind == "logits" else "hidden x feed-forward width"
+    extra = f"{said}; {width:,} is {what} of {name} and others" if of else said
     for dtype, item, bias in question.dtypes:
         unit = width * item
         for tokens, bits, exact, why in _tokens(question, unit):
+            if of is not None and question.held is not None and _least_held(of, tokens) > question.held:
+                continue
             shape = (*_split(question, tokens), width)
+            bits -= 2 * max(0.0, math.log2(tokens / _MANY_TOKENS))
             candidate = Candidate(shape, dtype, role, tokens * unit, name, why + extra, exact)
             yield bits + prior + hint + bias, candidate
+
+
+def _least_held(model: Dimensions, tokens: int) -> int:
+    """Bytes that are on the card when a row of each token is made: weights of 4 bits, and the rows' hidden states."""
+    return model.num_parameters // 2 + tokens * model.hidden * _HALF
 
 
 def _tokens(question: Question, unit: int) -> Iterator[tuple[int, float, bool, str]]:

@@ -65,6 +65,7 @@ def test_doctor_on_a_weight_delta(memprof, tmp_path):
     log.write_text(DELTA, encoding="utf-8")
     said = memprof("doctor", log, "--model", "llama-3.1-8b", "--batch-size", 4, "--context-length", 512)
     commands = printed(said.stdout)
+    assert printed(memprof("doctor", log).stdout)[0][-1] == "low-rank-npt"  # also where nothing says which model
     assert "--npt" in commands[0] and commands[0][-1] == "low-rank-npt"
     assert memprof(*commands[0]).exit_code == 0
     for command in commands:  # each can be run: nothing that it asks for is refused

@@ -101,6 +101,15 @@ def test_a_size_that_fits_nothing_well_gets_no_name():
     assert candidates(Question(low - 2 * MIB, low)) == []
 
 
+def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_card_had_room_for():
+    low, high = (int(amount * 2**30) for amount in (447.995, 448.005))
+    found = candidates(Question(low, high, held=18 << 30))
+    assert {candidate.role for candidate in found} == {"one weight delta for each token"}
+    assert found[0].shape[1:] == (4096, 4096 * 14336)
+    # 7,340,032 tokens of hidden states, 4,096 wide: 56 GiB were there before their logits.
+    assert (1, 7_340_032, 32_768) not in [candidate.shape for candidate in found]
+
+
 def test_every_model_of_the_catalog_has_dimensions():
     for name in ("gpt2", "llama-3.1-8b", "qwen3-30b-a3b", "t5-base", "mamba-130m", "falcon-7b"):
         found = dimensions(find_model(name))
