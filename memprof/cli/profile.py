@@ -60,20 +60,22 @@ def profile(spec: TargetSpec, how: How, output: Saved) -> None:
 def _run(spec: TargetSpec, how: How, progress: Progress) -> tuple[Trace, Document]:
     """The trace and the report that the options ask for."""
     from memprof.flows import profile as flow
+    from memprof.flows.account import analyze
 
+    simulated: Trace | None = None
     if how.device != "auto":
         spec = spec.edit(device=how.device)
     elif spec.gpu == DEFAULT_GPU and spec.gpu_vram_bytes is None:  # a card that was named is to be simulated
-        spec = flow.resolve_device(spec, progress)
+        spec, simulated = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
-        return flow.profile(spec, progress)
+        return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search
     from memprof.remedies.fixes import parse_fixes
 
+    fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix)
+    runs = SpecRuns(spec, progress, simulated)
     if how.fix is None:
-        return climb(SpecRuns(spec, progress))
-    if how.searches:
-        return search(SpecRuns(spec, progress))
-    return apply_fixes(spec, parse_fixes(how.fix), progress, each=how.ladder)
+        return climb(runs)
+    return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)

@@ -96,22 +96,24 @@ def profile(
     raise failed
 
 
-def resolve_device(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> TargetSpec:
+def resolve_device(
+    spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None
+) -> tuple[TargetSpec, Trace | None]:
     """`spec` on the CUDA card that is present if the run fits what is free there, by simulation; else simulated, on a
-    card like the one that is present."""
+    card like the one that is present, with the trace of that."""
     from memprof.measured.cuda import cuda_card, why_no_cuda
 
     if why_no_cuda() is not None:
-        return spec
+        return spec, None
     progress("simulating, to see whether it fits the card that is here")
     card = cuda_card()
     here = spec.edit(device="virtual", **_like(card.name, card.total_bytes))
     try:
-        _, document = profile(here, progress, explained=False)
+        trace, document = profile(here, progress, explained=False)
     except RunFailedError:
-        return spec.edit(device="cuda")  # it will say so itself, if it is more than a gap of the virtual card
+        return spec.edit(device="cuda"), None  # it will say so itself, if it is more than a gap of the virtual card
     needed = document.verdict.required_bytes - document.device.context_bytes
-    return spec.edit(device="cuda") if needed <= card.usable_bytes else here
+    return (spec.edit(device="cuda"), None) if needed <= card.usable_bytes else (here, trace)
 
 
 def _like(name: str, total_bytes: int) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def worst_numerics(remedies: Sequence[str]) -> Numerics:
 
 
 def edit_spec(spec: TargetSpec, fix: Fix, target: Mapping[str, Any]) -> TargetSpec:
-    """`spec` with `fix` in force; `target` is that of the run's report: what it turned out to be (dtype, vocabulary).
+    """`spec` with `fix` in force; `target` is that of the run's report, what it turned out to be (dtype, vocabulary),
+    and the `classes` of its modules.
 
     Raises:
         UsageError: it does not apply: it is on already, does not go with something that is, or the mode has no use for

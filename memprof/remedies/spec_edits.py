@@ -10,14 +10,17 @@ Raises:
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from memprof.errors import UsageError
 from memprof.remedy_catalog import Remedy
-from memprof.spec import TargetSpec
+from memprof.spec import Mode, TargetSpec
 
 Target = Mapping[str, Any]
+_OF_ALL_ROWS = re.compile(r"(Sync)?BatchNorm([1-3]d)?")
+"""Classes of modules whose results depend on all rows of a batch, as they train."""
 
 
 def useless(remedy: Remedy, value: object, why: str) -> UsageError:
@@ -58,6 +61,9 @@ def low_rank_npt(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -
 
 def micro_batch(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
     """The same number of sequences in a step, fewer at a time, whether it trains or not."""
+    of_the_batch = sorted(filter(_OF_ALL_ROWS.fullmatch, target.get("classes", ())))
+    if of_the_batch and spec.mode is Mode.TRAIN:
+        raise useless(remedy, of_the_batch[0], "such a module's result depends on all rows of a batch")
     size = 1 if value is None else value
     if not 1 <= size < spec.batch_size or spec.batch_size % size:
         divisors = [d for d in range(1, spec.batch_size) if spec.batch_size % d == 0]

@@ -301,7 +301,7 @@ _TABLE = (
         cost="no gradient accumulation, clipping by norm or loss scaling",
         install=f"{_IN}.backward_optimizer:install", options={"optimizer": _OPTIMIZER},
         required=("optimizer",), training_only=True, accumulates=False,
-        useless_if={"amp": ("float16", "the scaler must see all gradients before a step"), **_NO_OPTIMIZER},
+        useless_if=_NO_OPTIMIZER,
         ladder=80, search=60, tiers=_SAME_UPDATES,
     ),
     Remedy(

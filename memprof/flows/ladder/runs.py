@@ -134,11 +134,14 @@ class Runs(abc.ABC):
 
 
 class SpecRuns(Runs):
-    """Runs of one spec."""
+    """Runs of one spec; `simulated` is the run as it is, if it was made already."""
 
-    def __init__(self, spec: TargetSpec, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, simulated: Trace | None = None
+    ) -> None:
         self._progress = progress
         self._spec = spec
+        self._simulated = simulated
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
@@ -147,9 +150,11 @@ class SpecRuns(Runs):
         Raises:
             UsageError: one of them does not go with it.
         """
-        spec = self._spec
+        spec, original = self._spec, self.original
+        classes = {module.class_name for module in original.trace.modules}
+        target = {**target_to_json(original.document.target), "classes": classes}
         for fix in fixes:
-            spec = edit_spec(spec, fix, target_to_json(self.original.document.target))
+            spec = edit_spec(spec, fix, target)
         return spec
 
     def check(self, fixes: Sequence[Fix]) -> None:
@@ -164,21 +169,20 @@ class SpecRuns(Runs):
         return self.in_force(fixes).alloc_conf
 
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
+        if not fixes and self._simulated is not None:
+            return self._simulated, analyze(self._simulated)
         what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
         spec = self.in_force(fixes) if fixes else self._spec
         return profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
 
 
-def apply_fixes(
-    spec: TargetSpec, fixes: Sequence[Fix], progress: Callable[[str], None], *, each: bool = False
-) -> tuple[Trace, Document]:
+def apply_fixes(runs: Runs, fixes: Sequence[Fix], *, each: bool = False) -> tuple[Trace, Document]:
     """The run with `fixes` in force; its report has a ladder of two rows, or of one for each fix.
 
     Raises:
         UsageError: a fix does not apply.
         RunFailedError: as `profile`.
     """
-    runs = SpecRuns(spec, progress)
     steps = [fixes[:count] for count in range(1, len(fixes) + 1)] if each else [fixes]
     return with_ladder(runs, steps)
 

@@ -34,18 +34,27 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
     sets = tiers() if sets is None else sets
     if runs.original.is_stopped and not _mends(names for _, names in sets):
         return with_ladder(runs, (), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
-    for given_up, names in sets:
+    for _, names in sets:
         left = [name for name in names if name not in runs.on_now()]
         everything, run = _all_of(runs, left, not_applied)
+        # What does not go with the rest may save more, or be cheaper, than what it does not go with.
+        others = [name for name in left if _conflict(name, everything)]
+        if run is not None and others and not run.is_answer:
+            instead = _all_of(runs, sorted(left, key=lambda name: name not in others), not_applied)
+            if instead[1] is not None and instead[1].needed_bytes < run.needed_bytes:
+                everything, run = instead
+                others = [name for name in left if _conflict(name, everything)]
         if run is None:
             continue
         if run.is_answer:
-            # What does not go with the rest may be cheaper than what it does not go with.
-            all_of_it = [*everything, *(Fix(REMEDIES[name]) for name in left if _conflicts(name, everything))]
+            all_of_it = [*everything, *(Fix(REMEDIES[name]) for name in others)]
             chosen = _cheaper(runs, _needed(runs, _enough(runs, everything, all_of_it, not_applied)), all_of_it)
             for fix in chosen:
                 not_applied.pop(fix.remedy.name, None)
             steps = [chosen[:count] for count in range(1, len(chosen) + 1)]
+            taken = {fix.remedy.name for fix in chosen}
+            not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
+            given_up = next(given_up for given_up, names in sets if taken <= {*names})
             return with_ladder(runs, _that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
         if least is None or run.needed_bytes < least[0].needed_bytes:
             least = run, everything
@@ -66,8 +75,10 @@ def _mends(sets: Iterable[Sequence[str]]) -> bool:
     return any(remedy.name in names for remedy in helping("device-mismatch") for names in sets)
 
 
-def _conflicts(name: str, fixes: Sequence[Fix]) -> bool:
-    return any(why_not_together(REMEDIES[name], fix.remedy.name) for fix in fixes)
+def _conflict(name: str, fixes: Sequence[Fix]) -> str:
+    """With which of these it does not go, and why; empty if it goes with all."""
+    found = ((fix.remedy.name, why_not_together(REMEDIES[name], fix.remedy.name)) for fix in fixes)
+    return next((f"does not go with {other}: {reason}" for other, reason in found if reason), "")
 
 
 def _enough(runs: Runs, everything: list[Fix], among: list[Fix], not_applied: dict[str, str]) -> list[Fix]:
@@ -157,6 +168,8 @@ def _all_of(runs: Runs, names: Sequence[str], not_applied: dict[str, str]) -> tu
     """As many of `names` as apply together, and the run with them."""
     fixes: list[Fix] = []
     for name in names:
+        if _conflict(name, fixes):
+            continue
         try:
             runs.check([*fixes, Fix(REMEDIES[name])])
         except UsageError as error:

@@ -145,8 +145,8 @@ def test_auto_judges_by_what_is_free_and_simulates_the_card_that_is_there(card, 
     file.write_text(LINEAR)
     card.free, card.total = free * MIB, 81089 * MIB
     driver(FakeCard())
-    spec = flow.resolve_device(TargetSpec(model=f"{file}:Model", batch_size=1, context_length=8))
-    assert spec.device == device
+    spec, simulated = flow.resolve_device(TargetSpec(model=f"{file}:Model", batch_size=1, context_length=8))
+    assert spec.device == device and (simulated is not None) is (device == "virtual")
     if device == "virtual":
         assert spec.gpu == "h100-80gb" and spec.gpu_vram_bytes is None
 

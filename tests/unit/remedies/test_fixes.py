@@ -84,6 +84,14 @@ def test_what_the_run_rules_out_is_said(text, changes, problem):
         edited(text, SPEC.edit(**changes), {**TARGET, "dtype": "bfloat16"})
 
 
+def test_micro_batches_are_no_other_way_to_compute_statistics_of_a_batch():
+    of_the_batch = {**TARGET, "classes": {"Conv2d", "BatchNorm2d"}}
+    with pytest.raises(UsageError, match="does not apply"):
+        edited("micro-batch", target=of_the_batch)
+    assert edited("micro-batch", SPEC.edit(mode=Mode.INFERENCE), of_the_batch).batch_size == 1
+    assert edited("micro-batch", target={**TARGET, "classes": {"FrozenBatchNorm2d"}}).batch_size == 1
+
+
 def test_numerics_of_several_are_the_worst():
     assert worst_numerics([]) is Numerics.EXACT
     assert worst_numerics(["chunked-loss", "bfloat16"]) is Numerics.APPROXIMATE

@@ -1,0 +1,23 @@
+"""What the search says of a set is so: what is given up with it, and that nothing milder fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.flows.ladder.runs import SpecRuns
+from memprof.flows.ladder.search import search
+from memprof.spec import TargetSpec
+
+SPEC = TargetSpec(model="1M", model_is_size=True, batch_size=4, context_length=2048, gpu_vram_bytes=640 << 20)
+SETS = (
+    ("the same numbers", ("optimizer-in-backward", "micro-batch")),
+    ("the optimizer elsewhere", ("micro-batch", "cpu-offload-optimizer")),
+)
+
+
+@pytest.mark.slow
+def test_of_two_that_do_not_go_together_the_second_may_be_the_one_that_fits():
+    _, document = search(SpecRuns(SPEC), SETS)
+    assert document.verdict.fits and document.ladder[-1].remedies == ("micro-batch",)
+    assert document.ladder_reason == "micro-batch is enough (the same numbers)"
+    assert document.ladder_left_out["optimizer-in-backward"].startswith("does not go with micro-batch: ")
