@@ -123,8 +123,8 @@ def print_document(document: Document, output: Told) -> None:
 
 
 def exit_code(document: Document) -> int:
-    """1: the run did not come to its end, or a real one dies of an error; 3: it does not fit; 0: none of these."""
-    if document.failure is not None:
+    """1: too little was seen for a verdict, or a real run dies of an error; 3: it does not fit; 0: none of these."""
+    if document.failure is not None or document.verdict.fits is None:
         return 1
     if not document.verdict.fits:
         return 3

@@ -73,7 +73,7 @@ def run(
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
     optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. With
     --json, what it prints goes to stderr. Exit code 0: it fits; 3: it does not; 1: no verdict, for something cannot
-    be simulated; if the script fails by itself, its own.
+    be simulated, or too little was seen; if the script fails by itself, its own.
     """
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")

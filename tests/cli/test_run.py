@@ -317,11 +317,45 @@ def test_a_thread_that_dies_of_something_else_is_the_programs_own(script):
     assert "KeyError: 'missing'" in done.stderr
 
 
+ENDLESS = """
+import time, torch
+
+def wait(where):
+    while where == "{waits_in}":
+        time.sleep(0.01)
+
+model = torch.nn.Linear(1024, 1024, device="cuda")
+wait("build")
+optimizer = torch.optim.SGD(model.parameters()) if "{waits_in}" != "serve" else None
+for step in range(9):
+    with torch.set_grad_enabled(optimizer is not None):
+        loss = model(torch.ones(64, 1024, device="cuda")).sum()
+    wait("forward")
+    wait("serve")
+    big = torch.ones(256, 1 << 20, device="cuda") if "{waits_in}" == "backward" else None
+    loss.backward()
+    wait("backward")
+    optimizer.step()
+"""
+
+
 def test_steps_and_timeout(memprof, script):
     assert memprof("run", "--json", "--steps", 3, script(), 8, 8).json["program"]["steps"] == 3
-    endless = script("import time, torch\nx = torch.ones(9, device='cuda')\nwhile True: time.sleep(0.01)", "endless.py")
+    endless = script(ENDLESS.format(waits_in="serve"), "endless.py")
     ran = memprof("run", "--json", "--timeout", 0.5, endless)
     assert ran.exit_code == 0 and ran.json["program"]["ended"] == "timeout"
+    assert ran.json["verdict"]["fits"] is True
+
+
+@pytest.mark.parametrize("waits_in", ["build", "forward", "backward"])
+def test_a_script_that_was_stopped_early_has_no_verdict(memprof, script, waits_in):
+    slow = script(ENDLESS.format(waits_in=waits_in), "slow.py")
+    ran = memprof("run", "--timeout", 0.5, slow)
+    assert ran.exit_code == 1
+    assert "Not known: " in ran.stdout and "Fits" not in ran.stdout
+    ran = memprof("run", "--timeout", 0.5, "--gpu-vram", "0.5", "--json", slow)
+    assert ran.exit_code == (3 if waits_in == "backward" else 1)  # what was seen does not fit
+    assert ran.json["verdict"]["fits"] is (False if waits_in == "backward" else None)
 
 
 def test_a_saved_run_is_shown_again(memprof, script, tmp_path):

@@ -19,7 +19,7 @@ from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.shown import Shown
-from memprof.trace.events import CPU, FailureKind, Trace
+from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
 
 SCHEMA = 2
@@ -54,8 +54,8 @@ class Verdict:
     """Whether the run fits the card, where it dies if not, and what it needs."""
 
     fits: bool | None
-    """None if the run failed before it was known. Of a program that caught out-of-memory errors: whether what it did
-    instead fits."""
+    """None if the run failed, or was stopped, before it was known. Of a program that caught out-of-memory errors:
+    whether what it did instead fits."""
     oom_stage: str | None
     oom_step: int | None
     oom_op: str | None
@@ -215,7 +215,20 @@ def _fits(trace: Trace, oom: OutOfMemory | None) -> bool | None:
     """False also if memory ran out while it was measured."""
     if oom or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY):
         return False
-    return None if trace.failure else True
+    return None if trace.failure or _is_stopped_early(trace) else True
+
+
+def _is_stopped_early(trace: Trace) -> bool:
+    """Whether --timeout ended a script before it had made a training step; of one that does not train, before a model
+    had been called."""
+    program = trace.facts.program
+    if program is None or program.ended != "timeout":
+        return False
+    kinds = [phase.kind for phase in trace.phases]
+    trains = trace.trains or PhaseKind.BACKWARD in kinds or PhaseKind.EVALUATION in kinds
+    # The last phase has not ended.
+    ended = PhaseKind.OPTIMIZER_STEP in kinds[:-1] or any(phase.step > 1 for phase in trace.phases)
+    return not ended and (trains or not trace.forwards)
 
 
 def _card_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple[str, ...]:

@@ -221,6 +221,9 @@ def _memory_verdict(document: Document) -> RenderableType:
             return _said("Refused", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
         stopped = f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then"
         return _said("Failed", "bold red", f"{stopped}{_over(verdict)} What is above and below is the run up to there.")
+    if verdict.fits is None:
+        seen = f"it was stopped before a training step had ended, or a model been called; it needed {need} until then."
+        return _said("Not known", "bold yellow", f"{seen} Give it more time.")
     beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
     usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
     spare = usable - (verdict.required_bytes - beside)
