@@ -65,6 +65,8 @@ def test_ladder_goes_from_what_does_not_fit_to_what_does(memprof):
         assert None not in below["cost"].values()
     # What trains another model is no row where the same model can be made to fit.
     assert not any(REMEDIES[rung["added"]].numerics.value == "different" for rung in rungs[1:])
+    fixed = run(memprof, "--fix", ",".join(rungs[-1]["remedies"]))  # what the row says is so
+    assert fixed.exit_code == 0 and fixed.json["verdict"]["required_bytes"] == rungs[-1]["device_used_bytes"]
 
 
 def test_auto_finds_a_set_that_fits_and_needs_each_of_it(memprof):

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import bz2
+import gzip
+import io
+import itertools
 import json
+import lzma
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 
+from memprof.cli.main import app
 from memprof.command_line import profile_command
+from memprof.doctor import diagnose
 from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.remedy_catalog import REMEDIES, Tier, find_remedies, tiers
 from memprof.spec import TargetSpec
 from memprof.units import parse_gib, spell_size
-from tests.processes import python
+from tests.processes import ROOT, python
+from tests.unit.doctor.corpus import messages
 
 TINY = ("--model-size", "1M", "--gpu-vram", "2")
 DELTA = (
@@ -42,20 +53,25 @@ def test_what_fits_a_card(memprof):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("goal", [("--infer",), ("--train", "full"), ("--train", "lora")], ids=" ".join)
+@pytest.mark.parametrize(
+    "goal", [("--infer",), ("--train", "full"), ("--train", "lora"), ("--train", "qlora")], ids=" ".join
+)
 def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
     result = memprof("recommend", *TINY, *goal, "--effective-batch", "1", "--batch-size", "1", "--json")
     assert result.exit_code == 0, result.stderr
     answer = result.json
-    command = shlex.split(answer["chosen"]["command"])[1:]
-    again = memprof(*command, "--json")
-    assert again.exit_code == 0
-    assert again.json["verdict"]["required_bytes"] == answer["chosen"]["needed_bytes"]
+    for choice in [answer["chosen"], *answer["choices"][1:4]]:
+        again = memprof(*shlex.split(choice["command"])[1:], "--json")
+        assert again.exit_code == (0 if choice["fits"] else 3)
+        assert again.json["verdict"]["required_bytes"] == choice["needed_bytes"]
+    assert answer["snippets"]
     for name, script in answer["snippets"].items():
         file = tmp_path / f"{name}.py"
         file.write_text(script, encoding="utf-8")
-        done = python("-m", "memprof", "run", "--gpu-vram", "2", "--steps", "1", file, folder=tmp_path)
+        done = python("-m", "memprof", "run", "--gpu-vram", "2", "--json", file, folder=tmp_path)
         assert done.exit_code == 0, done.stderr
+        needed = json.loads(done.stdout)["verdict"]["required_bytes"]
+        assert abs(needed - answer["chosen"]["needed_bytes"]) <= 2 << 20, name  # a segment
 
 
 @pytest.mark.slow
@@ -128,6 +144,133 @@ def test_a_forward_alone_is_not_told_to_train_otherwise(memprof, tmp_path):
     found = json.loads(done.stdout)["findings"]
     assert any(finding["id"] == "does-not-fit" for finding in found)
     assert not {name for finding in found for name in finding["remedies"] if REMEDIES[name].training_only}
+
+
+# -- what an output advises, on a run that dies ------------------------------------------------------------------------
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 50_000, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    """A model's configuration."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG), encoding="utf-8")
+    return file
+
+
+@pytest.mark.slow
+def test_what_is_advised_for_a_run_that_died_helps(memprof, small, tmp_path):
+    """Of a run that dies in its logits: what findings and doctor name is run, and is of use."""
+    run = ("profile", "--model", small, "--context-length", 1024, "--batch-size", 8, "--gpu-vram", 4)
+    died = memprof(*run, "--json")
+    assert died.exit_code == 3
+    report, needed = died.json, died.json["verdict"]["required_bytes"]
+
+    (finding,) = [finding for finding in report["findings"] if finding["id"] == "does-not-fit"]
+    for name in finding["remedies"]:
+        value = "=30000" if name == "vocabulary-cap" else ""
+        fixed = memprof(*run, "--fix", name + value, "--json")
+        assert fixed.exit_code in (0, 3) and fixed.json["verdict"]["required_bytes"] < needed, name
+
+    log = tmp_path / "train.log"
+    log.write_text(f"torch.OutOfMemoryError: {report['verdict']['oom_message']}\n", encoding="utf-8")
+    said = memprof("doctor", log, "--model", small, "--batch-size", 8, "--context-length", 1024)
+    assert ", logits" in said.stdout.splitlines()[0]
+    commands = printed(said.stdout)
+    assert commands[0][-1] == "chunked-loss" and ["--fix", "auto"] in [command[-2:] for command in commands]
+    for command in commands:
+        done = memprof(*command, "--json")
+        assert done.json["verdict"]["required_bytes"] <= needed, command
+        if command[-1] in ("auto", "chunked-loss"):  # what searches, and what is against this very tensor
+            assert done.exit_code == 0
+
+
+@pytest.mark.slow
+def test_every_command_of_the_doctor_runs(memprof, small, tmp_path, monkeypatch):
+    """Whatever it says to any message that is known here, for a model that is not: a small one stands in its place."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('trained')\n", encoding="utf-8")
+    saved = ("--context-length", 64, "--gpu-vram", 2, "--save", "run.memprof")
+    assert memprof("profile", "--model", small, *saved).exit_code == 0
+    commands = dict.fromkeys(
+        advice.command
+        for name in ("messages.toml", "messages_held_out.toml", "messages_last.toml")
+        for message in messages(name)
+        for diagnosis in diagnose(io.BytesIO(message.text.encode()), "message")
+        for advice in diagnosis.steps
+        if (advice.command or "").startswith("memprof ")
+    )
+    small_ones = {"--model": str(small), "--context-length": "64", "--batch-size": "2", "--gpu-vram": "8"}
+    ran = set()
+    for command in commands:
+        words = shlex.split(command.replace("SNAPSHOT", "run.memprof"))[1:]
+        if words[0] == "profile":
+            words = [small_ones.get(before, word) for before, word in itertools.pairwise(["", *words])]
+        if tuple(words) not in ran:
+            ran.add(tuple(words))
+            done = memprof(*words)
+            assert done.exit_code == 0, (command, done.stderr)
+    assert len(ran) > 10
+
+
+# -- hints -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("estimate",), ("run",)])
+def test_what_an_error_gives_for_instance_runs(memprof, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import torch\ntorch.ones(9, device='cuda')\n", encoding="utf-8")
+    wrong = memprof(*arguments)
+    (command,) = re.findall(r"hint:  for instance: memprof (.+)", wrong.stderr)
+    assert wrong.exit_code == 2
+    done = python("-m", "memprof", *shlex.split(command), folder=tmp_path)
+    assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize(("name", "opened"), [("gz", gzip.open), ("bz2", bz2.open), ("xz", lzma.open)])
+def test_what_unpacks_a_log_is_named(memprof, name, opened, tmp_path):
+    file = tmp_path / f"train.log.{name}"
+    with opened(file, "wt") as log:
+        log.write(DELTA)
+    refused = memprof("doctor", file)
+    (command,) = re.findall(r"hint:  (\w+ FILE \| memprof) doctor", refused.stderr)
+    unpacked = subprocess.run(
+        command.replace("FILE", str(file)).partition(" |")[0], shell=True, capture_output=True, text=True, check=True
+    )
+    assert unpacked.stdout == DELTA
+
+
+OF_OTHERS = ("docker ", "vllm ", "nvidia-smi ", "sbatch ", "--mem", "torchrun", "python ", "--batch[")
+
+
+def test_every_option_that_a_text_names_is_there():
+    """In all that memprof may print: an option that was renamed is not advised on."""
+    command = typer.main.get_command(app)
+    known = {"--help", "--epochs", "--markers", "--strict-markers"} | {
+        option
+        for group in (command, command.commands["recipes"])
+        for one in (group, *group.commands.values())
+        for parameter in one.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    wrong = {}
+    for file in sorted((ROOT / "memprof").rglob("*.py")):
+        if file.name == "launchers.py":  # options of others
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        said = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        for text in said:
+            if any(other in text for other in OF_OTHERS):
+                continue
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w-])", text))
+            wrong |= {option: file.relative_to(ROOT) for option in named - known}
+    assert not wrong
 
 
 # -- ladder and search -------------------------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+"""Every command that the documentation shows is run: as it stands where its output is shown (tests/docs), else here,
+with a small model in the place of its own.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.docs.test_docs import PAGES, _commands
+from tests.processes import ROOT
+
+SHOWN = {
+    command
+    for page in PAGES
+    for command in re.findall(r"<!-- output of: ([^\n;]+?)(?:;[^\n]*)? -->", page.read_text(encoding="utf-8"))
+}
+ELSEWHERE = {
+    "memprof recommend --gpu-vram 8": "test_printed_commands.py, on a smaller card",
+    "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
+    **dict.fromkeys(_commands("memprof recipes run"), "tests/recipes"),
+}
+COMMANDS = [command for command in _commands("memprof") if command not in SHOWN | ELSEWHERE.keys()]
+SIMULATES = ("profile", "recommend", "vocab")
+SMALL = {"--model": "path/to/config.json", "--model-size": "1M", "--context-length": "64", "--batch-size": "2"}
+"""Options of what is simulated; the doctor and estimates, which are quick, have theirs."""
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+MODEL = """
+import transformers
+
+def build_model():
+    return transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained("path/to/config.json"))
+"""
+SCRIPT = """
+import torch
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(2):
+    model(torch.ones(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+TEXT = "a b c\nb c\n" * 9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the commands name, there."""
+    tokenizers = pytest.importorskip("tokenizers")
+    place = tmp_path_factory.mktemp("shown")
+    for name in ("path/to", "data", "corpus", "docs", "bin"):
+        (place / name).mkdir(parents=True)
+    (place / "docs/doctor_example.log").symlink_to(ROOT / "docs/doctor_example.log")
+    (place / "docs/run_example.py").write_text(SCRIPT)
+    (place / "path/to/config.json").write_text(json.dumps(CONFIG))
+    (place / "path/to/model.py").write_text(MODEL)
+    (place / "train.py").write_text("print('trained')\n")
+    (place / "lengths.txt").write_text("12\n20\n16\n")
+    (place / "wiki.train.tokens").write_text(TEXT)
+    (place / "corpus/one.txt").write_text(TEXT)
+    with gzip.open(place / "data/one.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": line}) + "\n" for line in TEXT.splitlines())
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(
+        str(place / "tokenizer.json")
+    )
+    (place / "bin/torchrun").write_text('#!/bin/sh\nshift 2\nexec python "$@"\n')
+    (place / "bin/torchrun").chmod(0o755)
+    return place
+
+
+def _small(command: str) -> list[str]:
+    """The command's words, and of what is simulated a small model's."""
+    words = shlex.split(command, comments=True)[1:]
+    if words[0] in SIMULATES or "--exact" in words:
+        for at, word in enumerate(words[:-1]):
+            if word in SMALL and not (word == "--model" and ":" in words[at + 1]):
+                words[at + 1] = SMALL[word]
+    if words[0] == "recommend":
+        words += ["--effective-batch", "1"]
+    if "oom" in words:  # not every snapshot has an error
+        words[1] = "oom.pickle"
+    return words
+
+
+@pytest.mark.slow
+def test_every_command_of_the_documentation_runs(memprof, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}", prepend=":")
+    died = ("--model-size", "1M", "--context-length", 512, "--batch-size", 8, "--gpu-vram", 0.6)
+    assert memprof("profile", *died, "--save", "oom.memprof").exit_code == 3
+    assert memprof("export", "oom.memprof", "--to", "oom.pickle").exit_code == 0
+    assert len(COMMANDS) > 50
+    for command in COMMANDS:
+        words = _small(command)
+        done = memprof(*words)
+        # Two runs that differ are told by 1, a recording that ends in an error by 3.
+        code = {"compare": 1, "analyze": 3 if "oom" in words else 0}.get(words[0], 0)
+        assert done.exit_code in (0, code), (command, done.stderr)
+        assert "Traceback" not in done.stderr, command
