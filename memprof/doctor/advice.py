@@ -23,6 +23,7 @@ class Known:
     context_length: int | None = None
     npt: str | None = None
     card_bytes: int | None = None
+    attention: str | None = None
 
     @property
     def spec(self) -> TargetSpec:
@@ -33,6 +34,7 @@ class Known:
             context_length=self.context_length,
             npt=self.npt,
             gpu_vram_bytes=self.card_bytes,
+            attention=self.attention,
         )
 
     def command(self, fix: str = "") -> str:
@@ -86,6 +88,8 @@ def steps(
         run = replace(run, card_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
     if tensors and "delta" in tensors[0].role:
         run = replace(run, npt="dense")
+    if tensors and tensors[0].role == "attention scores":
+        run = replace(run, attention="eager")  # which alone keeps them
     if cause in _FIXED:
         return _FIXED[cause]
     if source.startswith("torch (MPS)"):

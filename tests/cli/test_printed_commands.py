@@ -60,7 +60,7 @@ def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
     result = memprof("recommend", *TINY, *goal, "--effective-batch", "1", "--batch-size", "1", "--json")
     assert result.exit_code == 0, result.stderr
     answer = result.json
-    for choice in [answer["chosen"], *answer["choices"][1:4]]:
+    for choice in [answer["chosen"], *answer["choices"][1:3]]:
         again = memprof(*shlex.split(choice["command"])[1:], "--json")
         assert again.exit_code == (0 if choice["fits"] else 3)
         assert again.json["verdict"]["required_bytes"] == choice["needed_bytes"]
@@ -70,8 +70,9 @@ def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
         file.write_text(script, encoding="utf-8")
         done = python("-m", "memprof", "run", "--gpu-vram", "2", "--json", file, folder=tmp_path)
         assert done.exit_code == 0, done.stderr
-        needed = json.loads(done.stdout)["verdict"]["required_bytes"]
-        assert abs(needed - answer["chosen"]["needed_bytes"]) <= 2 << 20, name  # a segment
+        needed, said = json.loads(done.stdout)["verdict"]["required_bytes"], answer["chosen"]["needed_bytes"]
+        # No more than was said, but for a segment; less, for a script lets go of the logits when it has the loss.
+        assert 0.9 * said <= needed <= said + (2 << 20), name
 
 
 @pytest.mark.slow
@@ -166,7 +167,7 @@ def small(tmp_path) -> Path:
 @pytest.mark.slow
 def test_what_is_advised_for_a_run_that_died_helps(memprof, small, tmp_path):
     """Of a run that dies in its logits: what findings and doctor name is run, and is of use."""
-    run = ("profile", "--model", small, "--context-length", 1024, "--batch-size", 8, "--gpu-vram", 4)
+    run = ("profile", "--model", small, "--context-length", 2048, "--batch-size", 2, "--gpu-vram", 2)
     died = memprof(*run, "--json")
     assert died.exit_code == 3
     report, needed = died.json, died.json["verdict"]["required_bytes"]
@@ -179,7 +180,7 @@ def test_what_is_advised_for_a_run_that_died_helps(memprof, small, tmp_path):
 
     log = tmp_path / "train.log"
     log.write_text(f"torch.OutOfMemoryError: {report['verdict']['oom_message']}\n", encoding="utf-8")
-    said = memprof("doctor", log, "--model", small, "--batch-size", 8, "--context-length", 1024)
+    said = memprof("doctor", log, "--model", small, "--batch-size", 2, "--context-length", 2048)
     assert ", logits" in said.stdout.splitlines()[0]
     commands = printed(said.stdout)
     assert commands[0][-1] == "chunked-loss" and ["--fix", "auto"] in [command[-2:] for command in commands]
@@ -205,10 +206,11 @@ def test_every_command_of_the_doctor_runs(memprof, small, tmp_path, monkeypatch)
         for advice in diagnosis.steps
         if (advice.command or "").startswith("memprof ")
     )
-    small_ones = {"--model": str(small), "--context-length": "64", "--batch-size": "2", "--gpu-vram": "8"}
+    small_ones = {"--model": str(small), "--context-length": "64", "--batch-size": "2"}
     ran = set()
     for command in commands:
-        words = shlex.split(command.replace("SNAPSHOT", "run.memprof"))[1:]
+        on_any_card = re.sub(r" --gpu-vram \S+", "", command)
+        words = shlex.split(on_any_card.replace("SNAPSHOT", "run.memprof"))[1:]
         if words[0] == "profile":
             words = [small_ones.get(before, word) for before, word in itertools.pairwise(["", *words])]
         if tuple(words) not in ran:
