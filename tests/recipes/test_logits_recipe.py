@@ -60,7 +60,10 @@ def test_positions_on_the_wrong_device_are_found_and_mended(output):
 def test_figures_of_the_report(output):
     assert "HOLDS, IN GIB 37.09 GiB, 39.83 GB" in output.claim("logits of 131,072")
     assert round(3.92e9 * 2 / GIB, 2) == 7.30
-    assert "DOES NOT HOLD 3.92B take 7.30 GiB" in output.claim("parameters: 8.72 GB")
+    parameters = output.claim("parameters: 8.72 GB")
+    assert "WITH THE ROTARY CACHES 3.92B take 7.30 GiB" in parameters
+    caches = float(re.search(r"in each layer, ([\d.]+) GiB", parameters)[1])
+    assert abs(7.30 + caches - 8.72) < 0.02
     assert 131_072 * 2560 * 2 == 640 * 2**20
     assert "HOLDS, IN MIB 640.00 MiB" in output.claim("after embedding")
     assert "DOES NOT HOLD 37.09 GiB of it are the logits" in output.claim("after full forward")
