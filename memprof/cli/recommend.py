@@ -102,6 +102,7 @@ class Request(Explained):
         spec = spec_of(
             self,
             model=self.model or "-",
+            lengths=None,  # a file for the odds; of `memprof profile` they are the batches themselves
             batch_size=1,
             gpu=None if self.gpu is None else find_gpu(self.gpu).key,
             adapter="lora" if self.train in ("lora", "qlora") else None,
