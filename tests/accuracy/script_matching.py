@@ -22,6 +22,10 @@ REASONS: dict[str, str] = {
 """What the CPU allocates beyond the card (cpu_temporaries.py has the rest): operator, outermost or innermost -> why."""
 
 
+IN_PIECES = {"aten._fused_rms_norm_backward": ("aten::mul", "aten::pow", "aten::div", "aten::rms_norm")}
+"""An operator that is one kernel on CUDA -> the CPU's operators that make tensors of the same sizes instead."""
+
+
 class Matching(NamedTuple):
     """How the two sides of a script compare."""
 
@@ -45,6 +49,8 @@ class Matching(NamedTuple):
     """Of the virtual card's rest: storages that copy.deepcopy copies, on the CPU outside of every operator."""
     rest_virtual: Counter[tuple[str, int]]
     """Of the virtual card's, by operator and bytes."""
+    in_pieces: int = 0
+    """Of the virtual card's rest: results of operators that the CPU runs in pieces (IN_PIECES)."""
 
 
 def match(cpu: list[Change], virtual: list[Change]) -> Matching:
@@ -61,6 +67,9 @@ def match(cpu: list[Change], virtual: list[Change]) -> Matching:
     rest = [c for c in large[0] if c.block not in matched_cpu]
     reasons = [next((n for n in (c.op, *(call.name for call in c.calls)) if n in REASONS), None) for c in rest]
     alone = [*missing, *(c for c in large[1] if c.block not in matched_ours)]
+    whole = [c for c in alone if c.op in IN_PIECES]
+    pieces = {(piece, c.num_bytes) for c in whole for piece in IN_PIECES[c.op]}
+    alone = [c for c in alone if c.op not in IN_PIECES]
     return Matching(
         cpu=len(theirs) + len(temporaries),
         virtual=len(ours),
@@ -68,10 +77,15 @@ def match(cpu: list[Change], virtual: list[Change]) -> Matching:
         kernels=Counter(temporaries.values()),
         numbers=surplus,
         explained=Counter(reason for reason in reasons if reason is not None),
-        rest_cpu=Counter((_op(c), c.num_bytes) for c, why in zip(rest, reasons, strict=True) if why is None),
+        rest_cpu=Counter(
+            (_op(c), c.num_bytes)
+            for c, why in zip(rest, reasons, strict=True)
+            if why is None and (_op(c), c.num_bytes) not in pieces
+        ),
         isin=_isin(alone),
         deep_copies=sum(c.op == "aten.clone" for c in alone),
         rest_virtual=Counter((c.op, c.num_bytes) for c in alone if not _isin(alone) and c.op != "aten.clone"),
+        in_pieces=len(whole),
     )
 
 

@@ -87,6 +87,7 @@ OPERATORS: dict[str, str] = {
     "prod": VALUES,
     "unique_consecutive": "unknown values are taken to differ",
     "isin": "CUDA compares all pairs (native/cuda/TensorCompare.cpp)",
+    "nn.functional.rms_norm": "CUDA's backward is one kernel (layer_norm_kernel.cu), the CPU's is in pieces",
     "isclose": "with equal_nan one boolean mask more: the meta path of native/TensorCompare.cpp",
     "ormqr": "the gradients of reflectors are collected, not written in place (householder_product_backward)",
     "linalg.householder_product": "as ormqr",

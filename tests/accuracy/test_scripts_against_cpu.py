@@ -34,7 +34,8 @@ def test_scripts(matchings, name):
     assert found.virtual > 500, "nothing ran"
     assert not found.rest_virtual
     assert not found.rest_cpu
-    assert found.matched == found.virtual - found.isin - found.deep_copies
+    assert found.matched == found.virtual - found.isin - found.deep_copies - found.in_pieces
+    assert bool(found.in_pieces) == (name == "mistakes"), "its norm is one kernel on CUDA"
     assert bool(found.deep_copies) == (name == "images"), "its averaged model is a deep copy"
     assert found.isin == 0 or name.startswith(("generate", "seq2seq"))
 
