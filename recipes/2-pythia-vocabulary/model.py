@@ -5,7 +5,7 @@ from __future__ import annotations
 import vocabulary
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from memprof.catalog import find_model, load_config
+from memprof.catalog import find_model
 
 
 def every_word(vocab_size: int = 10_000) -> GPTNeoXForCausalLM:
@@ -21,7 +21,7 @@ def most_frequent(vocab_size: int = 10_000) -> GPTNeoXForCausalLM:
 
 def pythia(vocab_size: int) -> GPTNeoXForCausalLM:
     """The model of the catalog with another vocabulary."""
-    raw = {**load_config(find_model("pythia-70m")), "vocab_size": vocab_size}
+    raw = {**find_model("pythia-70m").load_config(), "vocab_size": vocab_size}
     for name in ("model_type", "architectures", "dtype"):
         raw.pop(name, None)
     return GPTNeoXForCausalLM(GPTNeoXConfig(**raw))
