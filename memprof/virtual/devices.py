@@ -8,6 +8,7 @@ makes by device before any dispatch mode sees them are chosen in kernels/.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,6 +65,7 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.cpu: self._to_cpu,
             **self.interchange.handlers(),
             _Tensor.data.__set__: self._set_data,  # type: ignore[attr-defined]
+            _Tensor.grad.__set__: self._set_grad,  # type: ignore[union-attr]
             _Tensor.__getitem__: self._choosing(self._getitem),
             _Tensor.__setitem__: self._setitem,
             torch._C._nn._parse_to: _parse_to,
@@ -225,6 +227,23 @@ class DeviceMode(TorchFunctionMode):
             torch._C._swap_tensor_impl(tensor, other)
             for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(tensor, hooks, getattr(tensor, hooks))
+
+    def _set_grad(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the card."""
+        with _NoTorchFunction():
+            if isinstance(value, _Tensor) and value.is_meta != tensor.is_meta and self._believed(tensor) == HOST:
+                if value.is_meta:
+                    value = self.interchange.read(value).clone()
+                else:
+                    real = value
+                    with _disable_current_modes():
+                        value = torch.empty_like(real, device=_META)
+                    self._recording.record(
+                        [value], "aten.clone", self._recording.recorder.place(sys._getframe(1)), HOST
+                    )
+                    if self._recording.values.wants(value):
+                        self._recording.values.set(value, real)
+            tensor.grad = value
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides

@@ -254,3 +254,19 @@ def test_hooks_of_a_parameter_move_with_it(gpu):
     module.bias.register_post_accumulate_grad_hook(lambda parameter: called.append("accumulated"))
     module.cuda()(torch.ones(2, 4, device="cuda")).sum().backward()
     assert sorted(called) == ["accumulated", "gradient"]
+
+
+@pytest.mark.parametrize("size", [64, 4096])
+def test_gradients_from_the_card_for_masters_on_the_host(size):
+    with VirtualGpu(find_gpu("a100-80gb")):
+        weight = nn.Linear(size, size, device="cuda").weight
+        known, unknown = weight.new_zeros(size, size).cpu().requires_grad_(), weight.detach().cpu().requires_grad_()
+        weight.sum().backward()
+        optimizer = torch.optim.AdamW([known, unknown])
+        for gradient in (weight.grad.cpu(), torch.ones(size, size)):
+            for master in (known, unknown):
+                master.grad = gradient
+                assert master.grad.device.type == "cpu" and master.grad.shape == weight.shape
+            optimizer.step()
+        known.grad = None
+        assert known.grad is None
