@@ -218,13 +218,16 @@ class Values:
             result = func(*args, **kwargs)
         return None if any(part.is_floating_point() for part in tensors_of(result)) else result
 
+    def _may_know(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or not value.is_meta or not value.numel():
+            return True
+        address = value.untyped_storage()._cdata
+        return address in self._shadows or address in self._uniform
+
     def _all_known(self, value: Any) -> bool:
         """Whether something is known of every tensor in `value`, without computing what was put off."""
         if isinstance(value, torch.Tensor):
-            if not value.is_meta or not value.numel():
-                return True
-            address = value.untyped_storage()._cdata
-            return address in self._shadows or address in self._uniform
+            return self._may_know(value)
         if isinstance(value, dict):
             value = list(value.values())
         if isinstance(value, (list, tuple)):
@@ -299,6 +302,8 @@ class Values:
                 if value is not None and (packet not in stand_ins.EMPTY or is_small(output) or _is_integer(output)):
                     self.set_uniform(output, value)
             return
+        if outputs and args and not _is_integer(outputs[-1]) and not self._may_know(args[0]):
+            return  # most operators: floats of what is not known
         if self._follow_uniform(func, args, kwargs, outputs):
             return
         result = None
