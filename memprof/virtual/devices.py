@@ -16,13 +16,13 @@ import torch
 import torch.utils._device
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.calls import tensors_of
 from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.machine import Machine
+from memprof.virtual.mixed import RECURRENT, MixedDevices, in_place
 from memprof.virtual.torch_cuda.driver import LEGACY_TYPES, legacy_type
 from memprof.watch.wrappers import is_wrapped, unwrapped
 
@@ -45,13 +45,14 @@ class DeviceMode(TorchFunctionMode):
         self._recording = recording
         self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
         self.interchange = Interchange(recording, self._to, recording.values.assume, self)
+        self._mixed = MixedDevices(recording, self._believed, self._to)
         self._factories = torch.utils._device._device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
             **chosen,
             **{
-                func: functools.partial(self._recurrent, f"aten.{name}", chosen.get(func, func))
-                for name, func in _RECURRENT.items()
+                func: functools.partial(self._mixed.recurrent, f"aten.{name}", chosen.get(func, func))
+                for name, func in RECURRENT.items()
             },
             _Tensor.device.__get__: self._device,  # type: ignore[attr-defined]
             _Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
@@ -114,9 +115,9 @@ class DeviceMode(TorchFunctionMode):
         for position, arg in enumerate(args):
             if type(arg) is torch.device and arg.type == "cuda":
                 return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
-        if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and _in_place(func):
-            args = self._writable(func, args, kwargs or {})
-        return self._on_one_device(func, args, kwargs or {})
+        if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
+            args = self._mixed.writable(func, args, kwargs or {})
+        return self._mixed.on_one_device(func, args, kwargs or {})
 
     def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
         """For tensors on the card, run what is registered for CUDA of these operators, which is Python code."""
@@ -133,83 +134,9 @@ class DeviceMode(TorchFunctionMode):
                 return operator.redispatch(_CUDA_KERNEL, *args, **kwargs)
         return operator(*args, **kwargs)
 
-    def _writable(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
-        assignment cannot be taken back, so that it is tried without first."""
-        target = args[0]
-        if func is _Tensor.copy_:  # made to mix devices
-            return args
-        host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
-        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and self._believed(target) == GPU):
-            return args
-        mismatches = self._recording.recorder.trace.mismatches
-        before = len(mismatches)
-        with torch.no_grad():
-            func(target.detach(), *(a.detach() if isinstance(a, _Tensor) else a for a in args[1:]), **kwargs)
-        return args if len(mismatches) == before else (target, *self._moved(args[1:]))
-
-    def _recurrent(self, op: str, func: Any, *args: Any) -> Any:
-        """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's.
-
-        The lengths of packed sequences are integers, and always on the host.
-        """
-        tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
-        if {self._believed(tensor) for tensor in tensors if tensor.dim()} >= {GPU, HOST}:
-            with _NoTorchFunction():
-                self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
-            args = tuple(
-                arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg) for arg in args
-            )
-        return func(*args)
-
     def _choosing(self, choose: Callable[..., Any]) -> Callable[..., Any]:
         """A composite's choice, made again with all tensors on the card if it mixed devices."""
-        return lambda *args, **kwargs: self._on_one_device(choose, args, kwargs)
-
-    def _on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`func`, run again with all tensors on the card if it mixed devices and cannot go on so."""
-        mismatches = self._recording.recorder.trace.mismatches
-        before = len(mismatches)
-        try:
-            result = self._inside(func, args, kwargs)
-        except RuntimeError as error:
-            # C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
-            if "device" not in str(error) or not self._is_mixed([*args, *kwargs.values()]):
-                raise
-            if len(mismatches) == before:
-                with _NoTorchFunction():
-                    tensors = tensors_of([*args, *kwargs.values()])
-                    self._recording.note_mixed(f"aten.{func.__name__}", tensors)
-        else:
-            # On the way back the host tensor would be given a gradient on the card.
-            if len(mismatches) == before or _in_place(func) or not any(t.requires_grad for t in tensors_of(result)):
-                return result
-            del result
-            return func(*self._moved(args), **self._moved(kwargs))
-        return func(*self._moved(args, numbers=True), **self._moved(kwargs, numbers=True))
-
-    def _is_mixed(self, values: list[Any]) -> bool:
-        return {self._believed(tensor) for tensor in tensors_of(values)} >= {GPU, HOST}
-
-    def _inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`func`, of which the recording mode knows what it was given: C++ makes tensors after those."""
-        recording = self._recording
-        outer, recording.calling = recording.calling, args
-        try:
-            return func(*args, **kwargs)
-        finally:
-            recording.calling = outer
-
-    def _moved(self, value: Any, numbers: bool = False) -> Any:
-        """Arguments of a call that mixed devices, its host tensors moved where autograd sees it; those without
-        dimensions too if `numbers`."""
-
-        def move(part: Any) -> Any:
-            if isinstance(part, _Tensor) and (numbers or part.dim()) and self._believed(part) == HOST:
-                return self._to(part, _CUDA)
-            return part
-
-        return tree_map(move, value)
+        return lambda *args, **kwargs: self._mixed.on_one_device(choose, args, kwargs)
 
     def _set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """`p.data = p.data.cuda()` changes the very tensor; between a real and a virtual one only a swap can."""
@@ -307,7 +234,7 @@ class DeviceMode(TorchFunctionMode):
             return torch.sparse_coo_tensor(*args, dtype=tensor.dtype, check_invariants=False)
         if args and isinstance(args[0], (list, tuple)) and not isinstance(args[0], torch.Size):
             return self._new_tensor(tensor, args[0], **kwargs)
-        made: torch.Tensor = self._inside(_Tensor.new, (tensor, *args), kwargs)
+        made: torch.Tensor = self._mixed.inside(_Tensor.new, (tensor, *args), kwargs)
         return made
 
     def _placed(self, tensor: torch.Tensor, device: Any) -> torch.Tensor:
@@ -337,21 +264,8 @@ class DeviceMode(TorchFunctionMode):
             # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
         elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
-            value = self._assignable(tensor, index, value)
+            value = self._mixed.assignable(tensor, index, value)
         _Tensor.__setitem__(tensor, index, value)
-
-    def _assignable(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
-        """`value` moved if assigning it mixes devices (a slice takes a host tensor, indices on the card do not).
-
-        Tried without autograd, since an assignment that autograd has seen cannot be taken back.
-        """
-        if self._believed(tensor) != GPU or self._believed(value) != HOST:
-            return value
-        mismatches = self._recording.recorder.trace.mismatches
-        before = len(mismatches)
-        with torch.no_grad():
-            _Tensor.__setitem__(tensor.detach(), index, value.detach())
-        return value if len(mismatches) == before else self._moved(value)
 
     def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         """Unknown numbers are finite (values.py): composites would compare them first, and lose that."""
@@ -484,11 +398,6 @@ def _has_list(index: Any) -> bool:
     return type(index) is list or (type(index) is tuple and any(type(part) is list for part in index))
 
 
-def _in_place(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
     """The arguments of a `.to()`; a bare index is an index of CUDA devices."""
     if args and isinstance(args[0], int) and not isinstance(args[0], bool):
@@ -505,9 +414,6 @@ def _answers_for_itself(kind: type) -> bool:
     return own is not None and own is not _PLAIN_TORCH_FUNCTION
 
 
-_RECURRENT: dict[str, Callable[..., Any]] = {
-    name: getattr(torch, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-}
 _NONFINITE: dict[Any, bool] = {
     torch.isfinite: True,
     _Tensor.isfinite: True,
