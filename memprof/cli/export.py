@@ -18,6 +18,7 @@ def export(
         Path,
         typer.Option(help="name.pickle for pytorch.org/memory_viz, name.json for ui.perfetto.dev.", metavar="FILE"),
     ],
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that memprof has not written, too.")] = False,
 ) -> None:
     """Write a run, simulated or recorded, as a snapshot for pytorch.org/memory_viz or as a trace for Perfetto.
 
@@ -26,5 +27,5 @@ def export(
     with long_work() as progress:
         from memprof.flows.recordings import export_file
 
-        viewer = export_file(file, to, progress)
+        viewer = export_file(file, to, progress, force=force)
     typer.echo(f"Wrote {to}: open it at {viewer}", err=True)

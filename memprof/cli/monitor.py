@@ -26,6 +26,7 @@ def monitor(
     interval: Annotated[float, typer.Option(help="Between two samples.", metavar="SECONDS")] = 1.0,
     log: Annotated[Path | None, typer.Option(help="Write a line per sample to this CSV file.", metavar="FILE")] = None,
     once: Annotated[bool, typer.Option("--once", help="One sample of the cards, and no more.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a log that memprof has not written, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no samples: what is said at the end, alone.")] = False,
 ) -> None:
     """Watch the cards, and the memory of a PyTorch command: allocated, reserved, resident, and their peaks.
@@ -39,9 +40,13 @@ def monitor(
         raise UsageError("--once is of the cards alone", hint="leave the command out, or give a longer --interval")
     if not hasattr(signal, "sigtimedwait"):
         raise MemprofError("memprof monitor needs Linux", value=sys.platform)
+    from memprof.monitor.log import FORM
     from memprof.monitor.run import monitor as watch
     from memprof.report.terminal.monitor import make_view
+    from memprof.trace.files import check_place
 
+    if log is not None:
+        check_place(log, FORM, force=force)
     stream = sys.stderr if command else sys.stdout
     view = make_view(stream, has_command=bool(command), as_json=output.as_json, quiet=quiet)
     outcome = watch(command or (), view, interval=interval, log=log, once=once)

@@ -13,12 +13,14 @@ import typer
 
 from memprof.cli.options import OUTPUT
 from memprof.spec import option
-from memprof.trace.files import check_place
 
 if TYPE_CHECKING:
     from memprof.report.documents.report import Document
     from memprof.report.documents.shown import Shown
     from memprof.trace.events import Trace
+
+
+FORCE = option(False, OUTPUT, "Replace files that memprof has not written, too.")
 
 
 class _HasJson(Protocol):
@@ -53,6 +55,7 @@ class Tabled(Output):
         "Write every table into this folder too, each a CSV file; those of an earlier run there are replaced.",
         metavar="FOLDER",
     )
+    force: bool = FORCE
     folder: Path | None = dataclasses.field(default=None, init=False)
     """The same, also once the script has gone to another folder."""
 
@@ -68,7 +71,7 @@ class Tabled(Output):
         if self.folder is not None:
             from memprof.report.export.csv import write_csv
 
-            write_csv(document, self.folder)
+            write_csv(document, self.folder, force=self.force)
             typer.echo(f"Tables: {self.csv}", err=True)
 
 
@@ -92,7 +95,10 @@ class Saved(Told):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.save is not None:
-            check_place(self.save, option="--save")
+            from memprof.trace.files import check_place
+            from memprof.trace.io import CAPTURE
+
+            check_place(self.save, CAPTURE, force=self.force)
             object.__setattr__(self, "place", self.save.absolute())
 
     def keep(self, trace: Trace) -> None:
@@ -100,7 +106,7 @@ class Saved(Told):
         if self.place is not None:
             from memprof.trace.io import save_trace
 
-            save_trace(trace, self.place)
+            save_trace(trace, self.place, force=self.force)
             typer.echo(f"Saved: memprof show {self.save}", err=True)
 
 

@@ -25,6 +25,7 @@ from memprof.recording.steps import LEAST_STEPS, find_steps
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
 from memprof.trace.events import Trace
+from memprof.trace.files import check_place
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
 
@@ -181,7 +182,9 @@ def analyze_file(
     return build_analysis(chosen, opened.origin, question)
 
 
-def export_file(path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None) -> str:
+def export_file(
+    path: Path, to: Path, progress: Callable[[str], None] = lambda doing: None, *, force: bool = False
+) -> str:
     """Write the run in `path` to `to`, by the name's end: .pickle for memory_viz, .json for Perfetto.
 
     Returns:
@@ -196,20 +199,16 @@ def export_file(path: Path, to: Path, progress: Callable[[str], None] = lambda d
         raise UsageError(
             "not a kind of file to export to", value=to, hint="name.pickle (memory_viz) or name.json (Perfetto)"
         )
-    if not to.parent.is_dir():
-        raise UsageError("no such folder to export to", value=to.parent, hint="make it first")
-    if to.is_dir():
-        raise UsageError("this is a folder, not a file to export to", value=to, hint="name a file in it")
     if to.exists() and path.exists() and to.samefile(path):
         raise UsageError("this would replace the file that is read", value=to, hint="choose another name with --to")
+    from memprof.report.export import memory_viz, perfetto
+
+    check_place(to, perfetto.FORM if kind == ".json" else memory_viz.FORM, force=force)
     opened = open_file(path, progress)
     progress("writing")
     if kind == ".json":
-        from memprof.report.export.perfetto import write_perfetto
-
-        write_perfetto([(one, event_times(one), opened.slices(one)) for one in opened.recordings], to)
+        found = [(one, event_times(one), opened.slices(one)) for one in opened.recordings]
+        perfetto.write_perfetto(found, to, force=force)
         return "https://ui.perfetto.dev"
-    from memprof.report.export.memory_viz import write_snapshot
-
-    write_snapshot(opened.snapshot, to)
+    memory_viz.write_snapshot(opened.snapshot, to, force=force)
     return "https://pytorch.org/memory_viz"

@@ -9,6 +9,10 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from memprof.trace.files import Form
+
+FORM = Form("log", "--log", lambda begin, end: begin.startswith(b"time,elapsed_seconds,processes,"))
+
 
 class Log:
     """A CSV file that is begun anew. It never raises: `note` says in one line what is wrong.

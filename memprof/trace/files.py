@@ -1,49 +1,132 @@
-"""Files are written whole or not at all: beside their place first, then moved there in one step."""
+"""Files are written whole or not at all: beside their place first, then moved there in one step.
+
+What stands at their place is replaced if memprof wrote it, or if that was asked for: a slip of the pen in a file's name
+must not cost somebody a file.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.errors import MemprofError, UsageError
 
+_LOOK_BYTES = 4096
+"""So much of a file's begin and of its end says whether memprof wrote it."""
 
-def write_whole(path: Path, data: bytes, what: str = "file", *, option: str = "--to") -> None:
-    """Write `data` to a file that appears at `path` once it is complete, replacing what is there.
 
-    Errors call it `what`, and name the `option` with which another place is chosen.
+@dataclass(frozen=True)
+class Form:
+    """A kind of file that memprof writes."""
+
+    name: str
+    """In errors, such as "capture"."""
+    option: str
+    """With which its place is chosen."""
+    is_ours: Callable[[bytes, bytes], bool]
+    """Whether a file with this begin and this end is one of that kind that memprof wrote."""
+
+
+def table_form(name: str, option: str, header: bytes) -> Form:
+    """A CSV file of which memprof's own are known by their first line."""
+    return Form(name, option, lambda begin, end: begin.startswith(header + b"\n"))
+
+
+def write_whole(path: Path, data: bytes, form: Form, *, force: bool = False) -> None:
+    """Write `data` to a file that appears at `path` once it is complete.
+
+    A link stays a link to the file that is replaced. What is no regular file (a pipe, /dev/null) is written to.
+
+    Args:
+        force: replace a file that memprof has not written, too.
 
     Raises:
+        UsageError: another file is there, or something that cannot be written to.
         MemprofError: it cannot be written (no such folder, no permission, disk full); `path` is as it was.
     """
     temporary = None
+    check_place(path, form, force=force)
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        if path.exists() and not path.is_file():
+            _write_through(path, data)
+            return
+        place = path.resolve()
+        # Of a name that is nearly too long already, the one beside it must not be too long.
+        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=f".{place.name[:40]}.", delete=False) as file:
             temporary = Path(file.name)
             file.write(data)
         temporary.chmod(0o666 & ~_umask())
-        os.replace(temporary, path)
+        os.replace(temporary, place)
         temporary = None
     except OSError as error:
         raise MemprofError(
-            f"the {what} could not be saved", value=path, hint=f"{error.strerror}: choose another place with {option}"
+            f"the {form.name} could not be saved",
+            value=path,
+            hint=f"{error.strerror}: choose another place with {form.option}",
         ) from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
 
 
-def check_place(path: Path, *, option: str) -> None:
+def check_place(path: Path, form: Form, *, force: bool = False) -> None:
     """Whether a file can be written there, before the work that it is to hold.
 
     Raises:
-        UsageError: there is no such folder, or it is a folder itself.
+        UsageError: there is no such folder, it is a folder itself, or a file that must not be replaced.
     """
-    if not path.parent.is_dir():
-        raise UsageError("no such folder to save into", value=path.parent, hint=f"make it first, or change {option}")
-    if path.is_dir():
-        raise UsageError("this is a folder, not a file to save into", value=path, hint="name a file in it")
+    another = f"change {form.option}"
+    try:
+        there = _status(path)
+        if not path.parent.is_dir():
+            raise UsageError("no such folder to save into", value=path.parent, hint=f"make it first, or {another}")
+        if there is None:
+            return
+        if stat.S_ISDIR(there.st_mode):
+            raise UsageError("this is a folder, not a file to save into", value=path, hint="name a file in it")
+        if stat.S_ISREG(there.st_mode):
+            _check_replaceable(path, there, form, force)
+        elif not (stat.S_ISCHR(there.st_mode) or stat.S_ISFIFO(there.st_mode)):
+            raise UsageError("this is no file that can be written to", value=path, hint=another)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError("this is no place to save to", value=f"{path} ({reason})", hint=another) from error
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _check_replaceable(path: Path, there: os.stat_result, form: Form, force: bool) -> None:
+    if not there.st_mode & 0o222:
+        # Also for root, who may write to it: somebody took care that nobody does.
+        raise UsageError("this file is read-only", value=path, hint=f"change {form.option}, or make it writable")
+    if there.st_size and not force:
+        with path.open("rb") as file:
+            begin = file.read(_LOOK_BYTES)
+            file.seek(max(0, there.st_size - _LOOK_BYTES))
+            end = file.read(_LOOK_BYTES)
+        if not form.is_ours(begin, end):
+            raise UsageError(
+                f"this file is there already, and is no {form.name} of memprof",
+                value=path,
+                hint=f"change {form.option}, or replace it with --force",
+            )
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    # A pipe that nobody reads is an error, and not waited for.
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "wb") as file:
+        file.write(data)
 
 
 def _umask() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from memprof.errors import UsageError
 from memprof.trace.events import Event, EventKind, Owner, Role, Storage, Trace, Work
-from memprof.trace.files import write_whole
+from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import fields_from_plain
 
 SCHEMA = 3
@@ -24,6 +24,7 @@ the first that has what is in it, which earlier releases read too."""
 _SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3}
 
 _FORMAT = "memprof capture"
+CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
 _LONG = ("events", "storages", "owners", "work", "times")
 """As long as the run: read row by row, without a look at each value's type."""
 _WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
@@ -33,10 +34,18 @@ def _kinds(trace: Trace) -> set[EventKind | Role]:
     return {event.kind for event in trace.events} | {owner.role for owner in trace.owners.values()}
 
 
-def save_trace(trace: Trace, path: Path) -> None:
-    """Write `trace` to `path`, replacing what is there only once everything is written.
+def _is_capture(begin: bytes) -> bool:
+    try:
+        return zlib.decompressobj(wbits=31).decompress(begin, 100).startswith(f'{{"format":"{_FORMAT}"'.encode())
+    except zlib.error:
+        return False
+
+
+def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
+    """Write `trace` to `path`, replacing a capture that is there only once everything is written.
 
     Raises:
+        UsageError: another file is there, which only `force` replaces.
         MemprofError: the file cannot be written (no such folder, no permission, disk full).
     """
     document = {
@@ -48,7 +57,7 @@ def save_trace(trace: Trace, path: Path) -> None:
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
     }
     packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
-    write_whole(path, packed, "capture", option="--save")
+    write_whole(path, packed, CAPTURE, force=force)
 
 
 def load_trace(path: Path) -> Trace:

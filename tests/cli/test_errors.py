@@ -103,6 +103,15 @@ def test_a_python_file_without_a_factory(memprof, tmp_path):
     assert_refused(memprof("profile", "--model", file), "needs the name of a factory", "model.py:build_model")
 
 
+def test_the_program_is_not_written_over(memprof, tmp_path):
+    file = tmp_path / "m.py"
+    file.write_text("def build(): raise SystemExit('run')")
+    for command in (("profile", "--model", f"{file}:build"), ("run",)):
+        target = (file,) if command == ("run",) else ()
+        assert_refused(memprof(*command, "--save", file, *target), "no capture of memprof", "--force")
+        assert "def build" in file.read_text()
+
+
 def test_captures_that_are_none(memprof, tmp_path):
     assert_refused(memprof("show", tmp_path / "none"), "no such file")
     file = tmp_path / "file"

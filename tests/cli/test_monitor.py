@@ -344,15 +344,28 @@ def test_wrong_use(memprof, arguments, said):
 
 
 def test_a_log_that_cannot_be_written(script, tmp_path):
-    for file, said in (
-        (tmp_path / "no" / "log.csv", "no such file or directory"),
-        ("/dev/full", "no space left on device"),
-    ):
-        code = script("import time; time.sleep(0.5); print('done')")
-        done = run_monitor("--interval", 0.1, "--log", file, "--", sys.executable, code, env=environment())
-        assert (done.returncode, done.stdout) == (0, "done\n")
-        assert done.stderr.count(said) == 1
-        assert done.stderr.count("in 1 process") >= 2
+    code = script("import time; time.sleep(0.5); print('done')")
+    done = run_monitor("--interval", 0.1, "--log", "/dev/full", "--", sys.executable, code, env=environment())
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert done.stderr.count("no space left on device") == 1
+    assert done.stderr.count("in 1 process") >= 2
+
+
+def test_a_log_that_has_no_place_is_refused_before_the_command_begins(script, tmp_path):
+    notes = tmp_path / "notes.csv"
+    notes.write_text("mine")
+    code = script("print('done')")
+    for file, said in ((tmp_path / "no" / "log.csv", "no such folder"), (notes, "is no log of memprof")):
+        done = run_monitor("--log", file, "--", sys.executable, code, env=environment())
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+        assert "--log" in done.stderr
+    assert notes.read_text() == "mine"
+    done = run_monitor("--log", notes, "--force", "--", sys.executable, code, env=environment())
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    again = run_monitor("--log", notes, "--", sys.executable, code, env=environment())
+    assert again.returncode == 0
+    assert notes.read_text().startswith("time,")
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")

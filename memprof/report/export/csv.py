@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memprof.errors import MemprofError, UsageError
-from memprof.trace.files import write_whole
+from memprof.trace.files import table_form, write_whole
 
 if TYPE_CHECKING:
     from memprof.report.documents.shown import Shown
@@ -29,14 +29,14 @@ def check_folder(folder: Path) -> None:
         raise UsageError("this folder may not be written to", value=there, hint=f"change {OPTION}")
 
 
-def write_csv(document: Shown, folder: Path) -> None:
+def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
     """Write every table of `document` to `folder`/TABLE.csv, each whole or not at all; the folder is made.
 
-    A file of that name is replaced, one without rows too, so that nothing of an earlier run stays; nothing else in the
+    A table of that name is replaced, one without rows too, so that nothing of an earlier run stays; nothing else in the
     folder is touched.
 
     Raises:
-        UsageError: `folder` is no folder.
+        UsageError: `folder` is no folder, or has another file of that name, which only `force` replaces.
         MemprofError: something cannot be written.
     """
     check_folder(folder)
@@ -49,7 +49,8 @@ def write_csv(document: Shown, folder: Path) -> None:
     for name, frame in document.frames().items():
         lists = {column: frame[column].map(_cell) for column in frame.select_dtypes("object")}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
-        write_whole(folder / f"{name}.csv", text.encode(), "table", option=OPTION)
+        header = text.partition("\n")[0].encode()
+        write_whole(folder / f"{name}.csv", text.encode(), table_form("table", OPTION, header), force=force)
 
 
 def _cell(value: Any) -> Any:

@@ -13,19 +13,27 @@ from typing import Any
 
 from memprof.recording.from_trace import Slice
 from memprof.recording.recording import Recording
-from memprof.trace.files import write_whole
+from memprof.trace.files import Form, write_whole
+from memprof.version import __version__
 
 TRACKS = ("stages", "modules")
 
 
-def write_perfetto(recordings: Iterable[tuple[Recording, list[int], list[Slice]]], path: Path) -> None:
+_WRITER = "memprof"
+FORM = Form("trace", "--to", lambda begin, end: begin[:1] == b"{" and f'"writer":"{_WRITER}' in end.decode("latin-1"))
+
+
+def write_perfetto(
+    recordings: Iterable[tuple[Recording, list[int], list[Slice]]], path: Path, *, force: bool = False
+) -> None:
     """Write recordings, each with the times of its events and its slices, to `path`, whole or not at all.
 
     Raises:
+        UsageError: another file is there, which only `force` replaces.
         MemprofError: it cannot be written.
     """
     text = json.dumps(as_trace_events(recordings), separators=(",", ":"))
-    write_whole(path, text.encode(), "trace")
+    write_whole(path, text.encode(), FORM, force=force)
 
 
 def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]]]) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def as_trace_events(recordings: Iterable[tuple[Recording, list[int], list[Slice]
             }
             for one in slices
         ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"writer": f"{_WRITER} {__version__}"}}
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import AllocatorConfig, CardMemory, parse_config, replay_snapshot
-from memprof.errors import MemprofError
+from memprof.errors import MemprofError, UsageError
 from memprof.flows.compare import open_run
 from memprof.flows.recordings import export_file, open_file
 from memprof.recording.from_trace import snapshot_of
@@ -131,7 +131,7 @@ def test_torch_reads_what_is_written(tmp_path):
 
 def check_perfetto(data) -> None:
     """Chrome's trace event format, as far as we use it: what Perfetto's importer asks for."""
-    assert set(data) == {"traceEvents", "displayTimeUnit"}
+    assert set(data) == {"traceEvents", "displayTimeUnit", "otherData"}
     open_until: dict[tuple[int, int], list[int]] = {}
     last: dict[tuple[int, str], int] = {}
     for event in data["traceEvents"]:
@@ -203,9 +203,25 @@ def test_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr("memprof.trace.files.tempfile.NamedTemporaryFile", full)
     with pytest.raises(MemprofError, match="could not be saved"):
-        write_snapshot(training().snapshot(), to)
+        write_snapshot(training().snapshot(), to, force=True)
     assert to.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["run.pickle"]
+
+
+@pytest.mark.parametrize("name", ["run.pickle", "run.json"])
+def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path, name):
+    trace, file, to = training_run(), tmp_path / "run.memprof", tmp_path / name
+    trace.facts = Facts(device=DeviceFacts("Card", 8192 * MIB, 7766 * MIB))
+    save_trace(trace, file)
+    for other in (b'{"mine": 1}', pickle.dumps({"weights": [1]}), file.read_bytes()):
+        to.write_bytes(other)
+        with pytest.raises(UsageError, match="is there already"):
+            export_file(file, to)
+        assert to.read_bytes() == other
+    export_file(file, to, force=True)
+    written = to.read_bytes()
+    export_file(file, to)
+    assert to.read_bytes() == written
 
 
 def test_an_export_says_whose_run_it_is(tmp_path):

@@ -85,9 +85,9 @@ def test_types_survive(tmp_path: Path) -> None:
 
 
 def test_saving_into_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(MemprofError, match="could not be saved") as raised:
+    with pytest.raises(MemprofError, match="no such folder") as raised:
         save_trace(sample(), tmp_path / "missing" / "a")
-    assert raised.value.exit_code == 1
+    assert raised.value.exit_code == 2
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:

@@ -44,12 +44,26 @@ def test_whole_numbers_have_no_point_beside_those_not_known(tmp_path):
 
 
 def test_an_earlier_run_is_replaced_and_nothing_else_is_touched(tmp_path):
-    (tmp_path / "steps.csv").write_text("of an earlier run")
+    write_csv(DOCUMENT, tmp_path)
+    steps = tmp_path / "steps.csv"
+    header = steps.read_text().splitlines()[0]
+    steps.write_text(header + "\nof an earlier run\n")
     (tmp_path / "mine.csv").write_text("mine")
     write_csv(DOCUMENT, tmp_path)
-    assert "earlier" not in (tmp_path / "steps.csv").read_text()
+    assert "earlier" not in steps.read_text()
     assert (tmp_path / "mine.csv").read_text() == "mine"
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_file_of_a_tables_name_that_is_none_is_kept(tmp_path):
+    steps = tmp_path / "steps.csv"
+    steps.write_text("day,steps\nMonday,9000\n")
+    with pytest.raises(UsageError, match="no table of memprof") as caught:
+        write_csv(DOCUMENT, tmp_path)
+    assert "--force" in str(caught.value)
+    assert "Monday" in steps.read_text()
+    write_csv(DOCUMENT, tmp_path, force=True)
+    assert "Monday" not in steps.read_text()
 
 
 @pytest.mark.parametrize("below", ["", "deeper"])
@@ -72,9 +86,9 @@ def test_a_folder_that_may_not_be_written_to_is_said_before_the_work(tmp_path, m
 
 def test_a_table_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "stages.csv").mkdir()
-    with pytest.raises(MemprofError, match="could not be saved") as caught:
+    with pytest.raises(MemprofError, match="this is a folder") as caught:
         write_csv(DOCUMENT, tmp_path)
-    assert "--csv" in str(caught.value)
+    assert "stages.csv" in str(caught.value)
     assert not list(tmp_path.glob(".*"))
 
 
