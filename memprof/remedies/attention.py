@@ -6,10 +6,19 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
+from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
 
 _FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
+@Remedy(
+    name="sdpa-attention", order=140, numerics=Numerics.EXACT, saves=("activations",),
+    changes="torch's scaled_dot_product_attention instead of scores kept in memory",
+    cost="none: it is faster; no attention weights can be returned",
+    ladder=50, outside=50, search=30, tiers=EVERY_TIER,
+    helps={"attention-scores": 10, "doctor: attention": 10},
+    words={"doctor: attention": "attention that keeps no scores: attn_implementation='sdpa'"},
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Switch it on.
 

@@ -10,8 +10,29 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward
 from memprof.remedies.optimizers import refuse_gradients
+from memprof.remedy_catalog.remedy import Numerics, Remedy, Tier
 
 
+@Remedy(
+    name="amp-bfloat16", order=50, numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),
+    changes="the forward under autocast: products in bfloat16, parameters in float32",
+    cost="8 bits of precision in products; half copies of the weights during the forward",
+    bench="precision", conflicts={"amp-float16": "autocast has one dtype"},
+    edit="memprof.remedies.spec_edits:autocast", on=lambda spec: spec.amp == "bfloat16",
+    for_float32=True, ladder=95, outside=60, search=120, tiers=(Tier.AUTOCAST,),
+    helps={"activations": 20, "logits and loss": 30},
+)  # fmt: skip
+@Remedy(
+    name="amp-float16", order=60, numerics=Numerics.APPROXIMATE, saves=("activations", "logits and loss"),
+    changes="the forward under autocast: products in float16, parameters in float32",
+    cost="gradients below 6e-8 vanish: scale the loss with the GradScaler that is the result",
+    bench="precision",
+    conflicts={
+        "amp-bfloat16": "autocast has one dtype",
+        "optimizer-in-backward": "parameters would be updated with scaled gradients",
+    },
+    edit="memprof.remedies.spec_edits:autocast", on=lambda spec: spec.amp == "float16",
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Switch it on; for float16 the result is a `torch.amp.GradScaler` for the model's device.
 

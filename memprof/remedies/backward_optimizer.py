@@ -13,8 +13,18 @@ from torch.optim import Optimizer
 
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import make_optimizer, refuse_gradients, trained_parameters
+from memprof.remedy_catalog.remedy import NO_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Numerics, Remedy
 
 
+@Remedy(
+    name="optimizer-in-backward", order=240, numerics=Numerics.EXACT, saves=("gradients",),
+    changes="each parameter is updated as soon as its gradient is there, and the gradient freed",
+    cost="no gradient accumulation, clipping by norm or loss scaling",
+    options={"optimizer": OPTIMIZER},
+    required=("optimizer",), training_only=True, accumulates=False,
+    useless_if=NO_OPTIMIZER,
+    ladder=80, search=60, tiers=SAME_UPDATES,
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
     """Switch it on; the result is a `BackwardOptimizer`.
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 from memprof.errors import UsageError, unknown_name
 from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.layers import find_layers, find_modules, without_caches
+from memprof.remedy_catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 
 _aten = torch.ops.aten
 _KEPT_OPERATORS = [
@@ -37,6 +38,20 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@Remedy(
+    name="activation-checkpointing", order=160, numerics=Numerics.EXACT, saves=("activations",),
+    changes="layers keep their inputs alone and run again in the backward",
+    cost="one more forward of what is checkpointed",
+    options={
+        "every": "checkpoint every n-th layer; 1 if not given",
+        "modules": "checkpoint the modules of these names instead; * stands for anything",
+        "policy": "'selective' keeps the results of matrix products and attention, and runs the rest again; "
+        "'full' keeps nothing; full if not given",
+    },
+    main_option="every", training_only=True, on=lambda spec: spec.activation_checkpointing,
+    ladder=100, outside=20, search=90, tiers=BUT_STREAMED_WEIGHTS,
+    helps={"activations": 10, "doctor: activations": 10, "doctor: smaller": 30},
+)  # fmt: skip
 def install(
     model: nn.Module, changes: Changes, *, every: int = 1, modules: str | None = None, policy: str = "full"
 ) -> None:

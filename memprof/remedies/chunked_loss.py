@@ -17,6 +17,7 @@ from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, at_least
 from memprof.remedies.head_loss import Rows
 from memprof.remedies.lazy_logits import LazyLogits, Policy
+from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.units import GIB, parse_gib
 
 CHUNK_BYTES = GIB
@@ -28,6 +29,21 @@ _LABELS = ("labels", "label", "targets", "target", "lm_labels")
 _HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "head")
 
 
+@Remedy(
+    name="chunked-loss", order=150, numerics=Numerics.EXACT, saves=("logits and loss",),
+    changes="the loss is computed some tokens at a time: the full logits never exist",
+    cost="one more product with the head's weight: a third of the head's time",
+    options={
+        "chunk_size": "tokens whose logits exist at a time; chosen from chunk_bytes if not given",
+        "chunk_bytes": "bytes that a chunk of logits may take; 1 GiB if not given",
+        "threshold": "bytes of full logits below which nothing is chunked, or 'auto'; 0 if not given",
+        "head": "name of the head, where the model does not tell",
+    },
+    main_option="chunk_size", training_only=True,
+    ladder=60, outside=10, search=50, tiers=EVERY_TIER, ladder_against=("temporaries",),
+    helps={"logits and loss": 10, "doctor: logits": 10},
+    words={"doctor: logits": "compute the loss in chunks: the full logits never exist"},
+)  # fmt: skip
 def install(
     model: nn.Module,
     changes: Changes,

@@ -17,6 +17,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward
+from memprof.remedy_catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -24,6 +25,14 @@ _DEPTH = 3
 _CONTAINERS = (dict, list, tuple)
 
 
+@Remedy(
+    name="device-placement", order=20, numerics=Numerics.EXACT, saves=(),
+    changes="tensors that modules hold or make on another device than their parameters' are moved, and made there",
+    cost="what is moved takes bytes on the card; so does what a forward makes without naming a device",
+    options={"keep_on_host": "patterns of names of tensors that stay where they are; * stands for anything"},
+    conflicts={"cpu-offload-weights": "its layers are in host memory on purpose"},
+    ladder=10, search=10, tiers=BUT_STREAMED_WEIGHTS, helps={"device-mismatch": 10},
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, keep_on_host: str | None = None) -> None:
     """Switch it on.
 

@@ -11,8 +11,26 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import trained_parameters
+from memprof.remedy_catalog.remedy import Numerics, Remedy, Tier
 
 
+@Remedy(
+    name="8-bit-optimizer", order=250, numerics=Numerics.APPROXIMATE, saves=("optimizer state",),
+    changes="AdamW whose two states take one byte per parameter each",
+    cost="states are quantized in blocks",
+    options={"learning_rate": "1e-4 if not given"},
+    packages=("bitsandbytes", "torchao"), training_only=True, bench="optimizer",
+    conflicts={"optimizer-in-backward": "give that the 8-bit optimizer: optimizer=bitsandbytes.optim.AdamW8bit"},
+    edit="memprof.remedies.spec_edits:eight_bit_optimizer", on=lambda spec: "8bit" in spec.optimizer,
+    ladder=110, search=110, tiers=(Tier.QUANTIZED_STATES,),
+    helps={
+        "optimizer state": 10,
+        "float32-optimizer-state": 10,
+        "optimizer-step-temporaries": 20,
+        "doctor: parameters": 20,
+        "doctor: smaller": 40,
+    },
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, learning_rate: float = 1e-4) -> None:
     """Make the optimizer; it is the result of this remedy.
 

@@ -14,12 +14,19 @@ from torch import nn
 from memprof.allocator.config import VARIABLES
 from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
+from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
 
-SETTING = REMEDIES["expandable-segments"].alloc_conf
 _KEY = "expandable_segments:"
 
 
+@Remedy(
+    name="expandable-segments", order=10, numerics=Numerics.EXACT, saves=("fragmentation",),
+    changes="the caching allocator grows its segments in place instead of asking for others",
+    cost="none to speak of; for the whole process, and what is on the card already stays where it is",
+    alloc_conf="expandable_segments:True",
+    ladder=20, outside=30, search=40, tiers=EVERY_TIER, helps={"fragmentation": 10},
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Set it; what is on the card already stays in the segments that it has.
 
@@ -30,7 +37,7 @@ def install(model: nn.Module, changes: Changes) -> None:
         UsageError: it is on already, torch has no CUDA here, or refuses the setting.
     """
     # Older releases know one variable; the other is the general name of newer ones.
-    line = f"export {VARIABLES[0]}={SETTING}"
+    line = f"export {VARIABLES[0]}={EXPANDABLE_SEGMENTS}"
     if not torch.cuda.is_available():
         raise UsageError(
             "expandable-segments does not apply: torch has no CUDA device here",
@@ -39,13 +46,13 @@ def install(model: nn.Module, changes: Changes) -> None:
         )
     before = current_settings()
     parts = split_settings(before)
-    if any(part.replace(" ", "").lower() == SETTING.lower() for part in parts):
+    if any(part.replace(" ", "").lower() == EXPANDABLE_SEGMENTS.lower() for part in parts):
         raise UsageError("expandable-segments is already on", value=before)
     if any(part.startswith("backend:") and part != "backend:native" for part in parts):
         raise UsageError(
             "expandable-segments does not apply: the allocator is not torch's own", value=before, hint="backend:native"
         )
-    wanted = ",".join([*(part for part in parts if not part.startswith(_KEY)), SETTING])
+    wanted = ",".join([*(part for part in parts if not part.startswith(_KEY)), EXPANDABLE_SEGMENTS])
     back = before if any(part.startswith(_KEY) for part in parts) else ",".join([*parts, _KEY + "False"])
     set_settings = _setter()
     changes.on_undo(lambda: set_settings(back))

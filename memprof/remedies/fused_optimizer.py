@@ -12,8 +12,23 @@ from torch.optim import Optimizer
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import adamw, make_optimizer, trained_parameters
+from memprof.remedy_catalog.remedy import ONE_OPTIMIZER, OPTIMIZER, SAME_UPDATES, Numerics, Remedy
 
 
+@Remedy(
+    name="fused-optimizer", order=220, numerics=Numerics.EXACT, saves=("temporaries",),
+    changes="an optimizer step is one kernel for many parameters, which needs no temporaries",
+    cost="none: it is faster",
+    options={"optimizer": OPTIMIZER + ", or an optimizer that is there; AdamW at 1e-4 if not given"},
+    training_only=True,
+    conflicts={
+        "optimizer-in-backward": "give that a fused one: optimizer=lambda p: torch.optim.AdamW(p, fused=True)",
+        "8-bit-optimizer": ONE_OPTIMIZER,
+        "cpu-offload-optimizer": ONE_OPTIMIZER,
+    },
+    edits={"optimizer_impl": "fused"}, ladder=70, outside=40, search=70, tiers=SAME_UPDATES,
+    helps={"optimizer-step-temporaries": 10},
+)  # fmt: skip
 def install(
     model: nn.Module,
     changes: Changes,

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, at_least
+from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
 
 _CROSS_ENTROPY = (
     functional.cross_entropy,
@@ -32,6 +33,30 @@ _CROSS_ENTROPY = (
 _LABELS = ("labels", "targets", "target", "y")
 
 
+@Remedy(
+    name="micro-batch", order=200, numerics=Numerics.EXACT, saves=("activations", "logits and loss", "inputs"),
+    changes="a batch goes through forward and backward some rows at a time; gradients add up to those of the whole",
+    cost="kernels work on fewer rows: slower where these do not fill the card",
+    options={
+        "micro_batch_size": "rows at a time; 1 if not given",
+        "shift_labels": "whether the model's loss compares each position with the next label; found out if not "
+        "given",
+        "ignore_index": "label that the loss leaves out; -100 if not given",
+        "loss": "a function from the model's outputs and the batch to the loss; the outputs' own if not given",
+    },
+    main_option="micro_batch_size",
+    conflicts={"optimizer-in-backward": "it steps after each micro-batch, and not after the last"},
+    edit="memprof.remedies.spec_edits:micro_batch",
+    useless_if={"batch_size": (1, "there is one sequence in a micro-batch already")},
+    ladder=90, search=80, tiers=EVERY_TIER, ladder_against=("temporaries", "KV cache"),
+    helps={
+        **dict.fromkeys(("logits and loss", "activations", "KV cache", "inputs", "temporaries"), 90),
+        "weight-delta-per-token": 90,
+        "attention-scores of sdpa": 10,
+        "doctor: smaller": 20,
+    },
+    words={"doctor: smaller": "fewer rows at a time, gradients added up: the same step"},
+)  # fmt: skip
 def install(
     model: nn.Module,
     changes: Changes,

@@ -10,9 +10,19 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.offload_activations import Offloaded
+from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
 from memprof.workload.npt import NptComponent
 
 
+@Remedy(
+    name="low-rank-npt", order=130, numerics=Numerics.EXACT, saves=("activations", "temporaries"),
+    changes="NPT components never make a weight delta: h W + ((h A) * m) B",
+    cost="none: it is faster",
+    for_models="npt",
+    conflicts={"cpu-offload-npt-delta": "without a delta there is nothing to offload"},
+    edit="memprof.remedies.spec_edits:low_rank_npt", on=lambda spec: spec.npt == "low-rank",
+    ladder=30, search=20, tiers=EVERY_TIER, helps={"weight-delta-per-token": 10, "doctor: weight delta": 10},
+)  # fmt: skip
 def install_low_rank(model: nn.Module, changes: Changes) -> None:
     """Switch every component to the form that makes no delta.
 
@@ -29,6 +39,13 @@ def install_low_rank(model: nn.Module, changes: Changes) -> None:
     changes.note(f"{len(chosen)} NPT components: {modes} became low-rank")
 
 
+@Remedy(
+    name="cpu-offload-npt-delta", order=180, numerics=Numerics.EXACT, saves=("activations",),
+    changes="the weight delta of an NPT component waits in host memory between forward and backward",
+    cost="every delta crosses the bus twice in a step; one is still on the card at a time",
+    for_models="npt",
+    conflicts={"activation-checkpointing": "layers that run again keep no delta"}, ladder=40,
+)  # fmt: skip
 def install_offload(model: nn.Module, changes: Changes) -> None:
     """Keep the delta of every dense component in host memory between its forward and its backward.
 

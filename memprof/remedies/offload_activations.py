@@ -10,11 +10,19 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, at_least, runs_in
 from memprof.remedies.layers import find_layers
+from memprof.remedy_catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay: a copy costs more time than they save memory."""
 
 
+@Remedy(
+    name="cpu-offload-activations", order=170, numerics=Numerics.EXACT, saves=("activations",),
+    changes="what layers keep for the backward waits in host memory",
+    cost="every such byte crosses the bus twice in a step",
+    options={"min_bytes": "tensors below this stay on the card; 1 MiB if not given"},
+    main_option="min_bytes", training_only=True, ladder=130, outside=70, search=100, tiers=BUT_STREAMED_WEIGHTS,
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, min_bytes: int = MIN_BYTES) -> None:
     """Switch it on.
 

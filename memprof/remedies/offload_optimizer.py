@@ -18,8 +18,26 @@ from torch.optim import Optimizer
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import adamw, make_optimizer, refuse_gradients, trained_parameters
+from memprof.remedy_catalog.remedy import NO_OPTIMIZER, ONE_OPTIMIZER, OPTIMIZER, Numerics, Remedy, Tier
 
 
+@Remedy(
+    name="cpu-offload-optimizer", order=230, numerics=Numerics.EXACT, saves=("optimizer state", "temporaries"),
+    changes="optimizer state and the step in host memory; the card has parameters and gradients alone",
+    cost="gradients and parameters cross the bus once a step each; the CPU computes the step",
+    options={
+        "optimizer": OPTIMIZER + "; AdamW at 1e-4 if not given",
+        "offload_gradients": "True: gradients go to host memory, and are freed, as soon as they are there",
+    },
+    training_only=True,
+    conflicts={
+        "optimizer-in-backward": ONE_OPTIMIZER,
+        "8-bit-optimizer": ONE_OPTIMIZER,
+        "cpu-offload-weights": "any optimizer over layers in host memory steps there",
+    },
+    useless_if=NO_OPTIMIZER, ladder=120, search=110, tiers=(Tier.CPU_OPTIMIZER,),
+    helps={"optimizer state": 20, "doctor: parameters": 10, "doctor: smaller": 60},
+)  # fmt: skip
 def install(
     model: nn.Module,
     changes: Changes,

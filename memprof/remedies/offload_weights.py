@@ -19,8 +19,21 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, runs_in
 from memprof.remedies.layers import find_layers, without_caches
+from memprof.remedy_catalog.remedy import Numerics, Remedy, Tier
 
 
+@Remedy(
+    name="cpu-offload-weights", order=190, numerics=Numerics.EXACT, saves=("parameters", "gradients", "activations"),
+    changes="the weights of a layer are on the card while it runs, in host memory otherwise",
+    cost="the weights cross the bus twice in a step, their gradients once; layers run again in the backward",
+    makes_room_first=True,
+    conflicts={
+        "activation-checkpointing": "it runs the layers again in the backward itself",
+        "cpu-offload-activations": "it keeps nothing but the layers' inputs",
+        "optimizer-in-backward": "gradients of offloaded weights arrive in host memory after the layer's backward",
+    },
+    search=110, tiers=(Tier.STREAMED_WEIGHTS,), helps={"gradients": 20, "parameters": 20, "doctor: smaller": 70},
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Move the layers to host memory.
 

@@ -10,8 +10,35 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import refuse_gradients
+from memprof.remedy_catalog.remedy import WEIGHTS, Numerics, Remedy, Tier
 
 
+@Remedy(
+    name="bfloat16", order=30, numerics=Numerics.APPROXIMATE, saves=(*WEIGHTS, "activations", "logits and loss"),
+    changes="parameters in bfloat16",
+    cost="8 bits of precision; updates below 1/256 of a weight are lost without float32 masters",
+    bench="precision",
+    conflicts={
+        "float16": "a model has one dtype",
+        **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
+    },
+    edit="memprof.remedies.spec_edits:half", on=lambda spec: spec.dtype == "bfloat16", for_float32=True,
+    ladder=135, search=120, tiers=(Tier.HALF_WEIGHTS,),
+    helps={"parameters": 15, "doctor: weights": 10, "doctor: smaller": 10},
+    words={"doctor: smaller": "parameters and activations in half precision, if they are float32 (autocast: "
+           "amp-bfloat16)"},
+)  # fmt: skip
+@Remedy(
+    name="float16", order=40, numerics=Numerics.APPROXIMATE, saves=(*WEIGHTS, "activations", "logits and loss"),
+    changes="parameters in float16",
+    cost="numbers above 65,504 overflow and gradients below 6e-8 vanish: scale the loss",
+    bench="precision",
+    conflicts={
+        "bfloat16": "a model has one dtype",
+        **dict.fromkeys(("amp-bfloat16", "amp-float16"), "autocast is for parameters in float32"),
+    },
+    edit="memprof.remedies.spec_edits:half", on=lambda spec: spec.dtype == "float16",
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes) -> None:
     """Cast the parameters to the dtype that the remedy is named after.
 

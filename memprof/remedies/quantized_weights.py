@@ -14,6 +14,7 @@ from memprof.remedies.applied import Changes
 from memprof.remedies.chunked_loss import find_head
 from memprof.remedies.optimizers import refuse_gradients
 from memprof.remedies.trained import DEFAULT_RANK, install_lora
+from memprof.remedy_catalog.remedy import FOUR_BITS, LORA, ON_THE_CARD, VALUE, WEIGHTS, Numerics, Remedy, Tier
 from memprof.workload.quantization import import_quietly
 
 OUTLIER_THRESHOLD = 6.0
@@ -21,6 +22,19 @@ OUTLIER_THRESHOLD = 6.0
 _QUANT_TYPES = ("nf4", "fp4")
 
 
+@Remedy(
+    name="8-bit-weights", order=80, numerics=Numerics.APPROXIMATE, saves=WEIGHTS,
+    changes="linear layers but the head in bitsandbytes' LLM.int8: one byte a weight, frozen",
+    cost="rounded weights and activations; the quantized layers do not learn",
+    packages=("bitsandbytes",), trains_another=True, bench="quantized weights",
+    conflicts={
+        "4-bit-weights": "weights are quantized once",
+        "qlora": "its weights are in 4 bits",
+        **ON_THE_CARD,
+    },
+    edits={"quantize": "int8"}, built_so=True,
+    on=lambda spec: spec.adapter is None and spec.quantize == "int8",
+)  # fmt: skip
 def install_8_bit(model: nn.Module, changes: Changes) -> None:
     """Quantize the linear layers to LLM.int8.
 
@@ -42,6 +56,17 @@ def install_8_bit(model: nn.Module, changes: Changes) -> None:
     _replace(model, changes, make)
 
 
+@Remedy(
+    name="4-bit-weights", order=90, numerics=Numerics.APPROXIMATE, saves=WEIGHTS,
+    changes="linear layers but the head in bitsandbytes' 4-bit format: half a byte a weight, frozen",
+    cost="16 values a weight; each is unpacked for its product; the quantized layers do not learn",
+    options=FOUR_BITS,
+    packages=("bitsandbytes",), trains_another=True, bench="quantized weights",
+    conflicts={"qlora": "it quantizes the weights itself", **ON_THE_CARD},
+    edits={"quantize": "nf4"}, built_so=True,
+    on=lambda spec: spec.adapter is None and spec.quantize in ("nf4", "fp4"),
+    helps={"doctor: weights": 20, "doctor: spilled": 10},
+)  # fmt: skip
 def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4", double_quant: bool = True) -> None:
     """Quantize the linear layers to 4 bits; products are computed in the dtype that the weights had.
 
@@ -66,6 +91,21 @@ def install_4_bit(model: nn.Module, changes: Changes, *, quant_type: str = "nf4"
     _replace(model, changes, make)
 
 
+@Remedy(
+    name="qlora", order=100, numerics=Numerics.APPROXIMATE, saves=WEIGHTS,
+    changes="weights in 4 bits, and PEFT's trained matrices beside them",
+    cost="16 values a weight; only the adapter learns",
+    options={**FOUR_BITS, **LORA},
+    main_option="lora_rank", packages=("bitsandbytes", "peft"), training_only=True, trains_another=True,
+    conflicts={
+        "lora": "it attaches LoRA itself",
+        "freeze": "LoRA freezes the whole model itself",
+        **ON_THE_CARD,
+    },
+    edits={"quantize": "nf4", "adapter": "lora", "lora_rank": VALUE}, built_so=True,
+    on=lambda spec: spec.adapter == "lora" and spec.quantize is not None,
+    ladder=150, search=110, tiers=(Tier.QUANTIZED_ADAPTER,), helps={"doctor: parameters": 30},
+)  # fmt: skip
 def install_qlora(
     model: nn.Module,
     changes: Changes,

@@ -12,8 +12,21 @@ from torch.utils.data import DataLoader, StackDataset
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, at_least
+from memprof.remedy_catalog.remedy import Numerics, Remedy
 
 
+@Remedy(
+    name="streamed-batches", order=210, numerics=Numerics.EXACT, saves=("host memory",),
+    changes="batches are made one at a time instead of all of them before training",
+    cost="each batch is put together while the card waits, unless workers do it",
+    options={
+        "dataset": "the samples: a Dataset, a list, a tensor, or a dictionary of tensors by sample",
+        "batch_size": "samples of a batch; 1 if not given",
+    },
+    required=("dataset",), training_only=True, edits={"dataset_batches": None}, on=lambda spec: False,
+    useless_if={"dataset_batches": (None, "batches are made one at a time already")},
+    helps={"doctor: host memory": 10},
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, dataset: Any, batch_size: int = 1) -> None:
     """Make the batches' iterable, a `StreamedBatches`; it is the result.
 

@@ -6,12 +6,21 @@ from torch import nn
 
 from memprof.errors import UsageError, first_line
 from memprof.remedies.applied import Changes, at_least
+from memprof.remedy_catalog.remedy import LORA, VALUE, Numerics, Remedy, Tier
 from memprof.workload.adapters import adapting, named_parameters, target_modules
 from memprof.workload.quantization import import_quietly
 
 DEFAULT_RANK = 8
 
 
+@Remedy(
+    name="freeze", order=110, numerics=Numerics.DIFFERENT, saves=("gradients", "optimizer state"),
+    changes="parameters that are not trained",
+    cost="what is frozen does not learn",
+    options={"frozen": "patterns of parameter names, such as 'model.embed*'; * stands for anything"},
+    main_option="frozen", main_type=str, required=("frozen",), training_only=True, trains_another=True,
+    edits={"freeze": VALUE}, on=lambda spec: spec.freeze is not None,
+)  # fmt: skip
 def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
     """Stop the training of the parameters that the patterns name.
 
@@ -25,6 +34,17 @@ def install_freeze(model: nn.Module, changes: Changes, *, frozen: str) -> None:
     changes.note(f"{len(chosen)} of {len(list(model.parameters()))} parameters are frozen")
 
 
+@Remedy(
+    name="lora", order=120, numerics=Numerics.DIFFERENT, saves=("gradients", "optimizer state"),
+    changes="small trained matrices beside a frozen model, put there by PEFT",
+    cost="only the adapter learns",
+    options=LORA,
+    main_option="lora_rank", packages=("peft",), training_only=True, trains_another=True,
+    conflicts={"freeze": "LoRA freezes the whole model itself"}, edits={"adapter": "lora", "lora_rank": VALUE},
+    on=lambda spec: spec.adapter == "lora" and spec.quantize is None,
+    ladder=140, search=110, tiers=(Tier.ADAPTER,),
+    helps={"optimizer state": 30, "gradients": 10, "parameters": 10, "doctor: smaller": 50},
+)  # fmt: skip
 def install_lora(
     model: nn.Module, changes: Changes, *, lora_rank: int = DEFAULT_RANK, lora_targets: str | None = None
 ) -> None:

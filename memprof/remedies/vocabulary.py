@@ -7,8 +7,18 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedies.chunked_loss import find_head
+from memprof.remedy_catalog.remedy import WEIGHTS, Numerics, Remedy
 
 
+@Remedy(
+    name="vocabulary-cap", order=70, numerics=Numerics.DIFFERENT, saves=(*WEIGHTS, "logits and loss"),
+    changes="embedding and head keep their first tokens",
+    cost="token ids at or above the cap cannot be used any more",
+    options={"vocab_size": "tokens that stay"},
+    main_option="vocab_size", required=("vocab_size",), trains_another=True,
+    edit="memprof.remedies.spec_edits:vocabulary_cap",
+    helps={"logits and loss": 20, "vocabulary-larger-than-asked": 10},
+)  # fmt: skip
 def install(model: nn.Module, changes: Changes, *, vocab_size: int) -> None:
     """Cut the vocabulary to `vocab_size` tokens.
 

@@ -1,10 +1,12 @@
 """The remedies: one entry each in one table, and what is asked of it. Plain data, no torch.
 
-A remedy is added in `table.py`, with the file that changes a model for it, if it changes one. Whatever else knows
-remedies (`--fix`, the ladder, the search, findings, `memprof doctor`, `memprof verify`, the documentation) asks here.
+A remedy is a file of `memprof/remedies`: its entry stands above the function that changes a model, and `table.py` finds
+it there. Whatever else knows remedies (`--fix`, the ladder, the search, findings, `memprof doctor`, `memprof verify`,
+the documentation) asks here.
 """
 
 from memprof.remedy_catalog.choice import (
+    EXPANDABLE_SEGMENTS,
     check_conflicts,
     find_remedies,
     from_outside,
@@ -20,6 +22,6 @@ from memprof.remedy_catalog.remedy import VALUE, Numerics, Remedy, Tier
 from memprof.remedy_catalog.table import REMEDIES
 
 __all__ = [
-    "REMEDIES", "VALUE", "Numerics", "Remedy", "Tier", "check_conflicts", "find_remedies", "from_outside",
-    "helping", "in_force", "ladder", "options_by_remedy", "tiers", "why_not_together", "why_useless",
+    "EXPANDABLE_SEGMENTS", "REMEDIES", "VALUE", "Numerics", "Remedy", "Tier", "check_conflicts", "find_remedies",
+    "from_outside", "helping", "in_force", "ladder", "options_by_remedy", "tiers", "why_not_together", "why_useless",
 ]  # fmt: skip

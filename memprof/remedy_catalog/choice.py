@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from memprof.errors import UsageError, unknown_name
 from memprof.remedy_catalog.remedy import Remedy, Tier
@@ -31,6 +32,10 @@ def helping(problem: str) -> list[Remedy]:
     return sorted(
         (remedy for remedy in REMEDIES.values() if problem in remedy.helps), key=lambda remedy: remedy.helps[problem]
     )
+
+
+EXPANDABLE_SEGMENTS: Final = helping("fragmentation")[0].alloc_conf
+"""The allocator's setting against fragmentation."""
 
 
 def _by_place(places: Iterable[tuple[int | None, Remedy]]) -> list[str]:

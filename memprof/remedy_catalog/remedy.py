@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from memprof.spec import TargetSpec
 
@@ -36,14 +36,35 @@ class Tier(StrEnum):
 
 VALUE: Final = "{value}"
 """In `Remedy.edits`: the value of the main option."""
+# What several entries say.
+EVERY_TIER: Final = tuple(Tier)
+BUT_STREAMED_WEIGHTS: Final = tuple(tier for tier in Tier if tier is not Tier.STREAMED_WEIGHTS)
+SAME_UPDATES: Final = (Tier.EXACT, Tier.AUTOCAST, Tier.HALF_WEIGHTS)
+WEIGHTS: Final = ("parameters", "gradients", "optimizer state")
+ONE_OPTIMIZER: Final = "a parameter has one optimizer"
+OPTIMIZER: Final = "a function from a list of parameters to an optimizer"
+NO_OPTIMIZER: Final = {"optimizer": ("none", "there is no optimizer")}
+ON_THE_CARD: Final = {"cpu-offload-weights": "quantized weights and their scales stay together on the card"}
+FOUR_BITS: Final = {
+    "quant_type": "'nf4' or 'fp4'; nf4 if not given",
+    "double_quant": "whether the scales are quantized in turn; True if not given",
+}
+LORA: Final = {
+    "lora_rank": "of the matrices; 8 if not given",
+    "lora_targets": "names of the modules to adapt; PEFT's for the architecture if not given",
+}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One remedy. Places are numbers that order remedies; the smallest comes first.
+    """One remedy: it stands as a decorator above the function that changes a model, in a file of `memprof/remedies`.
+
+    Places are numbers that order remedies; the smallest comes first.
 
     Args:
         name: as the user writes it.
+        order: its place among those that are switched on together.
         changes: what it does, in one line.
         saves: the categories of memory that shrink.
         cost: what is paid for it, in one line.
@@ -71,14 +92,15 @@ class Remedy:
         alloc_conf: the setting of the caching allocator that it is.
         edits: fields of the spec that it replaces, as data.
         built_so: `edits` are for models that memprof builds; a model of the user's own is changed by `install`.
-        edit: "module:function" that edits the spec where data cannot. With neither, the spec names the remedy in
-            `fixes`, and it is applied to the model.
+        edit: "module:function" that edits the spec where data cannot, in a module without torch. With neither, the spec
+            names the remedy in `fixes`, and it is applied to the model.
         on: whether a spec has it in force, where neither `fixes`, `edits` nor `alloc_conf` tell.
         useless_if: values of the spec's fields with which it does nothing, each with the reason.
-        install: "module:function" that changes a model.
+        install: "module:function" that it stands above; the table fills it in.
     """
 
     name: str
+    order: int
     changes: str
     saves: tuple[str, ...]
     cost: str
@@ -110,6 +132,10 @@ class Remedy:
     edit: str = ""
     on: Callable[[TargetSpec], bool] | None = None
     useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+
+    def __call__(self, install: _Function) -> _Function:
+        """The function as it is: what stands above it is read by the table, without running the file."""
+        return install
 
     def is_on(self, spec: TargetSpec) -> bool:
         """Whether `spec` has it in force."""

@@ -1,14 +1,18 @@
-"""A remedy is one entry of the table: nothing else in memprof lists remedies, and all that knows them reads it."""
+"""A remedy is one file, with its entry in the table: nothing else in memprof lists remedies, and all reads that."""
 
 import ast
 import dataclasses
 import importlib.util
 import pkgutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import memprof
+import memprof.remedies
 from memprof.catalog import find_gpu
 from memprof.findings.evidence import would_help
 from memprof.flows.account import analyze
@@ -17,7 +21,10 @@ from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
 from memprof.remedies.fixes import edit_spec, parse_fixes
-from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, Tier, in_force, ladder, tiers
+from memprof.remedies.from_outside import Switch
+from memprof.remedies.on_spec import switch_on
+from memprof.remedy_catalog import REMEDIES, Remedy, in_force, ladder, tiers
+from memprof.remedy_catalog.table import in_order, read_entries
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
 from tests.unit.findings.builder import Builder
@@ -44,8 +51,11 @@ def test_no_other_file_names_remedies():
         where = str(file.relative_to(PACKAGE))
         if where.startswith("remedy_catalog/") or where in MAY_NAME_THEM:
             continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        marks = [mark for node in nodes if isinstance(node, ast.FunctionDef) for mark in node.decorator_list]
+        entries = {part for mark in marks for part in ast.walk(mark)}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in entries:
                 name = node.value.partition("=")[0]
                 if name in names and own[name] != file:
                     found.append(f"{where}:{node.lineno}: {node.value}")
@@ -74,18 +84,32 @@ def test_places_are_taken_once():
         assert len(taken) == len(set(taken))
 
 
-TOY = Remedy(
-    name="toy",
-    numerics=Numerics.EXACT,
-    saves=("inputs",),
-    changes="steps are fewer",
-    cost="none",
-    edits={"steps": 1},
-    ladder=5,
-    search=5,
-    tiers=(Tier.EXACT,),
-    helps={"fragmentation": 5},
+TOY = """
+from torch import nn
+
+from memprof.remedies.applied import Changes
+from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
+
+@Remedy(
+    name="toy", order=5, numerics=Numerics.EXACT, saves=("inputs",), changes="a layer is told", cost="none",
+    options={"word": "what it is told"}, main_option="word", main_type=str,
+    ladder=5, outside=5, search=5, tiers=EVERY_TIER, helps={"fragmentation": 5},
 )
+def install(model: nn.Module, changes: Changes, *, word: str = "yes") -> None:
+    changes.set_attribute(model, "told", word)
+    changes.note(f"told {word}")
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remedy]:
+    """A file more in `memprof/remedies`."""
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.setattr(memprof.remedies, "__path__", [*memprof.remedies.__path__, str(tmp_path)])
+    (entry,) = read_entries(tmp_path)
+    monkeypatch.setitem(REMEDIES, entry.name, entry)
+    yield entry
+    sys.modules.pop("memprof.remedies.toy", None)
 
 
 class _Runs(Runs):
@@ -114,12 +138,10 @@ class _Runs(Runs):
         return frozenset()
 
 
-def test_an_entry_is_all_that_a_spec_edit_takes(monkeypatch):
-    monkeypatch.setitem(REMEDIES, TOY.name, TOY)
-    (fix,) = parse_fixes("toy")
+def test_one_file_is_all_that_a_remedy_takes(toy, monkeypatch):
+    (fix,) = parse_fixes("toy=no")
     spec = edit_spec(TargetSpec(model="gpt2"), fix, {})
-    assert spec == TargetSpec(model="gpt2", steps=1)
-    assert in_force(spec) == ["toy"]
+    assert spec == TargetSpec(model="gpt2", fixes=("toy=no",)) and in_force(spec) == ["toy"]
     assert ladder()[0] == "toy" and tiers()[0][1][0] == "toy"
     b = Builder()
     b.new(1 << 20)
@@ -132,9 +154,26 @@ def test_an_entry_is_all_that_a_spec_edit_takes(monkeypatch):
     assert document.ladder[-1].remedies == ("toy",) and "toy is enough" in document.ladder_reason
 
 
-def test_the_documentation_has_it_too(monkeypatch):
-    monkeypatch.setitem(REMEDIES, TOY.name, TOY)
+def test_it_changes_models_wherever_remedies_do(toy):
+    model = nn.Linear(2, 2)
+    with memprof.apply(model, "toy", word="maybe") as applied:
+        assert model.told == "maybe" and [str(change) for change in applied.changes] == ["toy: told maybe"]
+    assert not hasattr(model, "told")
+    switch_on(model, TargetSpec(model="gpt2", fixes=("toy=no",)), lambda parameters: None, "cpu")
+    assert model.told == "no"
+    other, switch = nn.Linear(2, 2), Switch(["toy"])
+    switch.before_forward(other, [])
+    assert other.told == "yes" and switch.changes == ["toy: told yes"]
+
+
+def test_the_documentation_has_it_too(toy):
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    assert "| `toy` | steps are fewer | none | exact |" in generate.table_of_remedies()
+    assert "| `toy` | a layer is told | none | exact |" in generate.table_of_remedies()
+
+
+@pytest.mark.parametrize("change", [{"name": "other"}, {"order": 6}])
+def test_two_remedies_have_two_names_and_places(toy, change):
+    with pytest.raises(ValueError, match="two remedies"):
+        in_order([toy, dataclasses.replace(toy, **change)])
