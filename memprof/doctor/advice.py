@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from memprof.catalog import find_model, has_model
@@ -49,14 +50,13 @@ class Known:
         dtype = None
         if self.model is not None and has_model(self.model):
             dtype = "float32" if find_model(self.model).checkpoint_dtype == "float32" else "bfloat16"
-        spec = self.spec if self.batch_size else self.spec.edit(batch_size=2)
-        for mode in Mode:
+        specs = [self.spec] if self.batch_size else [self.spec, self.spec.edit(batch_size=2)]
+        for mode, spec in itertools.product(Mode, specs):
             try:
                 edit_spec(spec.edit(mode=mode), Fix(remedy), {"dtype": dtype})
             except UsageError:
                 continue
-            fixed = spec if remedy.name == "micro-batch" else self.spec
-            return profile_command(fixed.edit(mode=mode, fixes=(remedy.name,)), names_card=False)
+            return profile_command(spec.edit(mode=mode, fixes=(remedy.name,)), names_card=False)
         return None
 
 

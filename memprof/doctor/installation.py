@@ -17,6 +17,7 @@ from memprof.device.environment import Environment, installed_release, read_envi
 from memprof.device.host import available_bytes, memory_bytes
 from memprof.device.nvml import read_cards
 from memprof.errors import UsageError
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
 from memprof.units import GIB, MIB, format_bytes
 
 _SMALL_SHM = GIB
@@ -213,10 +214,10 @@ def _contradictions(config: AllocatorConfig, name: str, text: str) -> Iterator[C
     if config.expandable_segments and config.max_split_size != UNLIMITED:
         yield Check(
             "warning",
-            f"{name}: max_split_size_mb beside expandable_segments:True",
+            f"{name}: max_split_size_mb beside {EXPANDABLE_SEGMENTS}",
             "expandable segments are split at any size; all that the limit does is keep large free blocks from "
             "smaller requests: leave max_split_size_mb out",
-            f"export {name}=expandable_segments:True",
+            f"export {name}={EXPANDABLE_SEGMENTS}",
         )
     if config.garbage_collection_threshold and config.expandable_segments:
         yield Check(

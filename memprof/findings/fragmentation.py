@@ -19,6 +19,7 @@ from memprof.findings.evidence import (
     would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import Trace
 from memprof.units import MIB, format_bytes
 
@@ -144,7 +145,7 @@ def _what(trace: Trace, index: int) -> str:
 def _evaluated(run: OnCard, other: Needs, *, cut_short: bool) -> Evidence:
     """What the replay with expandable segments came to."""
     before, after = run.required_reserved_bytes, other.required_reserved_bytes
-    text = f"with expandable_segments:True the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
+    text = f"with {EXPANDABLE_SEGMENTS} the run reserves {format_bytes(after)} instead of {format_bytes(before)}"
     if run.card is not None:
         words = {False: "does not fit", True: "fits"}
         was, now = words[run.fits], words[other.fits]

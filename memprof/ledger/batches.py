@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from memprof.allocator import AllocatorConfig, OnCard, TraceReplay
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import EventKind, Trace
 
 
@@ -76,7 +77,7 @@ def batches(run: OnCard, allocated: Sequence[int]) -> Batches | None:
     if run.rounds:
         if not run.config.expandable_segments and run.release.has_expandable_segments:
             other = dataclasses.replace(run.config, expandable_segments=True)
-            rows.append(_over_steps("expandable_segments:True", _reserved(run, spans, other)))
+            rows.append(_over_steps(EXPANDABLE_SEGMENTS, _reserved(run, spans, other)))
         rows.append(_over_steps("empty_cache() after each step", _reserved(run, spans, run.config, gives_back=True)))
     return Batches(target.asked.lengths, statistics.fmean(lengths), max(lengths), tuple(steps), tuple(rows))
 

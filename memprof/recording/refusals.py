@@ -8,6 +8,7 @@ from memprof.allocator.rounding import SMALL_SIZE, round_size, segment_size
 from memprof.recording.occupancy import fragmentation
 from memprof.recording.origins import origin_of
 from memprof.recording.recording import Recording
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.snapshot import Action
 from memprof.units import format_bytes
 
@@ -73,7 +74,7 @@ def _explain(recording: Recording, index: int) -> Refusal:
     if fragmented:
         reasons.append(
             "fragmentation: free memory was enough in sum, but in no single piece"
-            + ("" if expandable else "; expandable_segments:True can use it (see --what-if)")
+            + ("" if expandable else f"; {EXPANDABLE_SEGMENTS} can use it (see --what-if)")
         )
     else:
         reasons.append(

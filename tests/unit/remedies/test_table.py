@@ -23,7 +23,7 @@ from memprof.flows.ladder.search import search
 from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.remedies.from_outside import Switch
 from memprof.remedies.on_spec import switch_on
-from memprof.remedy_catalog import REMEDIES, Remedy, in_force, ladder, tiers
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS, REMEDIES, Remedy, in_force, ladder, tiers
 from memprof.remedy_catalog.table import in_order, read_entries
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
@@ -36,6 +36,12 @@ ALSO_OTHER_WORDS = {"bfloat16", "float16", "lora", "qlora", "freeze", "micro-bat
 MAY_NAME_THEM = {
     "flows/recommend/plans.py": "four remedies are dimensions of its search: each is a field of a plan",
     "__init__.py": "an example",
+}
+MAY_NAME_SETTINGS = {
+    "remedies/expandable_segments.py": "its entry",
+    "allocator/releases.py": "what torch's own message says",
+    "spec.py": "an example",
+    "cli/analyze.py": "an example",
 }
 
 
@@ -60,6 +66,17 @@ def test_no_other_file_names_remedies():
                 if name in names and own[name] != file:
                     found.append(f"{where}:{node.lineno}: {node.value}")
     assert not found, found
+
+
+def test_no_other_file_spells_a_setting():
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        docstrings = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in docstrings]
+        if any(EXPANDABLE_SEGMENTS in str(text) for text in texts):
+            found.add(str(file.relative_to(PACKAGE)))
+    assert EXPANDABLE_SEGMENTS == "expandable_segments:True" and found == set(MAY_NAME_SETTINGS)
 
 
 @pytest.mark.parametrize("name", REMEDIES)
