@@ -56,6 +56,8 @@ class CachingAllocator:
                 hint="leave the setting out; the CUDA driver's own pool has no public rules",
             )
         self.release = release
+        self.device = 0
+        """The card's number, as messages have it."""
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
         self.pending = PendingFrees(self._free_block, completion)
         self.statistics = Statistics()
@@ -348,6 +350,7 @@ class CachingAllocator:
             reserved_bytes=counters.reserved_bytes,
             private_pool_bytes=private,
             allowed_bytes=self.allowed_bytes,
+            device=self.device,
         )
 
     # -- streams ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.errors import MemprofError
-from memprof.trace.events import GPU, EventKind, Trace
+from memprof.trace.events import EventKind, Trace, card_index
 from memprof.trace.facts import DeviceFacts
 
 
@@ -99,6 +99,7 @@ class TraceReplay:
     ) -> None:
         self.driver = SimulatedDriver(None) if card is None else SimulatedDriver(card.total_bytes, card.context_bytes)
         self.allocator = CachingAllocator(self.driver.total_bytes, config, release, self.driver)
+        self.allocator.device = card_index(trace.device)
         self.trace = trace
         self.timeline = Timeline()
         self.event = 0
@@ -180,13 +181,13 @@ class TraceReplay:
         storages, refused, live, blocks = self.trace.storages, self.trace.refused, self.live, self.timeline.blocks
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
         alloc, dead, emptied, moved = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
-        begin = self.event
+        begin, device = self.event, self.trace.device
         events = self.trace.events[begin:end]
         for time, (kind, ref) in enumerate(events, begin):
             asked = False
             if kind is alloc:
                 storage = storages[ref]
-                if storage.num_bytes and storage.device == GPU:
+                if storage.num_bytes and storage.device == device:
                     asked = True
                     self.event = time
                     if refused and ref in refused:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 from memprof.catalog import Gpu
-from memprof.trace.events import GPU, HOST, Phase, Trace
+from memprof.trace.events import HOST, Phase, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:
         bus += crossing * work.calls
         if work.device == HOST:
             host += work.num_bytes * work.calls
-        elif work.device == GPU and not crossing:
+        elif not crossing:
             operations += work.operations * work.calls
             rate = gpu.peak_flops.get(work.dtype) or gpu.peak_flops.get("float32")
             needed = work.operations / rate if rate else 0.0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from memprof.findings.finding import Context
 from memprof.ledger.categories import Category
-from memprof.trace.events import GPU, EventKind, Forward, PhaseKind, Trace
+from memprof.trace.events import EventKind, Forward, PhaseKind, Trace
 
 _TRAINING = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
 
@@ -46,7 +46,7 @@ def made_in(context: Context, begin: int, end: int) -> list[int]:
         index
         for index, storage in enumerate(ledger.trace.storages)
         if begin <= births[index] < end
-        and storage.device == GPU
+        and storage.device == ledger.trace.device
         and not storage.hidden
         and index not in ledger.trace.owners
         and ledger.categories[index] is not Category.KV_CACHE

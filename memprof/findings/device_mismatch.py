@@ -5,15 +5,7 @@ from __future__ import annotations
 from memprof.findings.evidence import file_and_line, format_shape, would_help
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, without_numbers
-
-_ARGUMENTS = {
-    "aten.mm": ("self", "mat2"),
-    "aten.bmm": ("self", "mat2"),
-    "aten.addmm": ("self", "mat1", "mat2"),
-    "aten.baddbmm": ("self", "batch1", "batch2"),
-}
-"""Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure
-in c10), and says which one differs."""
+from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 
 @rule(20)
@@ -33,8 +25,7 @@ def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...
     op = trace.ops[mismatch.op]
     module = None if mismatch.module == NONE else trace.modules[mismatch.module].path
     met = _line(trace, mismatch.source)
-    stranger, other = _pair(mismatch.operands)
-    error = _error(op, mismatch.operands, stranger, other)
+    stranger, other = odd_one_out(mismatch.operands)
     times = f", {len(group)} times" if len(group) > 1 else ""
     inside = "" if module is None else f" in {without_numbers(module) or 'the model'}"
     title = (
@@ -49,33 +40,11 @@ def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...
         evidence.append(
             Evidence(text, shape=operand.shape, dtype=operand.dtype, source=made, device=operand.device, module=module)
         )
-    evidence.append(Evidence(f"on a real GPU: {error}", op=op, source=met))
+    evidence.append(
+        Evidence(f"on a real GPU: RuntimeError: {mismatch_error(op, mismatch.operands)}", op=op, source=met)
+    )
     evidence.append(Evidence(_fix(trace, stranger, other, met), source=_line(trace, stranger.source) or met))
     return Finding("device-mismatch", Severity.ERROR, title, None, tuple(evidence), remedies)
-
-
-def _error(op: str, operands: tuple[Operand, ...], stranger: Operand, other: Operand) -> str:
-    """What torch raises: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
-    start = "RuntimeError: Expected all tensors to be on the same device, but"
-    names = _ARGUMENTS.get(op, ())
-    first = operands[0].device
-    for name, operand in zip(names, operands, strict=False):
-        if len(names) == len(operands) and operand.device != first:
-            method = f"wrapper_CUDA_{op.removeprefix('aten.')}"
-            differs = f"{name} is on {operand.device}, different from other tensors on {first}"
-            return f"{start} got {differs} (when checking argument in method {method})"
-    return f"{start} found at least two devices, {other.device} and {stranger.device}!"
-
-
-def _pair(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
-    """The tensor that is in the wrong place, and one that is not: the host's is the wrong one."""
-    # A 0-dimensional host tensor may mix, so that it is never the stranger if there is another.
-    on_host = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
-    on_gpu = [o for o in operands if o.device.startswith("cuda")]
-    if on_host and on_gpu:
-        return on_host[0], on_gpu[0]
-    other = operands[0]
-    return next((o for o in operands if o.device != other.device), other), other
 
 
 def _fix(trace: Trace, stranger: Operand, other: Operand, met: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from memprof.allocator.rounding import round_size
 from memprof.ledger.ledger import Ledger
-from memprof.trace.events import HOST, EventKind
+from memprof.trace.events import EventKind
 
 
 class Together(NamedTuple):
@@ -38,10 +38,12 @@ class Lives:
                 births[ref] = time
             elif kind is free:
                 deaths[ref] = time
-        self._allocated = [0 if s.device == HOST else round_size(s.num_bytes) for s in trace.storages]
+        self._allocated = [round_size(s.num_bytes) if s.device == trace.device else 0 for s in trace.storages]
         peak = ledger.peak_event
         self.at_peak = frozenset(
-            i for i, birth in enumerate(births) if birth <= peak < deaths[i] and trace.storages[i].device != HOST
+            i
+            for i, birth in enumerate(births)
+            if birth <= peak < deaths[i] and trace.storages[i].device == trace.device
         )
         """Storages on the GPU that are alive at the peak of the run."""
 

@@ -17,7 +17,7 @@ from memprof.findings.growth import (
     until_full,
 )
 from memprof.ledger.steps import training_steps
-from memprof.trace.events import GPU, Holder
+from memprof.trace.events import Holder
 from memprof.units import format_bytes
 
 MIN_BYTES = 64 << 10
@@ -47,7 +47,7 @@ def find(context: Context) -> list[Finding]:
         index
         for index, storage in enumerate(trace.storages)
         if births[index] >= steps[0].begin
-        and storage.device == GPU
+        and storage.device == trace.device
         and not storage.hidden
         and index not in trace.owners
     ]

@@ -124,7 +124,7 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
         for time, event in enumerate(trace.events)
         if event.kind is EventKind.ALLOC
         and allocated[time] == peak_bytes
-        and trace.storages[event.ref].device != HOST
+        and trace.storages[event.ref].device == trace.device
         and event.ref not in refused
     )
     live = _live_tensors(trace, categories, peak_event, rounds=run.rounds)
@@ -196,7 +196,7 @@ def alive_at(trace: Trace, time: int) -> list[int]:
     """Indices of the GPU storages alive after the event at `time`."""
     alive: dict[int, None] = {}
     for event in trace.events[: time + 1]:
-        if event.kind is EventKind.ALLOC and trace.storages[event.ref].device != HOST:
+        if event.kind is EventKind.ALLOC and trace.storages[event.ref].device == trace.device:
             alive[event.ref] = None
         elif event.kind is EventKind.FREE:
             alive.pop(event.ref, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.trace.events import HOST, EventKind, Role, Trace
+from memprof.trace.events import EventKind, Role, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,11 @@ def model_state(trace: Trace) -> ModelState:
     tensors = most_tensors = 0
     storages, owners = trace.storages, trace.owners
     for kind, ref in trace.events:
-        if kind not in (EventKind.ALLOC, EventKind.FREE) or storages[ref].device == HOST or storages[ref].hidden:
+        if (
+            kind not in (EventKind.ALLOC, EventKind.FREE)
+            or storages[ref].device != trace.device
+            or storages[ref].hidden
+        ):
             continue
         change = storages[ref].num_bytes if kind is EventKind.ALLOC else -storages[ref].num_bytes
         tensors += change

@@ -18,7 +18,7 @@ from memprof.allocator.caching import UNKNOWN_SPACE
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
 from memprof.recording.origins import OUTSIDE_MODULES, Origin, Part
-from memprof.trace.events import GPU, NONE, EventKind, PhaseKind, Storage, Trace
+from memprof.trace.events import NONE, EventKind, PhaseKind, Storage, Trace
 from memprof.trace.snapshot import (
     Action,
     BlockState,
@@ -137,7 +137,7 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
             found.steps.append(len(events))
         if kind is EventKind.ALLOC:
             storage = trace.storages[ref]
-            if storage.device != GPU or not storage.num_bytes:
+            if storage.device != trace.device or not storage.num_bytes:
                 continue
             driver.stack = stack = writer.stack(ref, storage)
             try:

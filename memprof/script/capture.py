@@ -14,7 +14,7 @@ from memprof.script.exits import ExitHandlers
 from memprof.script.stop import StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
-from memprof.trace.events import GPU, EventKind, Failure, FailureKind, Trace
+from memprof.trace.events import EventKind, Failure, FailureKind, Trace, is_card
 from memprof.virtual import VirtualGpu
 from memprof.watch.failure import ended_by_refusal, measured_failure
 from memprof.watch.patches import Patches
@@ -148,6 +148,6 @@ def _run(
 def _asked_last_for_too_much(trace: Trace) -> bool:
     """Whether the last that was asked of the card was refused."""
     for kind, ref in reversed(trace.events):
-        if kind is EventKind.ALLOC and trace.storages[ref].device == GPU:
+        if kind is EventKind.ALLOC and is_card(trace.storages[ref].device):
             return bool(trace.refused) and trace.refused[-1] == ref
     return False

@@ -7,6 +7,7 @@ nothing else, and needs no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 from dataclasses import dataclass, field
@@ -18,12 +19,22 @@ NONE = -1
 """An index that points nowhere: no module, no source, no forward event."""
 
 GPU = "cuda:0"
-"""The device whose memory is profiled."""
+"""The device whose memory is profiled; of several cards, the first."""
 
 HOST = "cpu"
 
 CPU = "cpu:0"
 """The device of a run that is measured on the CPU. What belongs to the host on any device stays `HOST`."""
+
+
+def is_card(device: str) -> bool:
+    """Whether a device is a card."""
+    return device.startswith("cuda")
+
+
+def card_index(device: str) -> int:
+    """The number of a card: 1 of `cuda:1`."""
+    return int(device.removeprefix("cuda:"))
 
 
 class EventKind(enum.IntEnum):
@@ -281,7 +292,9 @@ class Trace:
 
     source: str = "simulated"
     device: str = GPU
-    """The device whose memory is profiled: GPU, or CPU."""
+    """The device whose memory is profiled: GPU, another card, or CPU."""
+    cards: dict[str, bool] = field(default_factory=dict)
+    """Of a program that had several cards: device -> whether it was used, so that it has a CUDA context."""
     events: list[Event] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     ops: list[str] = field(default_factory=list)
@@ -312,6 +325,10 @@ class Trace:
     """Of a program that names no phases of its own."""
     holders: list[Holder] = field(default_factory=list)
     """Of what piled up."""
+
+    def on(self, device: str) -> Trace:
+        """The same run, seen from another card; what is recorded from now on is in both."""
+        return dataclasses.replace(self, device=device)
 
     def op(self, storage: Storage) -> str:
         """The operator that allocated `storage`."""

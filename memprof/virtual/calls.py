@@ -102,6 +102,7 @@ class Call:
 
     __slots__ = (
         "args",
+        "card",
         "func",
         "key",
         "kwargs",
@@ -122,6 +123,8 @@ class Call:
         self.tensors: list[torch.Tensor] = []
         self.real: list[torch.Tensor] = []
         """Those with data of their own: small tensors in host memory."""
+        self.card = GPU
+        """Where it runs if any of its tensors is on a card: that of the first."""
         self.on_gpu = False
         self.on_host = False
         self.on_meta = False
@@ -132,9 +135,9 @@ class Call:
 
     @property
     def device(self) -> str | None:
-        """The virtual device of the inputs: GPU, HOST, or None if none of them is virtual."""
+        """The virtual device of the inputs: a card, HOST, or None if none of them is virtual."""
         if self.on_gpu:
-            return GPU
+            return self.card
         return HOST if self.on_host else None
 
     def factory_bytes(self) -> int:

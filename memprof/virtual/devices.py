@@ -7,6 +7,7 @@ makes by device before any dispatch mode sees them are chosen in kernels/.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ import torch.utils._device
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.trace.events import GPU, HOST
+from memprof.trace.events import HOST, card_index, is_card
 from memprof.virtual.autocast import Autocast
 from memprof.virtual.calls import tensors_of
 from memprof.virtual.edges.interchange import Interchange
@@ -29,12 +30,20 @@ from memprof.watch.wrappers import is_wrapped, unwrapped
 _Tensor = torch.Tensor
 _PLAIN_TORCH_FUNCTION = _Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _META = torch.device("meta")
-_CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _aten = torch.ops.aten
 _NoTorchFunction = torch._C.DisableTorchFunction
 _autocast_enabled = torch.is_autocast_enabled
+
+
+class _Devices(dict[str, torch.device]):
+    def __missing__(self, name: str) -> torch.device:
+        device = self[name] = torch.device(name)
+        return device
+
+
+_DEVICES = _Devices()
 
 
 class DeviceMode(TorchFunctionMode):
@@ -43,7 +52,7 @@ class DeviceMode(TorchFunctionMode):
     def __init__(self, recording: Machine, composites: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._recording = recording
-        self.autocast = Autocast(lambda tensor: self._believed(tensor) == GPU)
+        self.autocast = Autocast(lambda tensor: is_card(self._believed(tensor)))
         self.interchange = Interchange(recording, self._to, recording.values.assume, self)
         self._mixed = MixedDevices(recording, self._believed, self._to)
         self._factories = torch.utils._device._device_constructors()
@@ -78,6 +87,8 @@ class DeviceMode(TorchFunctionMode):
             _Tensor.new: self._new,
             **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
         }
+        if recording.cards.several:
+            self._handlers[_Tensor.copy_] = self._copy_
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and torch._C._is_torch_function_enabled():
@@ -105,16 +116,17 @@ class DeviceMode(TorchFunctionMode):
                 kwargs = {**(kwargs or {}), "device": _META}
                 for name in ("pin_memory", "generator"):  # neither goes with meta tensors
                     kwargs.pop(name, None)
-                return self._on(GPU, func, args, kwargs)
+                return self._on(self._recording.cards.named(wanted), func, args, kwargs)
             if wanted.type == "meta":
                 result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
                 for tensor in tensors_of(result):
                     if not tensor.numel():
-                        self._recording.empty_meta.add(tensor.untyped_storage())
+                        self._recording.empty[tensor.untyped_storage()] = "meta"
                 return result
         for position, arg in enumerate(args):
             if type(arg) is torch.device and arg.type == "cuda":
-                return self._on(GPU, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
+                card = self._recording.cards.named(arg)
+                return self._on(card, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
         if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
             args = self._mixed.writable(func, args, kwargs or {})
         return self._mixed.on_one_device(func, args, kwargs or {})
@@ -130,7 +142,7 @@ class DeviceMode(TorchFunctionMode):
     def _run_cuda_kernel(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_of([*args, *kwargs.values()])
         with self:
-            if any(self._believed(tensor) == GPU for tensor in tensors):
+            if any(is_card(self._believed(tensor)) for tensor in tensors):
                 return operator.redispatch(_CUDA_KERNEL, *args, **kwargs)
         return operator(*args, **kwargs)
 
@@ -260,7 +272,7 @@ class DeviceMode(TorchFunctionMode):
     def _setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         if _has_list(index):
             index = self._indices(tensor, index)
-        if isinstance(value, (bool, int, float)) and self._believed(tensor) == GPU:
+        if isinstance(value, (bool, int, float)) and is_card(self._believed(tensor)):
             # For a CUDA tensor the number stays on the host (torch/csrc/autograd/python_variable_indexing.cpp).
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
         elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
@@ -288,10 +300,10 @@ class DeviceMode(TorchFunctionMode):
             if not tensor.is_meta:
                 return tensor.device
             believed = self._recording.device_of(tensor)
-        return _CUDA if believed == GPU else _CPU if believed == HOST else _META
+        return _DEVICES[believed]
 
     def _is_cuda(self, tensor: torch.Tensor) -> bool:
-        return self._believed(tensor) == GPU
+        return is_card(self._believed(tensor))
 
     def _is_cpu(self, tensor: torch.Tensor) -> bool:
         return self._believed(tensor) == HOST
@@ -300,13 +312,14 @@ class DeviceMode(TorchFunctionMode):
         return self._believed(tensor) == "meta"
 
     def _get_device(self, tensor: torch.Tensor) -> int:
-        return 0 if self._believed(tensor) == GPU else -1
+        believed = self._believed(tensor)
+        return card_index(believed) if is_card(believed) else -1
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
             names = {kind: name for name, kind in LEGACY_TYPES.items()}
             legacy = names.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-            return f"torch.cuda.{legacy}" if self._believed(tensor) == GPU else f"torch.{legacy}"
+            return f"torch.cuda.{legacy}" if is_card(self._believed(tensor)) else f"torch.{legacy}"
         named = legacy_type(dtype)
         return _Tensor.type(tensor, dtype, non_blocking) if named is None else self._to(tensor, *named)
 
@@ -327,23 +340,47 @@ class DeviceMode(TorchFunctionMode):
                 *(args[:-1] if both else args), **{name: value for name, value in kwargs.items() if name != "copy"}
             )
             rest = {"memory_format": memory_format} if memory_format is not None else {}
-        believed = self._device(tensor)
-        target = believed if device is None else device
+        believed = self._believed(tensor)
+        if device is None:
+            wanted = believed
+        else:
+            other = "meta" if device.type == "meta" else HOST
+            wanted = self._recording.cards.named(device) if device.type == "cuda" else other
         dtype = dtype or tensor.dtype
-        if target.type == believed.type and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
+        if wanted == believed and dtype == tensor.dtype and not copy and not rest.get("memory_format"):
             return tensor
-        if target.type == believed.type:
+        if wanted == believed:
             # No move: torch does it, on whatever the tensor really is.
             return _Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
-        device_argument = _META if target.type in ("cuda", "meta") else _CPU
-        wanted = GPU if target.type == "cuda" else "meta" if target.type == "meta" else HOST
+        device_argument = _CPU if wanted == HOST else _META
         kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
-        return self._on(
+        made = self._on(
             wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs}
         )
+        if self._recording.cards.several and made.grad_fn is not None and is_card(believed) and is_card(wanted):
+            made.grad_fn.register_hook(self._sending_back(believed))
+        return made
 
     def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        return self._to(tensor, _CUDA, **kwargs)
+        return self._to(tensor, "cuda" if device is None else device, **kwargs)
+
+    def _sending_back(self, device: str) -> Callable[..., Any]:
+        """A hook on a copy between cards: the gradient goes to the card that the copied tensor is on. C++ compares the
+        devices that it knows of, which are both meta."""
+
+        def send(inputs: Any, outputs: Any) -> Any:
+            with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self:
+                return tuple(None if gradient is None else gradient.to(device) for gradient in inputs)
+
+        return send
+
+    def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Between cards, the source is moved first where it needs a gradient, which then finds its way back."""
+        if isinstance(source, _Tensor) and source.requires_grad and torch.is_grad_enabled():
+            ends = self._believed(source), self._believed(tensor)
+            if ends[0] != ends[1] and all(map(is_card, ends)):
+                source = self._to(source, ends[1])
+        return self._mixed.on_one_device(_Tensor.copy_, (tensor, source, non_blocking), {})
 
     def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return self._to(tensor, _CPU, **kwargs)

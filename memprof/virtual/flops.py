@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU, HOST, Work
+from memprof.trace.events import GPU, HOST, Work, is_card
 from memprof.virtual.calls import OVERWRITES, Call, Kind, Operator, tensors_of
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse
@@ -52,8 +52,8 @@ class Meter:
         try:
             # The key alone does not tell devices; only a few calls are on the host, and a copy goes either way.
             key: Any = tuple(call.key)
-            if call.on_host:
-                key = (call.on_gpu and self._device_of(call.tensors[0]), *key)
+            if call.on_host or call.card != GPU:
+                key = (call.card, call.on_gpu and self._device_of(call.tensors[0]), *key)
             place = self._known.get(key, -1)
         except TypeError:  # an unhashable argument
             key, place = None, -1
@@ -79,10 +79,18 @@ class Meter:
         if operator.packet in _COPIES and call.tensors:
             target = outputs[0] if operator.packet is _aten._to_copy and outputs else call.tensors[0]
             ends = self._device_of(call.tensors[-1]), self._device_of(target)
-            if HOST in ends and GPU in ends:
+            if HOST in ends and any(map(is_card, ends)):
                 crossing = _num_bytes(target)
-                return (operator.name, GPU, _dtype(target), 0, 0, *((crossing, 0) if ends[1] == GPU else (0, crossing)))
-        if device not in (GPU, HOST) or operator.packet in _TOUCHES_NOTHING:
+                card = next(filter(is_card, ends))
+                return (
+                    operator.name,
+                    card,
+                    _dtype(target),
+                    0,
+                    0,
+                    *((crossing, 0) if ends[1] == card else (0, crossing)),
+                )
+        if device is None or device == "meta" or operator.packet in _TOUCHES_NOTHING:
             return None
         if operator.kind is Kind.IN_PLACE and operator.packet not in OVERWRITES:
             inputs = call.tensors  # what it writes it has read

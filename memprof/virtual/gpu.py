@@ -14,8 +14,19 @@ from memprof.errors import MemprofError, UsageError
 from memprof.trace.events import Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.virtual import python_functions
 from memprof.virtual.card import Card
+from memprof.virtual.cards import Cards
 from memprof.virtual.devices import DeviceMode
-from memprof.virtual.edges import children, compiled, control_flow, distributed, generation, loaders, native, processes
+from memprof.virtual.edges import (
+    children,
+    compiled,
+    control_flow,
+    data_parallel,
+    distributed,
+    generation,
+    loaders,
+    native,
+    processes,
+)
 from memprof.virtual.kernels import detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.limits import noting
@@ -37,6 +48,7 @@ class VirtualGpu(Watch):
 
     Args:
         gpu: the card to be.
+        cards: how many of them this process sees; of several, `memory` must tell them apart.
         context_bytes: what the CUDA context takes of it.
         workspaces: whether to count library workspaces (cuBLAS).
         tensors_only: count neither these nor any other memory that no tensor shows.
@@ -62,6 +74,7 @@ class VirtualGpu(Watch):
         self,
         gpu: Gpu,
         *,
+        cards: int = 1,
         context_bytes: int = 0,
         workspaces: bool = True,
         tensors_only: bool = False,
@@ -83,13 +96,14 @@ class VirtualGpu(Watch):
         self._refused: Failure | None = None
         self._context_bytes = context_bytes
         self._memory = Memory(self.recorder, memory)
+        self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
         if refuses:
-            self.recorder.refusal = lambda: self._memory.now.refusal()
+            self.recorder.refusal = lambda device: self._memory.of(device).refusal()
         card = Card.of(gpu)
         self._values = Values(self.assume)
         self._values.on_unknown = self._note_unknown
-        self.recording = RecordingMode(self.recorder, self._values, card, workspaces)
+        self.recording = RecordingMode(self.recorder, self._values, card, self._cards, workspaces)
         self.recorder.on_death = self.recording.forget
         self.modules.on_outermost_return = self._outermost_return
 
@@ -124,6 +138,9 @@ class VirtualGpu(Watch):
         if _active is not None:
             raise MemprofError("a virtual GPU is already active", hint=_active.instead_of_another)
         _active = self
+        if self._cards.several:
+            copy = "directly" if self._cards.are_peers else "through buffers, as GeForce cards do"
+            self.assume(f"The {self._cards.number} cards are alike; what is copied between them goes {copy}.")
         try:
             self._install()
         except BaseException:
@@ -178,11 +195,14 @@ class VirtualGpu(Watch):
         self.recording.function_mode = function_mode
         patches.set_all(python_functions.run_inside())
         patches.set_all(
-            cuda_facade(self.gpu, self.recorder, self._context_bytes, self._memory, self._allocator_settings)
+            cuda_facade(
+                self.gpu, self._cards, self.recorder, self._context_bytes, self._memory, self._allocator_settings
+            )
         )
         patches.set_all(function_mode.interchange.patches())
         patches.set_all(compiled.patches(self.assume))
         patches.set_all(control_flow.patches())
+        patches.set_all(data_parallel.patches())
         patches.set_all(native.patches(self.recording.is_on_card))
         patches.set_all(loaders.patches(self.assume, self.recording.is_on_card))
         patches.set_all(processes.patches(self.assume, self.recording.is_virtual))
@@ -201,7 +221,7 @@ class VirtualGpu(Watch):
             "bitsandbytes": self._watch_kernels,
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
             "torchvision": detection.register_loaded,
-            "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._used_bytes)),
+            "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
         self._stack.enter_context(watch_imports(later))
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
@@ -218,9 +238,9 @@ class VirtualGpu(Watch):
     def _joined_group(self) -> None:
         self.recorder.communicates = True
 
-    def _used_bytes(self) -> int:
-        """What is in use on the card, as nvidia-smi says it."""
-        return self._context_bytes + self._memory.now.stats()["reserved_bytes.all.current"]
+    def _used_bytes(self, device: str) -> int:
+        """What is in use on a card, as nvidia-smi says it."""
+        return self._context_bytes + self._memory.of(device).stats()["reserved_bytes.all.current"]
 
     def _remove(self) -> None:
         global _active
@@ -328,6 +348,11 @@ class VirtualGpu(Watch):
                 recording.cast = outer
 
         self._patches.set(torch.autograd, "_engine_run_backward", run)
+
+
+def _are_peers(gpu: Gpu) -> bool:
+    """Whether several such cards read each other's memory: NVIDIA's driver has it off for GeForce."""
+    return "GeForce" not in gpu.name
 
 
 class _Settings:

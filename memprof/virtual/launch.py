@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memprof.trace.events import GPU
 from memprof.virtual.calls import Call, Operator
 from memprof.virtual.machine import Machine
 from memprof.watch.recorder import Place
@@ -43,7 +42,16 @@ class Launch:
     @property
     def device(self) -> str:
         """Where the results live: with the inputs, on the card if none of them is virtual."""
-        return self.call.device or GPU
+        return self.call.device or self.call.card
+
+    @property
+    def lacks_peers(self) -> bool:
+        """Whether there are several cards, which do not read each other's memory."""
+        return self._machine.cards.several and not self._machine.cards.are_peers
+
+    def device_of(self, tensor: torch.Tensor) -> str:
+        """The device that the program believes `tensor` to be on."""
+        return self._machine.device_of(tensor)
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
         """These meta tensors are what the operator (or `op`, which it calls) makes; recorded in this order."""
@@ -75,13 +83,13 @@ class Launch:
 
         return tree_map(lift, result)
 
-    def scratch(self, *sizes: int) -> AbstractContextManager[None]:
-        """Memory in bytes that the kernel holds on the card while what is inside runs."""
-        return self._machine.hidden(sizes, self.operator.name, self.place)
+    def scratch(self, *sizes: int, card: str | None = None) -> AbstractContextManager[None]:
+        """Memory in bytes that the kernel holds, on its own card or another, while what is inside runs."""
+        return self._machine.hidden(sizes, self.operator.name, self.place, card or self.call.card)
 
-    def transients(self, *sizes: int) -> None:
+    def transients(self, *sizes: int, card: str | None = None) -> None:
         """Scratch memory that is taken, all of it, and given back at once."""
-        self._machine.transients(sizes, self.operator.name, self.place)
+        self._machine.transients(sizes, self.operator.name, self.place, card or self.call.card)
 
     def run(self) -> Any:
         """The operator run and recorded as one without a kernel of its own."""

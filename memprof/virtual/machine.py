@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand
+from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand, is_card
 from memprof.virtual.calls import HOST_COUNTED_BYTES, Call, Operator
 from memprof.virtual.card import Card
+from memprof.virtual.cards import Cards
 from memprof.virtual.engine import Accumulation
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Place, Recorder
@@ -29,13 +30,14 @@ _NoTorchFunction = torch._C.DisableTorchFunction
 
 
 class Machine(TorchDispatchMode):
-    """A host and one card."""
+    """A host and its cards."""
 
-    def __init__(self, recorder: Recorder, values: Values, card: Card) -> None:
+    def __init__(self, recorder: Recorder, values: Values, card: Card, cards: Cards) -> None:
         super().__init__()
         self.recorder = recorder
         self.values = values
         self.card = card
+        self.cards = cards
         self.factory_device: str | None = None
         """Set by the function mode around a factory call: the device that the program asked for."""
         self.calling: tuple[Any, ...] = ()
@@ -45,9 +47,11 @@ class Machine(TorchDispatchMode):
         self.kept: dict[str, torch.Tensor] = {}
         """What a library makes once and keeps for good."""
         self.accumulation = Accumulation()
-        self.empty_meta: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        """Storages without bytes that are genuinely on the meta device."""
+        self.empty: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
+        """Storages without bytes that are genuinely on the meta device, or on another card than the first."""
         self._host: set[int] = set()
+        self._elsewhere: dict[int, str] = {}
+        """Storages of other cards than the first."""
         self._host_sources: dict[int, tuple[Any, int]] = {}
 
     def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
@@ -69,13 +73,13 @@ class Machine(TorchDispatchMode):
         if address not in self.recorder.live:
             # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
             # itself, they are taken for the program's own.
-            return "meta" if storage.nbytes() or storage in self.empty_meta else GPU
-        return HOST if address in self._host else GPU
+            return "meta" if storage.nbytes() else self.empty.get(storage, GPU)
+        return HOST if address in self._host else self._elsewhere.get(address, GPU)
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether the program believes `tensor` to be on the card."""
         with _NoTorchFunction():
-            return self.device_of(tensor) == GPU
+            return is_card(self.device_of(tensor))
 
     def is_virtual(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` stands for one that has data in a real run."""
@@ -86,6 +90,7 @@ class Machine(TorchDispatchMode):
         """The storage at `address` died."""
         self.values.drop(address)
         self._host.discard(address)
+        self._elsewhere.pop(address, None)
 
     # -- recording --------------------------------------------------------------------------------------------------
 
@@ -99,6 +104,10 @@ class Machine(TorchDispatchMode):
                 self.recorder.allocate(storage, tensor.size(), tensor.dtype, device, op, place)
                 if device == HOST:
                     self._host.add(storage._cdata)
+                elif device != GPU:
+                    self._elsewhere[storage._cdata] = device
+            elif device != GPU and tensor.is_meta and not storage.nbytes() and is_card(device):
+                self.empty[storage] = device
 
     def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:
         """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
@@ -116,16 +125,16 @@ class Machine(TorchDispatchMode):
             self.recorder.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
 
     @contextlib.contextmanager
-    def hidden(self, sizes: Iterable[int], op: str, place: Place) -> Iterator[None]:
-        """Memory on the card that no tensor shows, for as long as something runs; sizes in bytes, 0 is none."""
-        taken = [self.recorder.allocate_hidden(size, op, place, GPU) for size in sizes if size]
+    def hidden(self, sizes: Iterable[int], op: str, place: Place, device: str = GPU) -> Iterator[None]:
+        """Memory on a card that no tensor shows, for as long as something runs; sizes in bytes, 0 is none."""
+        taken = [self.recorder.allocate_hidden(size, op, place, device) for size in sizes if size]
         yield
         for index in taken:
             self.recorder.free_hidden(index)
 
-    def transients(self, sizes: Iterable[int], op: str, place: Place) -> None:
+    def transients(self, sizes: Iterable[int], op: str, place: Place, device: str = GPU) -> None:
         """Temporaries of a kernel: taken one after the other, all given back when it returns."""
-        with self.hidden(sizes, op, place):
+        with self.hidden(sizes, op, place, device):
             pass
 
     @contextlib.contextmanager

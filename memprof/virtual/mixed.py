@@ -1,4 +1,8 @@
-"""Calls that mix devices: noted as mismatches, then run again with every tensor on the card, as the program meant."""
+"""Calls that mix devices.
+
+Of a card and the host they are noted as mismatches, then run again with every tensor on the card, as the program meant;
+of two cards they raise what CUDA raises, for which card was meant is not known.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memprof.trace.events import GPU, HOST
-from memprof.virtual.calls import tensors_of
+from memprof.trace.events import HOST, is_card
+from memprof.trace.mismatch import mismatch_error
+from memprof.virtual.calls import Call, Operator, tensors_of
 from memprof.virtual.machine import Machine
+from memprof.watch.recorder import Place
 
 _Tensor = torch.Tensor
-_CUDA = torch.device("cuda", 0)
+_aten = torch.ops.aten
 _NoTorchFunction = torch._C.DisableTorchFunction
+MIXES_CARDS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_as_})
 
 
 class MixedDevices:
@@ -28,7 +35,7 @@ class MixedDevices:
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`func`, run again with all tensors on the card if it mixed devices and cannot go on so."""
         mismatches = self._recording.recorder.trace.mismatches
-        before = len(mismatches)
+        before, numbers = len(mismatches), True
         try:
             result = self.inside(func, args, kwargs)
         except RuntimeError as error:
@@ -44,8 +51,9 @@ class MixedDevices:
             if len(mismatches) == before or in_place(func) or not any(t.requires_grad for t in tensors_of(result)):
                 return result
             del result
-            return func(*self._moved(args), **self._moved(kwargs))
-        return func(*self._moved(args, numbers=True), **self._moved(kwargs, numbers=True))
+            numbers = False
+        args, kwargs = self._moved((args, kwargs), [*args, *kwargs.values()], numbers)
+        return func(*args, **kwargs)
 
     def writable(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Arguments of an in-place call, its host operands moved if it mixes devices: what autograd has seen of an
@@ -54,26 +62,26 @@ class MixedDevices:
         if func is _Tensor.copy_:  # made to mix devices
             return args
         host = any(isinstance(a, _Tensor) and a.dim() and self._believed(a) == HOST for a in args[1:])
-        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and self._believed(target) == GPU):
+        if not (host and torch.is_grad_enabled() and isinstance(target, _Tensor) and is_card(self._believed(target))):
             return args
         mismatches = self._recording.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
             func(target.detach(), *(a.detach() if isinstance(a, _Tensor) else a for a in args[1:]), **kwargs)
-        return args if len(mismatches) == before else (target, *self._moved(args[1:]))
+        return args if len(mismatches) == before else (target, *self._moved(args[1:], target))
 
     def assignable(self, tensor: torch.Tensor, index: Any, value: torch.Tensor) -> torch.Tensor:
         """`value` moved if assigning it mixes devices (a slice takes a host tensor, indices on the card do not).
 
         Tried without autograd, since an assignment that autograd has seen cannot be taken back.
         """
-        if self._believed(tensor) != GPU or self._believed(value) != HOST:
+        if not is_card(self._believed(tensor)) or self._believed(value) != HOST:
             return value
         mismatches = self._recording.recorder.trace.mismatches
         before = len(mismatches)
         with torch.no_grad():
             _Tensor.__setitem__(tensor.detach(), index, value.detach())
-        return value if len(mismatches) == before else self._moved(value)
+        return value if len(mismatches) == before else self._moved(value, tensor)
 
     def recurrent(self, op: str, func: Any, *args: Any) -> Any:
         """RNNs compare the devices of input and weights in C++ (native/RNN.cpp), and would say "meta" of the card's.
@@ -81,16 +89,18 @@ class MixedDevices:
         The lengths of packed sequences are integers, and always on the host.
         """
         tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
-        if {self._believed(tensor) for tensor in tensors if tensor.dim()} >= {GPU, HOST}:
+        if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
             with _NoTorchFunction():
                 self._recording.note_mixed(op, [tensors[0], *(t for t in tensors[1:] if not t.is_meta)][:2])
             args = tuple(
-                arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg) for arg in args
+                arg if isinstance(arg, _Tensor) and not arg.is_floating_point() else self._moved(arg, tensors)
+                for arg in args
             )
         return func(*args)
 
     def _is_mixed(self, values: list[Any]) -> bool:
-        return {self._believed(tensor) for tensor in tensors_of(values)} >= {GPU, HOST}
+        devices = {self._believed(tensor) for tensor in tensors_of(values)}
+        return HOST in devices and any(map(is_card, devices))
 
     def inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`func`, of which the recording mode knows what it was given: C++ makes tensors after those."""
@@ -101,16 +111,35 @@ class MixedDevices:
         finally:
             recording.calling = outer
 
-    def _moved(self, value: Any, numbers: bool = False) -> Any:
-        """Arguments of a call that mixed devices, its host tensors moved where autograd sees it; those without
-        dimensions too if `numbers`."""
+    def _moved(self, value: Any, beside: Any, numbers: bool = False) -> Any:
+        """Arguments of a call that mixed devices, its host tensors moved, where autograd sees it, to the card of the
+        first tensor `beside` them that is on one; those without dimensions too if `numbers`."""
+        card = next(filter(is_card, map(self._believed, tensors_of(beside))), "cuda")
 
         def move(part: Any) -> Any:
             if isinstance(part, _Tensor) and (numbers or part.dim()) and self._believed(part) == HOST:
-                return self._to(part, _CUDA)
+                return self._to(part, card)
             return part
 
         return tree_map(move, value)
+
+
+def settle_card(machine: Machine, operator: Operator, call: Call, place: Place) -> None:
+    """Say on which of several cards `call` runs: that of its first tensor, else the one that was asked for.
+
+    Raises:
+        RuntimeError: its tensors are on two cards, and no kernel takes that.
+    """
+    on = [device for tensor in call.tensors if tensor.is_meta and is_card(device := machine.device_of(tensor))]
+    if not on:
+        asked = machine.factory_device
+        call.card = asked if asked is not None and is_card(asked) else machine.cards.named()
+        return
+    call.card = on[0]
+    # Lists of tensors are gone through one by one where they are on several cards (native/ForeachUtils.h).
+    if len(set(on)) > 1 and operator.packet not in MIXES_CARDS and not operator.name.startswith("aten._foreach_"):
+        machine.note_mixed(operator.name, call.tensors, place)
+        raise RuntimeError(mismatch_error(operator.name, machine.recorder.trace.mismatches[-1].operands))
 
 
 def in_place(func: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from memprof.trace.events import GPU, HOST
+from memprof.trace.events import GPU, HOST, is_card
 from memprof.virtual import layout_cache as layout
 from memprof.virtual.calls import (
     HOST_VIRTUAL_BYTES,
@@ -28,6 +28,7 @@ from memprof.virtual.calls import (
     tensors_of,
 )
 from memprof.virtual.card import Card
+from memprof.virtual.cards import Cards
 from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
 from memprof.virtual.flops import Meter
 from memprof.virtual.kernels import in_place_backward as formulas
@@ -36,6 +37,7 @@ from memprof.virtual.kernels.expansion import IN_PYTHON
 from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
+from memprof.virtual.mixed import settle_card
 from memprof.virtual.stand_ins import EMPTY
 from memprof.virtual.values import Values
 from memprof.watch.caches import Caches
@@ -53,8 +55,8 @@ registry.load()
 class RecordingMode(Machine):
     """Runs the program's operators on the virtual GPU."""
 
-    def __init__(self, recorder: Recorder, values: Values, card: Card, workspaces: bool) -> None:
-        super().__init__(recorder, values, card)
+    def __init__(self, recorder: Recorder, values: Values, card: Card, cards: Cards, workspaces: bool) -> None:
+        super().__init__(recorder, values, card, cards)
         self._workspaces = workspaces
         self._workspace: matrix_products.CublasWorkspace | None = None
         """Its size is settled by the first product: the program may set the environment before."""
@@ -110,6 +112,8 @@ class RecordingMode(Machine):
             place = self.recorder.place(sys._getframe(1))
             if call.sparse or call.quantized or operator.makes_sparse:
                 return self._of_parts(operator, call, place)
+            if self.cards.several:
+                settle_card(self, operator, call, place)
             mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
             if mixed and not operator.mixes_devices:
                 self._check_devices(operator, call, place)
@@ -162,7 +166,7 @@ class RecordingMode(Machine):
                 call.sparse |= arg.layout is not torch.strided
                 call.quantized |= arg.is_quantized
                 device = self.device_of(arg)
-                call.on_gpu |= device == GPU
+                call.on_gpu |= is_card(device)
                 call.on_host |= device == HOST and arg.is_meta
                 call.on_meta |= device == "meta"
                 call.key.append(object())  # not to be remembered
@@ -176,7 +180,7 @@ class RecordingMode(Machine):
                         call.on_host = True
                     else:
                         call.on_gpu = True
-                elif self.device_of(arg) == GPU:
+                elif is_card(self.device_of(arg)):
                     call.on_gpu = True  # an empty one
                 else:
                     call.on_meta = True
@@ -195,11 +199,12 @@ class RecordingMode(Machine):
 
     def _device_of_caller(self) -> str:
         """Of what a C++ function makes inside, from the options of a tensor that it was given: that tensor's."""
-        devices = {self.device_of(tensor) for tensor in tensors_of(list(self.calling)) if tensor.is_meta}
-        return HOST if HOST in devices and GPU not in devices else GPU
+        devices = [self.device_of(tensor) for tensor in tensors_of(list(self.calling)) if tensor.is_meta]
+        on_cards = [device for device in devices if is_card(device)]
+        return on_cards[0] if on_cards else HOST if HOST in devices else self.cards.named()
 
     def _target_device(self, call: Call) -> str | None:
-        """Where new storages of this call live: GPU, HOST, "real" on the CPU, or None for a genuine meta tensor."""
+        """Where new storages of this call live: a card, HOST, "real" on the CPU, or None for a genuine meta tensor."""
         device = call.kwargs.get("device")
         if device is not None:
             if device.type != "meta":
@@ -209,14 +214,14 @@ class RecordingMode(Machine):
             return None if wanted == "meta" else wanted
         if call.tensors:
             if call.on_gpu:
-                return GPU
+                return call.card
             if call.on_host:
                 return HOST
             if call.real and len(call.real) == len(call.tensors):
                 return "real"
             # Empty tensors are not tracked; a storage-less input does not make its result a genuine meta tensor.
             if all(t.numel() == 0 for t in call.tensors if t.is_meta):
-                return GPU
+                return call.card
             return None
         return "real"
 
@@ -227,19 +232,19 @@ class RecordingMode(Machine):
         target = self._target_device(call)
         if target == "real":
             return self._on_cpu(operator, call, place)
-        if target != GPU or not (operator.scratch or operator.input_copies or operator.uses_cublas):
+        if target is None or target == HOST or not (operator.scratch or operator.input_copies or operator.uses_cublas):
             return self._run(operator, call, place, target)
         copies = operator.input_copies(call.args) if operator.input_copies else ()
         if operator.uses_cublas:
             # The output comes first: cuBLAS takes its workspace inside the call.
             result = self._run(operator, call, place, target)
-            with self.hidden(copies, operator.name, place):
-                self._take_workspace(operator, place)
+            with self.hidden(copies, operator.name, place, target):
+                self._take_workspace(operator, place, target)
             return result
-        with self.hidden(copies, operator.name, place):
+        with self.hidden(copies, operator.name, place, target):
             sizes = operator.scratch(call.args, self.card) if operator.scratch else ()
             result = self._run(operator, call, place, target)
-            self.transients(sizes, operator.name, place)
+            self.transients(sizes, operator.name, place, target)
         return result
 
     def _run(self, operator: Operator, call: Call, place: Place, target: str | None) -> Any:
@@ -273,9 +278,9 @@ class RecordingMode(Machine):
         if target is None or "out" in call.kwargs:
             return self._foreach_or_out(operator, call, place)
         if operator.scratch is not None and call.on_gpu:
-            self.transients(operator.scratch(call.args, self.card), operator.name, place)
+            self.transients(operator.scratch(call.args, self.card), operator.name, place, call.card)
         if operator.uses_cublas and call.on_gpu:
-            self._take_workspace(operator, place)
+            self._take_workspace(operator, place, call.card)
         if target.is_meta and (
             self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in OVERWRITES
         ):
@@ -295,7 +300,7 @@ class RecordingMode(Machine):
             self._grown(target, operator, place)
         if result is not target and call.on_gpu:
             # It writes into one argument and returns something new all the same (rrelu_with_noise).
-            self.record([made for made in tensors_of(result) if made is not target], operator.name, place, GPU)
+            self.record([made for made in tensors_of(result) if made is not target], operator.name, place, call.card)
         # What changes the tensor itself (t_, squeeze_) must be done every time.
         unchanged = (target.size(), target.stride()) == layout_before and operator.packet not in MOVES_STORAGE
         if key is not None and result is target and unchanged and target.untyped_storage().nbytes() == before:
@@ -334,11 +339,11 @@ class RecordingMode(Machine):
         """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
         storage = tensor.untyped_storage()
         index = self.recorder.live.get(storage._cdata)
-        device = GPU if index is None else self.recorder.trace.storages[index].device
+        device = self.empty.get(storage, GPU) if index is None else self.recorder.trace.storages[index].device
         if index is not None:
             self.recorder.release(index)
         if storage.nbytes():
-            self.recorder.allocate(storage, tensor.shape, tensor.dtype, device, operator.name, place)
+            self.record([tensor], operator.name, place, device)
 
     def _on_cpu(self, operator: Operator, call: Call, place: Place) -> Any:
         """A host operator: really run, unless its result is large; then it is virtual as well."""
@@ -361,22 +366,22 @@ class RecordingMode(Machine):
                 self.record_real(tensor, operator.name, place)
         return result
 
-    def _take_workspace(self, operator: Operator, place: Place) -> None:
+    def _take_workspace(self, operator: Operator, place: Place, card: str) -> None:
         if not self._workspaces:
             return
         if self._workspace is None:
             self._workspace = matrix_products.CublasWorkspace.of(self.card.compute_capability, self.card.release)
         if not self._workspace.permanent:
-            self.transients([self._workspace.num_bytes], operator.name, place)
+            self.transients([self._workspace.num_bytes], operator.name, place, card)
             return
-        # One for each handle, of which a thread has its own, and stream.
-        thread = f"{'backward' if in_backward() else 'forward'} {self.recorder.stream}"
+        # One for each handle, of which a thread has its own on each card, and stream.
+        thread = f"{'backward' if in_backward() else 'forward'} {card} {self.recorder.streams.get(card, 0)}"
         if thread not in self._taken_workspaces:
-            self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, GPU, keep=True)
+            self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, card, keep=True)
             self._taken_workspaces.add(thread)
         lt = "lt " + thread
         if operator.uses_cublaslt and self._workspace.lt_num_bytes and lt not in self._taken_workspaces:
-            self.recorder.allocate_hidden(self._workspace.lt_num_bytes, "cublaslt workspace", place, GPU, keep=True)
+            self.recorder.allocate_hidden(self._workspace.lt_num_bytes, "cublaslt workspace", place, card, keep=True)
             self._taken_workspaces.add(lt)
 
     # -- device mismatch --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.trace.events import GPU, NONE, Forward, PhaseKind
+from memprof.trace.events import HOST, NONE, Forward, PhaseKind
 from memprof.watch.caches import tensors_in
 from memprof.watch.holders import Search
 from memprof.watch.recorder import Recorder
@@ -144,7 +144,7 @@ class GrowthWatch:
         for index in self._recorder.live.values() if among is None else among:
             if index >= first and index not in trace.owners:
                 storage = trace.storages[index]
-                if storage.device == GPU:
+                if storage.device != HOST:
                     held[storage.op, storage.source] += storage.num_bytes
         return held
 
@@ -160,7 +160,7 @@ class GrowthWatch:
         for index in self._recorder.live.values():
             storage = trace.storages[index]
             key = (storage.op, storage.source)
-            if index >= first and key in grown and index not in trace.owners and storage.device == GPU:
+            if index >= first and key in grown and index not in trace.owners and storage.device != HOST:
                 targets[index] = key
         trace.holders += self._search.holders_of(targets)
 

@@ -79,10 +79,11 @@ class Recorder:
         self.live: dict[int, int] = {}
         """Address of a living storage object -> its index in the trace."""
         self.on_death: Callable[[int], None] = lambda address: None
-        self.refusal: Callable[[], str | None] | None = None
-        """Asked after each request for memory on the card: what torch.OutOfMemoryError is to say, or None."""
-        self.stream = 0
-        """Of the card, on which the program takes memory now."""
+        self.refusal: Callable[[str], str | None] | None = None
+        """Asked after each request for memory on a card, by its device: what torch.OutOfMemoryError is to say, or
+        None."""
+        self.streams: dict[str, int] = {}
+        """Of each card, on which the program takes memory now, if that is not the default stream."""
         self._stream_of_trace = 0
         self.communicates = False
         """Whether the program has joined a group of processes: then what torch takes for it is told apart."""
@@ -203,15 +204,15 @@ class Recorder:
                 hidden,
             )
         )
-        if device != "cpu" and self.stream != self._stream_of_trace:
-            self._stream_of_trace = self.stream
-            trace.events.append(Event(EventKind.STREAM, self.stream))
+        if device != "cpu" and (stream := self.streams.get(device, 0)) != self._stream_of_trace:
+            self._stream_of_trace = stream
+            trace.events.append(Event(EventKind.STREAM, stream))
         trace.events.append(Event(EventKind.ALLOC, index))
         if device != "cpu":
             self.live_bytes += num_bytes
             if self.live_bytes > self.peak_bytes:
                 self.peak_bytes = self.live_bytes
-            if self.refusal is not None and (message := self.refusal()) is not None:
+            if self.refusal is not None and (message := self.refusal(device)) is not None:
                 self._refuse(index, message)
         return index
 

@@ -23,7 +23,7 @@ import torch.serialization
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.trace.events import GPU, HOST
+from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import HOST_COUNTED_BYTES, HOST_VIRTUAL_BYTES
 from memprof.virtual.machine import Machine
 from memprof.virtual.values import is_small
@@ -65,7 +65,7 @@ class Checkpoints:
         yield torch, "save", self._in_new_form(torch.save)
         yield _FORM, "save", torch.save
         yield torch.UntypedStorage, "to", as_method(self._storage_to)
-        yield torch.UntypedStorage, "cuda", as_method(lambda storage, *args, **kwargs: self._to_card(storage))
+        yield torch.UntypedStorage, "cuda", as_method(self._to_card)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,8 @@ class Checkpoints:
     def _location(self, storage: torch.UntypedStorage) -> str:
         if storage.device.type != "meta":
             return str(_FORM.location_tag(storage))
-        return "cuda:0" if self._recording.device_of_storage(storage) == GPU else "cpu"
+        device = self._recording.device_of_storage(storage)
+        return device if is_card(device) else "cpu"
 
     def _note_host_copy(self, num_bytes: int) -> None:
         """A storage of the card passes through host memory on its way to the file and from it."""
@@ -255,13 +256,13 @@ class Checkpoints:
     def _storage_to(self, storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
         target = torch.device(device) if isinstance(device, str) else device
         if isinstance(target, int) or target.type == "cuda":
-            return self._to_card(storage)
+            return self._to_card(storage, target)
         return _storage_to(storage, device=target, non_blocking=non_blocking)
 
-    def _to_card(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """A copy of `storage` on the card; its numbers are kept if they are few, or integers."""
+    def _to_card(self, storage: torch.UntypedStorage, device: Any = None, **unused: Any) -> torch.UntypedStorage:
+        """A copy of `storage` on a card; its numbers are kept if they are few, or integers."""
         values, dtype = self._recording.values, self._dtype
-        made = self._new(storage.nbytes(), dtype, GPU)
+        made = self._new(storage.nbytes(), dtype, self._recording.cards.named(device))
         with _NoTorchFunction(), _disable_current_modes():
             copy = torch.empty(0, dtype=dtype, device=_META).set_(made)  # type: ignore[call-overload]
             if not (is_small(copy) or (values.wants(copy) and not dtype.is_floating_point)):

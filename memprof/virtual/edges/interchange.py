@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.trace.events import GPU, HOST
+from memprof.trace.events import GPU, HOST, card_index, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES, tensors_of
 from memprof.virtual.edges import profiler, storages
 from memprof.virtual.edges.checkpoints import Checkpoints, as_method
@@ -121,9 +121,10 @@ class Interchange:
                 raise RuntimeError(
                     "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
                 )
-            if self._recording.device_of(tensor) == GPU and not force:
+            device = self._recording.device_of(tensor)
+            if is_card(device) and not force:
                 raise TypeError(
-                    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                    f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
                     "memory first."
                 )
             with _disable_current_modes():
@@ -159,15 +160,15 @@ class Interchange:
 
     def _dlpack(self, tensor: _Tensor, **kwargs: Any) -> Any:
         with _NoTorchFunction():
-            if tensor.is_meta and self._recording.device_of(tensor) == GPU:
+            if tensor.is_meta and is_card(self._recording.device_of(tensor)):
                 raise KernelError("DLPack hands the tensor's data on the card to another library", "the DLPack export")
             value = self.read(tensor)
             with _disable_current_modes():
                 return _export(value, **kwargs)
 
     def _dlpack_device(self, tensor: _Tensor) -> Any:
-        on_gpu = tensor.is_meta and self._recording.device_of(tensor) == GPU
-        return (2, 0) if on_gpu else (1, 0)  # kDLCUDA, kDLCPU of dlpack.h
+        device = self._recording.device_of(tensor)
+        return (2, card_index(device)) if tensor.is_meta and is_card(device) else (1, 0)  # kDLCUDA, kDLCPU of dlpack.h
 
     def _from_dlpack(self, external: Any, **kwargs: Any) -> _Tensor:
         if isinstance(external, _Tensor):
@@ -182,7 +183,7 @@ class Interchange:
         with _NoTorchFunction():
             if self._is_pinned(tensor):
                 return tensor
-            if tensor.is_meta and self._recording.device_of(tensor) == GPU:
+            if tensor.is_meta and is_card(self._recording.device_of(tensor)):
                 raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
             pinned = tensor.clone(memory_format=torch.contiguous_format)
             self.note_pinned(pinned)
@@ -208,7 +209,7 @@ class Interchange:
         with _NoTorchFunction():
             if not tensor.is_meta:
                 return _is_shared(tensor)
-            return self._recording.device_of(tensor) == GPU or tensor.untyped_storage() in self._shared
+            return is_card(self._recording.device_of(tensor)) or tensor.untyped_storage() in self._shared
 
     # -- pickles ------------------------------------------------------------------------------------------------------
 
@@ -229,8 +230,9 @@ class Interchange:
                     device,
                     tensor.requires_grad,
                 )
-            # A list of strides tells a host tensor from one of the card.
-            stride = list(tensor.stride()) if device == HOST else tensor.stride()
+            # A list of strides tells a host tensor from one of the first card; another card's name stands behind them.
+            elsewhere = () if device in (GPU, HOST) else (device,)
+            stride = list(tensor.stride()) if device == HOST else (*tensor.stride(), *elsewhere)
             return torch._utils._rebuild_meta_tensor_no_storage, (
                 tensor.dtype,
                 tensor.size(),
@@ -239,10 +241,13 @@ class Interchange:
             )
 
     def _rebuild(self, dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> _Tensor:
+        device = HOST if isinstance(stride, list) else GPU
+        if stride and isinstance(stride[-1], str):
+            *stride, device = stride
         with _NoTorchFunction(), _disable_current_modes():
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=_META, requires_grad=requires_grad)
         place = self._recording.recorder.place(sys._getframe(1))
-        self._recording.record([tensor], "pickle.loads", place, HOST if isinstance(stride, list) else GPU)
+        self._recording.record([tensor], "pickle.loads", place, device)
         return tensor
 
     def _rebuild_known(self, data: _Tensor, dtype: torch.dtype, device: str, requires_grad: bool) -> _Tensor:

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.trace.events import GPU, HOST
+from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES
 from memprof.virtual.edges.checkpoints import EMPTY, READ, SHELLS, UNREAD
 from memprof.virtual.machine import Machine
@@ -114,7 +114,7 @@ class SafetensorsFiles:
         at = 0
         with _NoTorchFunction():
             for name, tensor in flat.tensors.items():
-                if self._recording.device_of(tensor) == GPU:
+                if is_card(self._recording.device_of(tensor)):
                     # All are copied to the host before the first is written.
                     copies.append(recorder.allocate_hidden(tensor.nbytes, _OP, place, HOST))
                 numbers = self._numbers(tensor)
@@ -154,7 +154,8 @@ class SafetensorsFiles:
                 made = torch.empty(shape, dtype=dtype, device=_META)
             if device.type != "meta":
                 place = self._recording.recorder.place(sys._getframe(1))
-                self._recording.record([made], _OP, place, GPU if device.type == "cuda" else HOST)
+                on = self._recording.cards.named(device) if device.type == "cuda" else HOST
+                self._recording.record([made], _OP, place, on)
         return made
 
     def place(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
+from memprof.trace.events import HOST
 from memprof.virtual.calls import Kind, tensors_of
 from memprof.virtual.card import Card
 from memprof.virtual.kernels import sorting
@@ -62,7 +62,7 @@ def index(launch: Launch) -> Any:
         columns = launch.values.selected(index)
         if _writes_fewer(launch, index, columns):
             columns = columns[: launch.args[2].shape[0]]
-        if launch.device == GPU:
+        if launch.device != HOST:
             launch.transients(*sorting.nonzero(index))
         # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
         virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=_META)

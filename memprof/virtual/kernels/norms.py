@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
+from memprof.trace.events import HOST
 from memprof.virtual.card import Card
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
@@ -39,7 +39,7 @@ def layer_norm_backward_copy(args: Any) -> list[int]:
 def fused_rms_norm(launch: Launch) -> Any:
     """The result and, for each row, what it was multiplied by (_fused_rms_norm_cuda)."""
     data, shape, weight = launch.args[:3]
-    if launch.device != GPU:
+    if launch.device == HOST:
         with launch.inside():
             return launch.func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *launch.args)
     with launch.scratch(*contiguous(data, weight)):

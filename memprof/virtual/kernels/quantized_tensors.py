@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
+from memprof.trace.events import HOST
 from memprof.virtual.device_rules import lacks_quantized_kernel
 from memprof.virtual.kernels.copies import contiguous, suggested_format
 from memprof.virtual.kernels.registry import Table, kernel
@@ -54,7 +54,7 @@ def run(launch: Launch) -> Any:
         MemprofError: it has one, which is not simulated.
     """
     name = launch.func.name()
-    missing = lacks_quantized_kernel(name) if launch.device == GPU else ""
+    missing = lacks_quantized_kernel(name) if launch.device != HOST else ""
     if missing:
         raise _no_kernel(missing, "QuantizedCUDA")
     found = of_quantized.get(launch.operator.packet)
@@ -147,7 +147,7 @@ def quantize(launch: Launch) -> Any:
     """The bytes, and after them the data made contiguous; dynamic quantization reads its extremes before."""
     data, *rest = launch.args
     if not isinstance(data, torch.Tensor):
-        if launch.device == GPU and launch.call.on_gpu:
+        if launch.device != HOST and launch.call.on_gpu:
             raise _no_kernel(launch.func.name(), "CUDA")
         return launch.func(*launch.args)
     if not data.is_meta:
@@ -167,14 +167,14 @@ def quantize(launch: Launch) -> Any:
     if not sample.is_quantized:
         with launch.inside():
             return data.contiguous().to(sample.dtype)
-    if launch.device == GPU and sample.dtype not in _PLAIN:
+    if launch.device != HOST and sample.dtype not in _PLAIN:
         raise _not_for(f"quantize_tensor_{_BY_SCHEME[_scheme(sample)]}_cuda", sample.dtype)
     parameters = _parameters(sample)
     if "axis" in parameters:
         parameters.update(scales=rest[0], zero_points=rest[1])
     layout = _layout(data) if _scheme(sample) != _PER_CHANNEL_FLOATS else torch.contiguous_format
     made = _empty(launch, data.shape, sample.dtype, layout, **parameters)
-    if launch.device == GPU:
+    if launch.device != HOST:
         launch.transients(*contiguous(data, layout=layout))
     return made
 
@@ -203,7 +203,7 @@ def dequantize(launch: Launch) -> Any:
     data = launch.args[0]
     layout = _layout(data)
     result = launch.new(data.shape, torch.float32, layout)
-    if launch.device == GPU:
+    if launch.device != HOST:
         launch.transients(*contiguous(data, layout=layout))
     return result
 
@@ -267,7 +267,7 @@ def copy_(launch: Launch) -> Any:
 @of_quantized(_aten.fill_)
 def fill_(launch: Launch) -> Any:
     """From floats of the same size (native/Fill.cpp, fill_quantized_)."""
-    if launch.device == GPU:
+    if launch.device != HOST:
         launch.transients(4 * launch.args[0].numel())
     return launch.args[0]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU
 from memprof.virtual.kernels.copies import contiguous
 from memprof.virtual.kernels.registry import composite, kernel
 from memprof.virtual.launch import Launch
@@ -89,7 +88,7 @@ def _run(name: str, machine: Machine, data: torch.Tensor, *args: Any, **kwargs: 
         training,
         bidirectional,
         sizes,
-        _dropout_state(machine) if training and dropout > 0 else None,
+        _dropout_state(machine, machine.device_of(data)) if training and dropout > 0 else None,
     )
     return (output, hy, cy) if name == "lstm" else (output, hy)
 
@@ -98,20 +97,21 @@ for _name in MODES:
     composite(getattr(torch, _name))(functools.partial(_run, _name))
 
 
-def _dropout_state(machine: Machine) -> torch.Tensor:
-    """The state of cuDNN's random numbers: made once, kept for good (get_dropout_state)."""
-    if _DROPOUT_STATE not in machine.kept:
+def _dropout_state(machine: Machine, device: str) -> torch.Tensor:
+    """The state of cuDNN's random numbers: made once on each card, kept for good (get_dropout_state)."""
+    key = f"{_DROPOUT_STATE} {device}"
+    if key not in machine.kept:
         machine.values.assume(DROPOUT)
-        with machine.asked_for(GPU):
-            machine.kept[_DROPOUT_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=_META)
-    return machine.kept[_DROPOUT_STATE]
+        with machine.asked_for(device):
+            machine.kept[key] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=_META)
+    return machine.kept[key]
 
 
 def _cast(
     machine: Machine, packing: Packing, weights: list[torch.Tensor], per_layer: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Under autocast the weights are copied into a new half-precision buffer at every call."""
-    with machine.asked_for(GPU):
+    with machine.asked_for(machine.device_of(weights[0])):
         buffer = torch.zeros(packing.numel, dtype=dtype, device=_META)
     views = packing.views(buffer, [weight.shape for weight in weights], per_layer)
     # Tensors of their own that share the buffer, not views of it, so that each has its own gradient.

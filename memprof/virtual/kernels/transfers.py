@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import HOST
+from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES
 from memprof.virtual.kernels.registry import kernel
 from memprof.virtual.launch import Launch
@@ -38,6 +38,10 @@ def to_copy(launch: Launch) -> Any:
     """`to` another device: values go to the card as far as they are known, and come back as far as they are."""
     source = launch.args[0]
     device = launch.kwargs.get("device")
+    if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
+        made = launch.run()
+        _between_cards(launch, made, source, launch.kwargs.get("non_blocking", False))
+        return made
     if device is None or (device.type == "cpu") == (not source.is_meta) or (device.type == "meta" and source.is_meta):
         return NotImplemented
     dtype = launch.kwargs.get("dtype") or source.dtype
@@ -69,6 +73,8 @@ def copy_(launch: Launch) -> Any:
     """`copy_` from one device to another."""
     target, source = launch.args[0], launch.args[1]
     if target.is_meta == source.is_meta and target.is_meta:
+        if launch.lacks_peers:
+            _between_cards(launch, target, source, launch.argument(2, "non_blocking", False))
         return NotImplemented
     if target.is_meta:
         launch.values.write(launch.func, (target, source), {}, target)
@@ -77,3 +83,21 @@ def copy_(launch: Launch) -> Any:
         target.copy_(launch.values.read(source))
         return target
     return NotImplemented
+
+
+def _between_cards(launch: Launch, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+    """Temporaries of a copy between cards that do not read each other's memory (native/cuda/Copy.cu, copy_kernel_cuda):
+    what is sent is of one type and contiguous at both ends."""
+    ends = launch.device_of(target), launch.device_of(source)
+    same_type = target.dtype == source.dtype
+    dense = torch.empty_like(source)
+    alike = target.stride() == source.stride() == dense.stride()
+    if ends[0] == ends[1] or not all(map(is_card, ends)) or (same_type and alike):
+        return
+    sent = target.numel() * (target if non_blocking else source).element_size()
+    received = target.is_contiguous() and (same_type or non_blocking)
+    gathered = [] if source.is_contiguous() and source.shape == target.shape else [sent]
+    if non_blocking and not same_type:
+        gathered.append(sent)
+    with launch.scratch(*([] if received else [sent]), card=ends[0]):
+        launch.transients(*gathered, card=ends[1])

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from memprof.catalog import Gpu
+from memprof.virtual.cards import Cards
 
-_CUDA = torch.device("cuda", 0)
 _UUID = "00000000-0000-0000-0000-000000000000"
 _RNG_STATE_BYTES = 16
 """Seed and offset of the Philox generator (CUDAGeneratorImpl.cpp, get_state)."""
@@ -34,10 +34,12 @@ class _OfAnyGenerator(type):
 class CudaGenerator(torch._C.Generator):
     """`torch.Generator("cuda")`: keeps its seed, and draws nothing."""
 
+    card = 0
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The card."""
-        return _CUDA
+        return torch.device("cuda", self.card)
 
     def get_state(self) -> torch.Tensor:
         """As many bytes as a real one's."""
@@ -49,7 +51,7 @@ class CudaGenerator(torch._C.Generator):
 
     def clone_state(self) -> CudaGenerator:
         """Another one."""
-        return CudaGenerator()
+        return card_generator(self.card)
 
     def get_offset(self) -> int:
         """Nothing was drawn."""
@@ -60,13 +62,23 @@ class CudaGenerator(torch._C.Generator):
         return self
 
 
-class Generator(metaclass=_OfAnyGenerator):
-    """`torch.Generator`, on the card as well."""
+def card_generator(card: int) -> CudaGenerator:
+    """One of that card."""
+    made = CudaGenerator()
+    made.card = card
+    return made
 
-    def __new__(cls, device: Any = None) -> Any:  # noqa: D102
-        if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
-            return CudaGenerator()
-        return torch._C.Generator() if device is None else torch._C.Generator(device)
+
+def _generators(cards: Cards) -> type:
+    """`torch.Generator`, on the cards as well."""
+
+    class Generator(metaclass=_OfAnyGenerator):
+        def __new__(cls, device: Any = None) -> Any:
+            if isinstance(device, int) or (device is not None and torch.device(device).type == "cuda"):
+                return card_generator(cards.index(device))
+            return torch._C.Generator() if device is None else torch._C.Generator(device)
+
+    return Generator
 
 
 def _legacy_type(name: str, dtype: torch.dtype) -> type:
@@ -130,23 +142,19 @@ def _default_type_patches() -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "__new__", __new__
 
 
-def driver_patches() -> Iterator[tuple[Any, str, Any]]:
+def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) of a build that has CUDA, below `torch.cuda`."""
 
     def returning(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
 
     functions: dict[str, Any] = {
-        "_cuda_getDevice": 0,
-        "_cuda_getDeviceCount": 1,
-        "_cuda_setDevice": None,
-        "_cuda_exchangeDevice": 0,
-        "_cuda_maybeExchangeDevice": 0,
+        "_cuda_getDeviceCount": cards.number,
         "_cuda_init": None,
         "_cuda_isInBadFork": False,
         "_cuda_hasPrimaryContext": True,
         "_cuda_synchronize": None,
-        "_cuda_canDeviceAccessPeer": False,
+        "_cuda_canDeviceAccessPeer": cards.several and cards.are_peers,
         "_cuda_getCurrentRawStream": 0,
         "_cuda_getCurrentBlasHandle": 0,
         "_cuda_getCurrentSolverHandle": 0,
@@ -159,8 +167,6 @@ def driver_patches() -> Iterator[tuple[Any, str, Any]]:
         "_cuda_clearCublasWorkspaces": None,
         "_cuda_ipc_collect": None,
         "_cuda_sleep": None,
-        "_accelerator_getDeviceIndex": 0,
-        "_accelerator_setDeviceIndex": None,
         "_accelerator_synchronizeDevice": None,
         "_accelerator_emptyHostCache": None,
         "_accelerator_getAccelerator": torch.device("cuda"),
@@ -168,8 +174,22 @@ def driver_patches() -> Iterator[tuple[Any, str, Any]]:
     }  # fmt: skip
     for name, value in functions.items():
         yield torch._C, name, returning(value)
-    yield torch, "Generator", Generator
-    yield torch.cuda, "default_generators", (CudaGenerator(),)
+
+    def current() -> int:
+        return cards.current
+
+    def select(device: Any) -> None:
+        cards.select(device)
+
+    yield from ((torch._C, name, current) for name in ("_cuda_getDevice", "_accelerator_getDeviceIndex"))
+    yield from ((torch._C, name, select) for name in ("_cuda_setDevice", "_accelerator_setDeviceIndex"))
+    for name in ("_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
+        yield torch._C, name, cards.select
+    for name in ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"):
+        if hasattr(torch._C, name):  # releases differ
+            yield torch._C, name, cards.select
+    yield torch, "Generator", _generators(cards)
+    yield torch.cuda, "default_generators", tuple(map(card_generator, range(cards.number)))
     for name, dtype in LEGACY_TYPES.items():
         yield torch.cuda, name, _legacy_type(name, dtype)
     yield from _default_type_patches()
@@ -178,33 +198,36 @@ def driver_patches() -> Iterator[tuple[Any, str, Any]]:
 # -- NVML --------------------------------------------------------------------------------------------------------------
 
 
-def nvml_patches(gpu: Gpu, used_bytes: Callable[[], int]) -> Iterator[tuple[Any, str, Any]]:
+def nvml_patches(gpu: Gpu, cards: Cards, used_bytes: Callable[[str], int]) -> Iterator[tuple[Any, str, Any]]:
     """The patches of `pynvml`, once it is imported: what a program reads there about its card.
 
     Args:
         gpu: the card.
-        used_bytes: what is in use on it.
+        cards: how many there are.
+        used_bytes: what is in use on one of them.
     """
     pynvml = sys.modules["pynvml"]
-    handle = SimpleNamespace(index=0)
+    handles = [SimpleNamespace(index=index) for index in range(cards.number)]
 
     def memory(device: Any, version: Any = None) -> Any:
-        used = used_bytes()
+        used = used_bytes(cards.named(device.index))
         return SimpleNamespace(total=gpu.total_bytes, used=used, free=max(0, gpu.total_bytes - used), reserved=0)
 
     def processes(device: Any) -> list[Any]:
         import os
 
-        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(), gpuInstanceId=None)]
+        return [
+            SimpleNamespace(pid=os.getpid(), usedGpuMemory=used_bytes(cards.named(device.index)), gpuInstanceId=None)
+        ]
 
     answers: dict[str, Any] = {
         "nvmlInit": lambda: None,
         "nvmlInitWithFlags": lambda flags: None,
         "nvmlShutdown": lambda: None,
-        "nvmlDeviceGetCount": lambda: 1,
-        "nvmlDeviceGetHandleByIndex": lambda index: handle,
-        "nvmlDeviceGetHandleByUUID": lambda uuid: handle,
-        "nvmlDeviceGetIndex": lambda device: 0,
+        "nvmlDeviceGetCount": lambda: cards.number,
+        "nvmlDeviceGetHandleByIndex": lambda index: handles[cards.index(index)],
+        "nvmlDeviceGetHandleByUUID": lambda uuid: handles[0],
+        "nvmlDeviceGetIndex": lambda device: device.index,
         "nvmlDeviceGetName": lambda device: gpu.name,
         "nvmlDeviceGetUUID": lambda device: f"GPU-{_UUID}",
         "nvmlDeviceGetMemoryInfo": memory,

@@ -1,9 +1,8 @@
-"""`torch.cuda` as the program sees it on the virtual GPU: one card, with the chosen one's name, size and capability."""
+"""`torch.cuda` as the program sees it on virtual GPUs: their number, and the chosen one's name, size and capability."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import torch.backends.cudnn.rnn
 from memprof.catalog import Gpu
 from memprof.trace.events import Trace
 from memprof.virtual.card import cuda_version, cudnn_version, max_threads_per_sm, torch_release
+from memprof.virtual.cards import Cards
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
 from memprof.virtual.torch_cuda import streams
 from memprof.virtual.torch_cuda.driver import Properties, driver_patches, rng_state, shared_memory_bytes
@@ -33,19 +33,12 @@ _OF_RANDOM = (
 
 
 _NOTHING = (
-    "set_device", "init", "_lazy_init", "synchronize", "ipc_collect", "manual_seed", "manual_seed_all", "seed",
+    "init", "_lazy_init", "ipc_collect", "manual_seed", "manual_seed_all", "seed",
     "seed_all", "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
-_ZERO = ("current_device", "initial_seed", "utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
+_ZERO = ("initial_seed", "utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 _TRUE = ("is_available", "is_initialized", "is_bf16_supported")
 """Functions of `torch.cuda` that do nothing here, give 0, give True."""
-
-
-class _Device(contextlib.nullcontext[None]):
-    """`with torch.cuda.device(0)`: there is one card, and it is current."""
-
-    def __init__(self, device: Any = None) -> None:
-        super().__init__()
 
 
 def _distinct(value: Any) -> Any:
@@ -131,7 +124,7 @@ class _LivingTensors:
 
 
 class Memory:
-    """The statistics of a run, made when they are first asked for, and again when the settings have changed.
+    """The statistics of a run's cards, made when they are first asked for, and again when the settings have changed.
 
     Args:
         recorder: who writes the trace.
@@ -141,18 +134,20 @@ class Memory:
     def __init__(self, recorder: Recorder, make: Callable[[Trace], MemoryStatistics] | None) -> None:
         self._recorder = recorder
         self._make = make
-        self._made: MemoryStatistics | None = None
+        self._made: dict[str, MemoryStatistics] = {}
 
-    @property
-    def now(self) -> MemoryStatistics:
-        """What answers now."""
-        if self._made is None:
-            self._made = _LivingTensors(self._recorder) if self._make is None else self._make(self._recorder.trace)
-        return self._made
+    def of(self, device: str) -> MemoryStatistics:
+        """What answers for a card now."""
+        made = self._made.get(device)
+        if made is None:
+            trace = self._recorder.trace
+            trace = trace if device == trace.device else trace.on(device)
+            made = self._made[device] = _LivingTensors(self._recorder) if self._make is None else self._make(trace)
+        return made
 
     def settings_changed(self) -> None:
         """The next answer follows other settings."""
-        self._made = None
+        self._made.clear()
 
 
 class History:
@@ -193,6 +188,7 @@ class History:
 
 def cuda_facade(
     gpu: Gpu,
+    cards: Cards,
     recorder: Recorder,
     context_bytes: int,
     memory: Memory,
@@ -202,6 +198,7 @@ def cuda_facade(
 
     Args:
         gpu: the card.
+        cards: how many of it there are, and which is current.
         recorder: who writes the trace.
         context_bytes: what the CUDA context takes of the card.
         memory: what answers questions about memory.
@@ -230,28 +227,60 @@ def cuda_facade(
     def returning(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
 
+    class Device:
+        """`with torch.cuda.device(1)`."""
+
+        def __init__(self, device: Any = None) -> None:
+            self.idx = cards.index(device)
+            self.prev_idx = -1
+
+        def __enter__(self) -> None:
+            self.prev_idx = cards.select(self.idx)
+
+        def __exit__(self, *exc: object) -> None:
+            cards.select(self.prev_idx)
+
+    def of(device: Any) -> MemoryStatistics:
+        return memory.of(cards.named(device))
+
     def one(name: str) -> Callable[..., int]:
-        return lambda device=None: memory.now.stats()[name]
+        return lambda device=None: of(device).stats()[name]
 
     def reset_peak(device: Any = None) -> None:
-        memory.now.reset_peak()
+        of(device).reset_peak()
 
     def reset_accumulated(device: Any = None) -> None:
-        memory.now.reset_accumulated()
+        of(device).reset_accumulated()
+
+    def set_device(device: Any) -> None:
+        cards.select(device)
+
+    def synchronize(device: Any = None) -> None:
+        cards.use(device)
+
+    def of_card(value: Any) -> Callable[..., Any]:
+        def answer(device: Any = None) -> Any:
+            try:
+                cards.index(device)
+            except RuntimeError:
+                raise AssertionError("Invalid device id") from None
+            return value
+
+        return answer
 
     def empty_cache() -> None:
         recorder.empty_cache()
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        reserved = memory.now.stats()["reserved_bytes.all.current"]
+        reserved = memory.of(cards.devices[cards.use(device)]).stats()["reserved_bytes.all.current"]
         return max(0, gpu.total_bytes - context_bytes - reserved), gpu.total_bytes
 
     def memory_stats(device: Any = None) -> dict[str, int]:
-        return collections.defaultdict(int, memory.now.stats())
+        return collections.defaultdict(int, of(device).stats())
 
     def nested_stats(device: Any = None) -> dict[str, Any]:
         nested: dict[str, Any] = {}
-        for name, value in memory.now.stats().items():
+        for name, value in of(device).stats().items():
             *path, last = name.split(".")
             inner = nested
             for part in path:
@@ -260,10 +289,13 @@ def cuda_facade(
         return nested
 
     def set_stream(stream: Any) -> None:
-        recorder.stream = recorder.stream if stream is None else stream.stream_id
+        if stream is not None:
+            recorder.streams[cards.named(stream.device)] = stream.stream_id
+            cards.select(stream.device)
 
     def current_stream(device: Any = None) -> streams.CudaStream:
-        return streams.CudaStream(stream_id=recorder.stream)
+        card = cards.named(device)
+        return streams.CudaStream(card, stream_id=recorder.streams.get(card, 0))
 
     fraction = 1.0
 
@@ -282,13 +314,16 @@ def cuda_facade(
         **dict.fromkeys(_NOTHING, nothing),
         **dict.fromkeys(_ZERO, returning(0)),
         **dict.fromkeys(_TRUE, returning(True)),
-        "device_count": returning(1),
+        "device_count": returning(cards.number),
+        "current_device": lambda: cards.current,
+        "set_device": set_device,
+        "synchronize": synchronize,
         "empty_cache": empty_cache,
         "get_rng_state": lambda device=None: rng_state(),
-        "get_rng_state_all": lambda: [rng_state()],
-        "get_device_name": returning(gpu.name),
-        "get_device_capability": returning((major, minor)),
-        "get_device_properties": returning(properties),
+        "get_rng_state_all": lambda: [rng_state() for _ in cards.devices],
+        "get_device_name": of_card(gpu.name),
+        "get_device_capability": of_card((major, minor)),
+        "get_device_properties": of_card(properties),
         "get_arch_list": returning([f"sm_{major}{minor}"]),
         "mem_get_info": mem_get_info,
         "memory_allocated": one("allocated_bytes.all.current"),
@@ -302,11 +337,11 @@ def cuda_facade(
         "set_per_process_memory_fraction": set_fraction,
         "get_per_process_memory_fraction": lambda device=None: fraction,
         "list_gpu_processes": returning("no processes are running"),
-        "device_memory_used": lambda device=None: gpu.total_bytes - mem_get_info()[0],
-        "device": _Device,
+        "device_memory_used": lambda device=None: gpu.total_bytes - mem_get_info(device)[0],
+        "device": Device,
         "set_stream": set_stream,
         "current_stream": current_stream,
-        "default_stream": lambda device=None: streams.CudaStream(stream_id=0),
+        "default_stream": lambda device=None: streams.CudaStream(cards.named(device), stream_id=0),
         "is_current_stream_capturing": returning(False),
     }
     for name, value in cuda.items():
@@ -318,21 +353,19 @@ def cuda_facade(
         if name in _OF_RANDOM:
             yield torch.cuda.random, name, _distinct(value)
     yield torch.Tensor, "record_stream", _distinct(nothing)
-    # DataParallel calls it, with the one card that there is.
-    yield torch._C, "_scatter", lambda tensor, *args: (tensor.to("cuda"),)
-    yield from driver_patches()
+    yield from driver_patches(cards)
     accelerator: dict[str, Any] = {
         "is_available": returning(True),
         "current_accelerator": returning(torch.device("cuda")),
-        "device_count": returning(1),
-        "current_device_index": returning(0),
-        "current_device_idx": returning(0),
-        "set_device_index": nothing,
-        "set_device_idx": nothing,
+        "device_count": returning(cards.number),
+        "current_device_index": lambda: cards.current,
+        "current_device_idx": lambda: cards.current,
+        "set_device_index": set_device,
+        "set_device_idx": set_device,
         "empty_host_cache": nothing,
         "current_stream": current_stream,
         "set_stream": set_stream,
-        "synchronize": nothing,
+        "synchronize": synchronize,
         "empty_cache": empty_cache,
         "get_memory_info": mem_get_info,
         **{name: cuda[name] for name in _OF_MEMORY if name not in ("empty_cache", "mem_get_info")},
@@ -349,7 +382,7 @@ def cuda_facade(
     history = History(recorder.trace)
     yield torch.cuda.memory, "_record_memory_history", history.record
     # What memory_snapshot, _snapshot and _dump_snapshot read.
-    yield torch._C, "_cuda_memorySnapshot", lambda *args: history.cut(memory.now.snapshot())
+    yield torch._C, "_cuda_memorySnapshot", lambda *args: history.cut(of(None).snapshot())
     yield torch.cuda.memory, "_set_allocator_settings", _distinct(settings.set)
     for name, value in (
         ("_accelerator_setAllocatorSettings", settings.set),
@@ -358,7 +391,7 @@ def cuda_facade(
         if hasattr(torch._C, name):  # releases differ
             yield torch._C, name, value
     yield from streams.patches()
-    yield torch.cuda, "device_of", _Device
+    yield torch.cuda, "device_of", Device
     if torch.version.cuda is None:  # a CPU build; programs read off it whether bfloat16 can be
         yield torch.version, "cuda", cuda_version(torch_release())
         yield torch.backends.cuda, "is_built", returning(True)

@@ -16,8 +16,8 @@ _HostStream, _HostEvent = torch.Stream, torch.Event
 _POOL = 32
 """Streams of one priority."""
 _PRIORITIES = 4
-_MADE: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
-"""Of each priority, how many were made."""
+_MADE: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
+"""Of each card and priority, how many were made."""
 
 
 def _is_host(device: Any) -> bool:
@@ -29,8 +29,9 @@ def _is_host(device: Any) -> bool:
 class _InOrder:
     """What a stream and an event have in common: there is nothing to wait for."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, device: Any = None) -> None:
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
     def query(self) -> bool:
         """Everything has completed."""
@@ -48,31 +49,31 @@ class Stream(_InOrder):
     A new one is the next of a pool of its priority, in turn (c10/cuda/CUDAStream.cpp).
     """
 
-    device_index = 0
-
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return _HostStream("cpu") if _is_host(device) else super().__new__(cls)
 
     def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **rest: Any) -> None:
-        super().__init__()
+        super().__init__(device)
+        self.device_index = self.device.index
         self.priority = min(max(priority, 1 - _PRIORITIES), 0)
         if stream_id is None:
-            stream_id = 1 - self.priority * _POOL + next(_MADE[self.priority]) % _POOL
+            stream_id = 1 - self.priority * _POOL + next(_MADE[self.device_index, self.priority]) % _POOL
         self.stream_id = self.cuda_stream = self.native_handle = stream_id
         self._outer: list[Any] = []
 
     def __enter__(self) -> Any:
-        self._outer.append(torch.cuda.current_stream())
+        self._outer.append((torch.cuda.current_stream(self.device), torch.cuda.current_stream()))
         this: Any = self
         torch.cuda.set_stream(this)
         return this
 
     def __exit__(self, *exc: object) -> None:
-        torch.cuda.set_stream(self._outer.pop())
+        for outer in self._outer.pop():
+            torch.cuda.set_stream(outer)
 
     def __eq__(self, other: object) -> bool:
         """Two of a pool are the same once it has been gone through."""
-        return isinstance(other, Stream) and self.stream_id == other.stream_id
+        return isinstance(other, Stream) and (self.stream_id, self.device) == (other.stream_id, other.device)
 
     def __hash__(self) -> int:
         return hash(self.stream_id)
@@ -92,6 +93,9 @@ class Event(_InOrder):
     """`torch.Event`: of the card, unless the host's is asked for."""
 
     event_id = cuda_event = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return (
@@ -119,7 +123,7 @@ class ExternalStream(CudaStream):
     """`torch.cuda.ExternalStream`: a stream that another library made."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **rest: Any) -> None:
-        super().__init__(stream_id=stream_ptr)
+        super().__init__(device, stream_id=stream_ptr)
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:

@@ -1,0 +1,42 @@
+"""What torch says of tensors on several devices in one operator."""
+
+from __future__ import annotations
+
+from memprof.trace.events import HOST, Operand
+
+_ARGUMENTS = {
+    "aten.mm": ("self", "mat2"),
+    "aten.bmm": ("self", "mat2"),
+    "aten.addmm": ("self", "mat1", "mat2"),
+    "aten.baddbmm": ("self", "batch1", "batch2"),
+}
+"""Names of the tensors of matrix products; torch checks these in order against the first (common_device_check_failure
+in c10), and says which one differs."""
+_INDEXES = ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+_START = "Expected all tensors to be on the same device, but"
+
+
+def mismatch_error(op: str, operands: tuple[Operand, ...]) -> str:
+    """The message: element-wise operators (TensorIterator) name the devices, matrix products an argument."""
+    names = _ARGUMENTS.get(op, ())
+    first = operands[0].device
+    for name, operand in zip(names, operands, strict=False):
+        if len(names) == len(operands) and operand.device != first:
+            method = f"wrapper_CUDA_{op.removeprefix('aten.')}"
+            differs = f"{name} is on {operand.device}, different from other tensors on {first}"
+            return f"{_START} got {differs} (when checking argument in method {method})"
+    if op in _INDEXES and any(operand.device not in (first, HOST) for operand in operands):
+        return f"indices should be either on cpu or on the same device as the indexed tensor ({first})"
+    stranger, other = odd_one_out(operands)
+    return f"{_START} found at least two devices, {other.device} and {stranger.device}!"
+
+
+def odd_one_out(operands: tuple[Operand, ...]) -> tuple[Operand, Operand]:
+    """The tensor that is in the wrong place, and one that is not: the host's is the wrong one."""
+    # A 0-dimensional host tensor may mix, so that it is never the stranger if there is another.
+    on_host = sorted((o for o in operands if not o.device.startswith("cuda")), key=lambda o: not o.shape)
+    on_gpu = [o for o in operands if o.device.startswith("cuda")]
+    if on_host and on_gpu:
+        return on_host[0], on_gpu[0]
+    other = operands[0]
+    return next((o for o in operands if o.device != other.device), other), other

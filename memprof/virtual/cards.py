@@ -1,0 +1,81 @@
+"""The cards of a run: how many there are, which of them is current, and how the program names them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memprof.trace.events import GPU
+
+_NO_SUCH_CARD = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
+"""c10/cuda/CUDAException.cpp."""
+
+
+class Cards:
+    """Equal cards of one process. Where there is one, every index means it.
+
+    Args:
+        number: of them.
+        used: device -> whether the program has used the card otherwise than by a tensor; written here.
+        are_peers: whether they read each other's memory.
+    """
+
+    def __init__(self, number: int, used: dict[str, bool], *, are_peers: bool = False) -> None:
+        self.number = number
+        self.several = number > 1
+        self.are_peers = are_peers
+        self.current = 0
+        self.devices = tuple(f"cuda:{index}" for index in range(number))
+        self._used = used
+        if self.several:
+            used.update(dict.fromkeys(self.devices, False))
+
+    def index(self, device: Any = None) -> int:
+        """The number of the card that the program names so; the current one if it names none.
+
+        Raises:
+            RuntimeError: there is no such card.
+        """
+        if not self.several:
+            return 0
+        if not isinstance(device, int):
+            named = torch.device(device) if isinstance(device, str) else getattr(device, "device", device)
+            device = None if named is None else named.index
+        if device is None or device < 0:
+            return self.current
+        if device >= self.number:
+            raise getattr(torch, "AcceleratorError", RuntimeError)(_NO_SUCH_CARD)
+        return int(device)
+
+    def named(self, device: Any = None) -> str:
+        """The same as the trace has it."""
+        return self.devices[self.index(device)] if self.several else GPU
+
+    def use(self, device: Any = None) -> int:
+        """The number of that card, of which the driver makes a context now if it has none."""
+        index = self.index(device)
+        if self.several:
+            self._used[self.devices[index]] = True
+        return index
+
+    def select(self, device: Any) -> int:
+        """Make that card the current one; the one that was.
+
+        A negative number is no card, and changes nothing.
+        """
+        before, wanted = self.current, self.index(device)
+        if wanted != before:
+            self.current = self.use(wanted)
+        return before
+
+    @contextlib.contextmanager
+    def selected(self, device: Any) -> Iterator[None]:
+        """Inside, that card is the current one."""
+        before = self.select(device)
+        try:
+            yield
+        finally:
+            self.current = before
