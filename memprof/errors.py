@@ -7,8 +7,22 @@ lines to stderr and exits with `exit_code`; a traceback appears only with `--deb
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
+
+_ACTS_ON_TERMINALS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters but tab and line feed, what turns the direction of writing, and halves of characters."""
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey as a visible escape, such as `\\x1b`.
+
+    Names from files, logs, snapshots and programs are the text of others: it is shown, and does nothing.
+    """
+    return _ACTS_ON_TERMINALS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class MemprofError(Exception):
@@ -39,7 +53,7 @@ class MemprofError(Exception):
             lines.append(f"  value: {self.value}")
         if self.hint:
             lines.append(f"  hint:  {self.hint}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 class UsageError(MemprofError):

@@ -10,6 +10,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from memprof.cli.output import Output, print_json
+from memprof.cli.streams import say
 from memprof.errors import UsageError
 
 
@@ -50,7 +51,7 @@ def doctor(
     if output.as_json:
         print_json({"file": _name(file), "diagnoses": [diagnosis.to_json() for diagnosis in found]})
     else:
-        typer.echo(render_diagnoses(found), nl=False)
+        say(render_diagnoses(found), nl=False)
 
 
 def _check(output: Output, others: list[tuple[str, object]]) -> None:
@@ -64,7 +65,7 @@ def _check(output: Output, others: list[tuple[str, object]]) -> None:
     if output.as_json:
         print_json(checked)
     else:
-        typer.echo(render_installation(checked), nl=False)
+        say(render_installation(checked), nl=False)
 
 
 def _name(file: str | None) -> str:
@@ -75,7 +76,7 @@ def _open(file: str | None) -> AbstractContextManager[BinaryIO]:
     if file in (None, "-"):
         stream: BinaryIO = sys.stdin.buffer
         if sys.stdin.isatty():
-            typer.echo("paste the error, then press Ctrl-D on an empty line", err=True)
+            say("paste the error, then press Ctrl-D on an empty line", err=True)
         return nullcontext(stream)
     path = Path(str(file))
     if path.is_dir():

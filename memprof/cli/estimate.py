@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import typer
-
 from memprof.cli.options import OUTPUT, again
 from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import long_work
+from memprof.cli.streams import say
 from memprof.errors import UsageError
 from memprof.spec import DEFAULT_LORA_RANK, option
 
@@ -75,7 +74,7 @@ def estimate(request: Request) -> None:
     if request.as_json:
         print_json(estimate_document(answer, cards, simulated, explain=request.explain).to_json())
         return
-    typer.echo(render_text(answer, cards, simulated, explain=request.explain), nl=False)
+    say(render_text(answer, cards, simulated, explain=request.explain), nl=False)
 
 
 def _simulate(answer: Estimate) -> dict[str, Simulated]:

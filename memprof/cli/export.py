@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.progress import long_work
+from memprof.cli.streams import say
 
 
 def export(
@@ -28,4 +29,4 @@ def export(
         from memprof.flows.recordings import export_file
 
         viewer = export_file(file, to, progress, force=force)
-    typer.echo(f"Wrote {to}: open it at {viewer}", err=True)
+    say(f"Wrote {to}: open it at {viewer}", err=True)

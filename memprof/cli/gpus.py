@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memprof.catalog import find_gpu, list_gpus
+from memprof.cli.streams import say
 from memprof.device.cards import NvmlCard, Reading
 from memprof.errors import UsageError
 from memprof.units import gib
@@ -30,7 +31,7 @@ def gpus(
         return
     for card in list_gpus():
         major, minor = card.compute_capability
-        typer.echo(f"{card.key:<24}{gib(card.total_bytes):>8} GiB  sm_{major}{minor:<3} {card.name}")
+        say(f"{card.key:<24}{gib(card.total_bytes):>8} GiB  sm_{major}{minor:<3} {card.name}")
 
 
 def _present(reading: Reading, environment: Environment) -> None:
@@ -38,19 +39,19 @@ def _present(reading: Reading, environment: Environment) -> None:
     if reading.cards:
         cuda = f", CUDA {reading.cuda_version} at most" if reading.cuda_version else ""
         torch = f"; torch {environment.torch_version}" if environment.torch_version else ""
-        typer.echo(f"driver {environment.driver_version or 'not known'}{cuda}{torch}")
+        say(f"driver {environment.driver_version or 'not known'}{cuda}{torch}")
     for note in reading.notes:
-        typer.echo(note)
+        say(note)
     for card in reading.cards:
-        typer.echo(f"{card.index}  {card.name}: {_memory(card)}; {_catalog(card)}")
+        say(f"{card.index}  {card.name}: {_memory(card)}; {_catalog(card)}")
         for piece in card.slices:
             size = "memory not known" if piece.total_bytes is None else f"{gib(piece.total_bytes)} GiB"
             option = "" if piece.total_bytes is None else f"; --gpu-vram {gib(piece.total_bytes)}"
-            typer.echo(f"   slice {piece.index}  {piece.name}: {size}{option}")
+            say(f"   slice {piece.index}  {piece.name}: {size}{option}")
         for note in card.notes:
-            typer.echo(f"   {note}")
+            say(f"   {note}")
     for note in environment.notes:
-        typer.echo(note)
+        say(note)
 
 
 def _memory(card: NvmlCard) -> str:

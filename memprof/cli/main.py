@@ -15,6 +15,7 @@ import typer
 
 import memprof
 from memprof.cli.options import add
+from memprof.cli.streams import accept_any_text, say
 
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
@@ -41,7 +42,7 @@ for _name in COMMANDS:
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(f"memprof {memprof.__version__}")
+        say(f"memprof {memprof.__version__}")
         raise typer.Exit
 
 
@@ -59,6 +60,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
+        accept_any_text()
         # What these have to say when a library imports them is not about the run.
         for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
             logging.getLogger(name).setLevel(logging.ERROR)

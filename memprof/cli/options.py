@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import typer.core
 
+from memprof.cli.streams import say
 from memprof.errors import MemprofError, UsageError
 from memprof.spec import Option, TargetSpec, check_options, option, options_of
 
@@ -119,7 +120,7 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         except MemprofError as error:
             if debug:
                 raise
-            typer.echo(f"memprof: {error}", err=True)
+            say(f"memprof: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
 
     call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]

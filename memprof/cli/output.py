@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import typer
-
 from memprof.cli.options import OUTPUT
+from memprof.cli.streams import say
 from memprof.spec import option
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Tabled(Output):
             from memprof.report.export.csv import write_csv
 
             write_csv(document, self.folder, force=self.force)
-            typer.echo(f"Tables: {self.csv}", err=True)
+            say(f"Tables: {self.csv}", err=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +106,7 @@ class Saved(Told):
             from memprof.trace.io import save_trace
 
             save_trace(trace, self.place, force=self.force)
-            typer.echo(f"Saved: memprof show {self.save}", err=True)
+            say(f"Saved: memprof show {self.save}", err=True)
 
 
 def print_json(result: _HasJson | dict[str, Any]) -> None:

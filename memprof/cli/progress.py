@@ -6,6 +6,8 @@ import gc
 import sys
 import time
 
+from memprof.errors import printable
+
 
 class Progress:
     """Says what is being done; silent for the first two seconds and where stderr is no terminal."""
@@ -21,7 +23,7 @@ class Progress:
     def __call__(self, doing: str) -> None:
         """Say what is being done now."""
         if self._enabled and time.monotonic() - self._begin > 2:
-            sys.stderr.write(f"\r\033[Kmemprof: {doing} …")
+            sys.stderr.write(f"\r\033[Kmemprof: {printable(doing)} …")
             sys.stderr.flush()
             self._shown = True
 

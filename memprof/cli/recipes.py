@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import add
+from memprof.cli.streams import say
 from memprof.errors import MemprofError, UsageError, unknown_name
 
 app = typer.Typer(help="Case studies of real reports: list them, run them, copy them.", no_args_is_help=True)
@@ -27,7 +28,7 @@ _SCRIPT, _README = "run.py", "README.md"
 def list_recipes() -> None:
     """List the recipes: name, title, and the line that runs each."""
     for recipe in find_recipes():
-        typer.echo(f"{recipe.name}\n    {_title(recipe)}\n    memprof recipes run {recipe.name}")
+        say(f"{recipe.name}\n    {_title(recipe)}\n    memprof recipes run {recipe.name}")
 
 
 def run_recipe(context: typer.Context, name: Name) -> None:
@@ -62,7 +63,7 @@ def copy_recipe(
         raise UsageError(
             "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
         ) from error
-    typer.echo(f"copied to {target}; run it with\n    python {target / _SCRIPT}")
+    say(f"copied to {target}; run it with\n    python {target / _SCRIPT}")
 
 
 def find_recipes() -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from memprof.catalog import find_gpu
 from memprof.cli.options import OUTPUT, again, spec_of
 from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import Progress, long_work
+from memprof.cli.streams import say
 from memprof.errors import UsageError
 from memprof.spec import TargetSpec, option
 
@@ -167,7 +167,7 @@ def _print(answer: Recommendation, request: Request) -> None:
                 value=request.snippet,
                 hint="there is " + (" and ".join(answer.snippets) or "none for a model of your own"),
             )
-        sys.stdout.write(answer.snippets[request.snippet])
+        say(answer.snippets[request.snippet], nl=False)
         return
     if request.as_json:
         print_json(answer)

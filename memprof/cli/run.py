@@ -15,7 +15,7 @@ from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
-from memprof.cli.streams import script_output
+from memprof.cli.streams import say, script_output
 from memprof.errors import MemprofError, UsageError
 from memprof.script import Ended, Program, StopRule
 from memprof.spec import option
@@ -101,7 +101,7 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
         raise outcome.error
     if isinstance(outcome.error, MemprofError):  # what cannot be simulated: it names the line itself
-        typer.echo(f"memprof: {outcome.error}", err=True)
+        say(f"memprof: {outcome.error}", err=True)
     elif outcome.error is not None:
         from memprof.script.program import print_error
 
@@ -110,10 +110,10 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
         failure = found.trace.failure
         if failure is not None and failure.kind is FailureKind.REFUSED:
             if not isinstance(outcome.error, MemprofError):
-                typer.echo(f"memprof: {MemprofError(failure.message, hint=failure.hint)}", err=True)
+                say(f"memprof: {MemprofError(failure.message, hint=failure.hint)}", err=True)
             return outcome.exit_code or 1
         how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
-        typer.echo(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)
+        say(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)
         return outcome.exit_code
     print_document(document, request)
     request.keep(found.trace)

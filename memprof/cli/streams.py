@@ -1,15 +1,31 @@
-"""Where a script's output goes while it runs, and memprof's own after it."""
+"""Where a script's output goes while it runs, and how memprof writes its own."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+import typer
+
+from memprof.errors import printable
+
 _theirs: list[object] = []
 """Streams that scripts left behind. One that wraps the buffer of another closes it when it dies, so none dies."""
+
+
+def say(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print a text, which may have names from files and programs in it, to stdout or stderr."""
+    typer.echo(printable(text), err=err, nl=nl)
+
+
+def accept_any_text() -> None:
+    """What the encoding of stdout lacks, such as latin-1 the bars, is written as `?`; stderr is that way already."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ class _ForwardSpans:
         elif module.role is ModuleRole.CHILD:
             self._add(f"{module.path} {module.class_name}", end)
         else:
-            index = int(module.path.removeprefix(f"{module.stack}.").partition(".")[0])
+            index = module.number
             last = self.spans[-1] if self.spans else None
             if self._seen_layer and last is not None and (last.stack, last.index) == (module.stack, index):
                 self.spans[-1] = replace(last, end=end)  # a layer of several modules

@@ -101,6 +101,15 @@ class Module(NamedTuple):
     stack: str
     """For a layer: the path of the list that it is in, such as `model.layers`."""
 
+    @property
+    def number(self) -> int:
+        """A layer's place in its list.
+
+        Raises:
+            ValueError: it is in none.
+        """
+        return int(self.path.removeprefix(f"{self.stack}.").partition(".")[0])
+
 
 class PhaseKind(enum.StrEnum):
     """What the program was doing."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memprof.errors import UsageError
-from memprof.trace.events import Event, EventKind, Owner, Role, Storage, Trace, Work
+from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import fields_from_plain
 
@@ -133,6 +133,9 @@ def _check(trace: Trace) -> None:
     for work in trace.work:
         if not (0 <= work.phase < len(trace.phases) and 0 <= work.op < len(trace.ops)):
             raise ValueError("some work points outside its tables")
+    for module in trace.modules:
+        if module.role is ModuleRole.LAYER:
+            _ = module.number
     named = {
         index for row in (*(f.outputs for f in trace.forwards), *(h.storages for h in trace.holders)) for index in row
     }

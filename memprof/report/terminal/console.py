@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from memprof.errors import printable
 
 WIDTH = 110
 """Columns of a text that is not for a terminal."""
 
 
+class _Console(Console):
+    """Shows the text of others as it is: it is no markup, and its control characters are visible and do nothing."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # Those with `control` are rich's own, which move the cursor.
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 def terminal(stream: TextIO | None = None) -> Console:
     """The console on `stream`, stdout if it is None: in colour on a terminal, unless NO_COLOR says otherwise."""
-    return Console(file=stream, highlight=False)
+    return _Console(file=stream)
 
 
 def text_of(view: RenderableType, width: int = WIDTH) -> str:
     """`view` without colour, `width` columns wide, no blanks at the ends of lines."""
     file = io.StringIO()
     # Plain whatever FORCE_COLOR says: that is about the terminal.
-    console = Console(
-        file=file, width=width, color_system=None, force_terminal=False, highlight=False, legacy_windows=False
-    )
+    console = _Console(file=file, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(view)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
@@ -45,7 +58,7 @@ def ansi(line: Text, columns: int) -> str:
     """A line with its colours, cut to the width of the terminal."""
     file = io.StringIO()
     line.no_wrap, line.overflow = True, "ellipsis"
-    Console(file=file, force_terminal=True, width=columns, legacy_windows=False, highlight=False).print(line, end="")
+    _Console(file=file, force_terminal=True, width=columns, legacy_windows=False).print(line, end="")
     return file.getvalue()
 
 

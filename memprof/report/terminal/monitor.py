@@ -16,6 +16,7 @@ from typing import TextIO
 from rich.live import Live
 from rich.text import Text
 
+from memprof.errors import printable
 from memprof.monitor.run import MonitorOutcome, View
 from memprof.monitor.sample import Peaks, Sample
 from memprof.report.terminal.console import ansi, dim, terminal
@@ -46,7 +47,7 @@ class _Lines:
 
     def write(self, text: str) -> None:
         """Write `text` and a line feed at once."""
-        self.write_raw(text + "\n")
+        self.write_raw(printable(text) + "\n")
 
     def write_raw(self, text: str) -> None:
         """Write `text` at once."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memprof.errors import printable
 from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation
 from memprof.report.terminal.console import aligned, dim, heading, indented, section, show
 from memprof.units import format_count, gib
@@ -21,7 +22,7 @@ def print_recommendation(answer: Recommendation, *, explain: bool = False) -> No
     """Write the answer to stdout, in colour if it is a terminal."""
     show(_view(answer, explain=explain))
     # As they are, so that they can be copied.
-    sys.stdout.write(_scripts(answer))
+    sys.stdout.write(printable(_scripts(answer)))
 
 
 def _scripts(answer: Recommendation) -> str:
