@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 Patch = tuple[Any, str, Any]
@@ -15,11 +17,14 @@ class Patches:
     """Attributes replaced for the length of a run, restored in reverse order."""
 
     def __init__(self) -> None:
-        self._undo: list[Patch] = []
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._modules: set[str] = set()
+        """Those that had been imported before anything was replaced."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name` by `value`."""
-        self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        self._modules = self._modules or set(sys.modules)
+        self._undo.append((owner, name, vars(owner).get(name, _MISSING), value))
         setattr(owner, name, value)
 
     def set_all(self, patches: Iterable[Patch]) -> None:
@@ -28,9 +33,17 @@ class Patches:
             self.set(owner, name, value)
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Put everything back, also in modules that were imported meanwhile and took a replacement for the original."""
+        originals: dict[int, Any] = {}
+        for _, _, before, value in self._undo:
+            if callable(value) and before is not _MISSING and getattr(value, "__module__", None) != "builtins":
+                originals[id(value)] = originals.get(id(before), before)
+        for module in [sys.modules[name] for name in sys.modules.keys() - self._modules] if originals else []:
+            for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+                if id(value) in originals:
+                    vars(module)[name] = originals[id(value)]
         while self._undo:
-            owner, name, before = self._undo.pop()
+            owner, name, before, _ = self._undo.pop()
             if before is _MISSING:
                 delattr(owner, name)
             else:

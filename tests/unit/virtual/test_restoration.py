@@ -11,6 +11,7 @@ import random
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -196,6 +197,20 @@ def test_torch_is_as_before(where: str) -> None:
     assert [key for key in before if after.get(key, None) is not before[key] and after.get(key) != before[key]] == []
     assert [key for key in after if key not in before] == []
     assert state() == before_state
+
+
+def test_what_is_imported_inside_has_the_original_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_inside.py").write_text(
+        "from torch.cuda import is_available, is_available as ready\nfrom torch.overrides import has_torch_function\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with VirtualGpu(GPU):
+        import imported_inside  # type: ignore[import-not-found]
+
+        assert imported_inside.is_available() and imported_inside.ready()
+    assert imported_inside.is_available is imported_inside.ready is torch.cuda.is_available
+    assert imported_inside.has_torch_function is torch.overrides.has_torch_function
+    del sys.modules["imported_inside"]
 
 
 def test_something_is_patched_inside() -> None:
