@@ -138,14 +138,11 @@ def rms_norm(
     return _aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
 
 
-def _meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
+def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, eps: float | None) -> Any:
+    """What `_fused_rms_norm` is for meta tensors, which torch has not (whole.py)."""
     size, dtype = _row_statistics(data, shape)
     return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
 
 
-_library = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
-"""Autograd differentiates an operator as one where the device has a kernel for it, as CUDA has for this one alone of
-those that the CPU runs in pieces (native_functions.yaml). `torch.library` refuses a kernel for such an operator."""
 if hasattr(_aten, "_fused_rms_norm"):
-    _library.impl("_fused_rms_norm", "Meta", _meta_rms_norm, False)  # type: ignore[call-arg]
     composite(torch.rms_norm)(rms_norm)

@@ -2,7 +2,8 @@
 
 They are composites with a kernel of their own on both (native_functions.yaml); where a device has none, as meta, the
 composite runs above the dispatch modes, which then see its pieces. While a virtual GPU is active these operators have
-an autograd kernel for meta tensors that hands them on whole. Those with a derivative need none: autograd does so.
+an autograd kernel for meta tensors that hands them on whole. Those with a derivative need none: autograd does so where
+the device has a kernel, which for RMS norm is one of CUDA alone, and none for meta tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.kernels.norms import meta_rms_norm
+
 _aten = torch.ops.aten
 _WHOLE = ("mish_backward", "native_channel_shuffle")
 
@@ -21,11 +24,16 @@ _WHOLE = ("mish_backward", "native_channel_shuffle")
 def kept_whole() -> Iterator[None]:
     """Inside, the dispatch modes see these operators."""
     library = torch.library.Library("aten", "IMPL", "AutogradMeta")
+    # torch.library refuses a kernel for an operator that is taken apart.
+    for_meta: Any = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
     try:
+        if hasattr(_aten, "_fused_rms_norm"):
+            for_meta.impl("_fused_rms_norm", "Meta", meta_rms_norm, False)
         for name in _WHOLE:
             library.impl(name, _below_autograd(getattr(_aten, name).default), "AutogradMeta")
         yield
     finally:
+        for_meta.reset()
         library._destroy()
 
 

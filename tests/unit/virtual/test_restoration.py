@@ -34,6 +34,7 @@ from memprof.trace.events import Trace
 from memprof.virtual import VirtualGpu
 from memprof.workload.models import find_source
 from memprof.workload.step import Workload
+from tests.processes import ROOT, python
 
 optimizer_module = sys.modules[torch.optim.Optimizer.__module__]
 GPU = find_gpu("a100-80gb")
@@ -197,6 +198,16 @@ def test_torch_is_as_before(where: str) -> None:
     assert [key for key in before if after.get(key, None) is not before[key] and after.get(key) != before[key]] == []
     assert [key for key in after if key not in before] == []
     assert state() == before_state
+
+
+def test_nothing_at_all_is_changed_by_import_and_run() -> None:
+    """Of torch's names, its tables of kernels and the process itself; see untouched.py."""
+    done = python("-m", "tests.unit.virtual.untouched", folder=ROOT)
+    assert done.stdout.splitlines() == [
+        "import: []",
+        "run: []",
+        "same program, same torch: True ('cuda:0', 'FusedRmsNormBackward0') True",
+    ], done.stderr
 
 
 def test_what_is_imported_inside_has_the_original_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
