@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from memprof.trace.events import Trace
 
 
+SHOWN_CARD = option(
+    None,
+    OUTPUT,
+    "Of a run on several cards, the one to show in full.",
+    flag="--card",
+    metavar="INDEX",
+    unset="the fullest",
+)
 FORCE = option(False, OUTPUT, "Replace files that memprof has not written, too.")
 
 

@@ -13,7 +13,7 @@ import typer
 
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.cli.options import Remedies, again
-from memprof.cli.output import Saved, exit_code, print_document
+from memprof.cli.output import SHOWN_CARD, Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output
 from memprof.errors import MemprofError, UsageError
@@ -40,6 +40,8 @@ class Request(Saved, Remedies):
     alloc_conf: str | None = again("alloc_conf")
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    gpus: int = option(1, "Card", "So many of it, as cuda:0, cuda:1 and so on in one process.", is_count=True)
+    shown_card: int | None = SHOWN_CARD
     device: str = again("device")
     detail: bool = again("detail")
 
@@ -78,6 +80,16 @@ def run(
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
+    if request.gpus > 1 and (request.ladder or request.searches or request.device != "virtual"):
+        raise UsageError(
+            "several cards are virtual ones, and a ladder has one",
+            value=f"--gpus {request.gpus}",
+            hint="leave out --ladder and --device, or --gpus",
+        )
+    if request.shown_card is not None and not 0 <= request.shown_card < request.gpus:
+        raise UsageError(
+            "there is no such card", value=f"--card {request.shown_card}", hint=f"--gpus {request.gpus} counts from 0"
+        )
     if request.fix is not None and request.ladder:
         raise UsageError(
             "--ladder chooses remedies itself", value=f"--fix {request.fix}", hint="give --fix or --ladder"
@@ -94,8 +106,9 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     fixes = () if request.fix is None else tuple(map(str, parse_fixes(request.fix)))
     with script_output(to_stderr=request.as_json):
         found = run_script(
-            program, rule, gpu=card, device=request.device, alloc_conf=request.alloc_conf, beyond=request.beyond,
-            fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
+            program, rule, gpu=card, gpus=request.gpus, card=request.shown_card, device=request.device,
+            alloc_conf=request.alloc_conf, beyond=request.beyond, fixes=fixes, worst_batch=request.worst_batch,
+            detail=request.detail,
         )  # fmt: skip
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script

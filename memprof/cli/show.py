@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import again
-from memprof.cli.output import Told, exit_code, print_document
+from memprof.cli.output import SHOWN_CARD, Told, exit_code, print_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +17,7 @@ class Shown(Told):
     """How the report is made anew."""
 
     alloc_conf: str | None = again("alloc_conf", unset="those of the run")
+    shown_card: int | None = SHOWN_CARD
 
 
 def show(
@@ -26,6 +27,6 @@ def show(
     from memprof.flows.account import analyze
     from memprof.trace.io import load_trace
 
-    document = analyze(load_trace(file), shown.alloc_conf)
+    document = analyze(load_trace(file), shown.alloc_conf, card=shown.shown_card)
     print_document(document, shown)
     raise typer.Exit(exit_code(document))

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 
 from memprof.allocator import CardMemory, Settings, replay_on_card, without_allocator
+from memprof.errors import UsageError
 from memprof.findings import Context, find_all
+from memprof.flows.each_card import document_of_cards
 from memprof.ledger.bridge import build_bridge
-from memprof.ledger.ledger import build_ledger
+from memprof.ledger.ledger import Ledger, build_ledger
 from memprof.report.documents.report import Document, build_document
 from memprof.trace.events import CPU, Trace
 
@@ -20,19 +22,31 @@ _OF_THE_TARGET = ("spec", "vocab_size", "asked_vocab_size", "context_length", "m
 """What rules know of it."""
 
 
-def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = True) -> Document:
+def analyze(
+    trace: Trace, alloc_conf: str | None = None, *, explained: bool = True, card: int | None = None
+) -> Document:
     """The report on a trace, simulated or measured, new or loaded from a file.
 
     Args:
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
         explained: whether the report has findings and the bridge. A search over many runs asks for the figures alone.
+        card: of a run that had several, the number of the one that is shown in full; None: the fullest.
 
     Raises:
         EmptyTraceError: nothing was allocated on the card.
-        UsageError: torch would refuse `alloc_conf`.
+        UsageError: torch would refuse `alloc_conf`, or there is no such card.
     """
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
+    if trace.cards:
+        return document_of_cards(trace, lambda one: _report(one, explained), card)
+    if card:
+        raise UsageError("the run had one card", value=f"--card {card}", hint="leave it out")
+    return _report(trace, explained)[1]
+
+
+def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
+    """Of the card that `trace` is seen from."""
     device, target = trace.facts.device, trace.facts.target
     settings = Settings.from_facts(trace.facts.allocator)
     if trace.device == CPU:
@@ -41,13 +55,13 @@ def analyze(trace: Trace, alloc_conf: str | None = None, *, explained: bool = Tr
         run = replay_on_card(trace, CardMemory.of(device), settings.config, settings.release)
     ledger = build_ledger(trace, run)
     if not explained:
-        return build_document(ledger, [], settings)
+        return ledger, build_document(ledger, [], settings)
     known = {} if target is None else {name: getattr(target, name) for name in _OF_THE_TARGET}
     program = trace.facts.program
     fixes = () if program is None else program.fixes
     context = Context(ledger=ledger, usable_bytes=device.usable_bytes, card=device.name, fixes=fixes, **known)
     bridge = build_bridge(ledger)
-    return build_document(ledger, find_all(context), settings, bridge)
+    return ledger, build_document(ledger, find_all(context), settings, bridge)
 
 
 def with_settings(trace: Trace, alloc_conf: str) -> Trace:

@@ -42,6 +42,8 @@ def run_script(
     rule: StopRule,
     *,
     gpu: Gpu,
+    gpus: int = 1,
+    card: int | None = None,
     device: str = "virtual",
     alloc_conf: str | None = None,
     beyond: bool = False,
@@ -52,6 +54,8 @@ def run_script(
     """Run `program` until `rule` stops it.
 
     Args:
+        gpus: how many such cards the script has in its one process.
+        card: of several, the number of the one that the report shows in full; None: the fullest.
         device: "virtual", or "cuda" or "cpu" to measure there.
         alloc_conf: settings of the caching allocator; None: those that the environment, or the script, sets.
         beyond: go on past the card's capacity, instead of raising torch.OutOfMemoryError in the script.
@@ -76,6 +80,7 @@ def run_script(
     if device == "virtual":
         virtual = VirtualGpu(
             gpu,
+            cards=gpus,
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: RunAllocator(trace, gpu, settings.read()),
             # Kernels write tensors that they are given: memory is their callers' to ask for.
@@ -102,7 +107,7 @@ def run_script(
     )
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace)
+        document = analyze(trace, card=card)
     return DryRun(trace, outcome, document)
 
 

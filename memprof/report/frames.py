@@ -24,6 +24,7 @@ from memprof.recording.what_if import ReplayOutcome
 from memprof.report.documents import analysis as a
 from memprof.report.documents import comparison as c
 from memprof.report.documents import report as r
+from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.shown import Shown
 from memprof.trace.plain import json_fields, to_plain
@@ -59,6 +60,7 @@ def _report(document: r.Document) -> dict[str, DataFrame]:
         "findings": _frame(Finding, zip(document.findings)),
         "evidence": _frame(Evidence, evidence, finding=str),
         "ladder": _frame(Rung, zip(document.ladder)),
+        **({"cards": _frame(CardRow, zip(document.cards))} if document.cards else {}),
     }
 
 

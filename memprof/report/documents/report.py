@@ -17,6 +17,7 @@ from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.stage_amounts import OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
+from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.shown import Shown
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
@@ -135,6 +136,10 @@ class Document(Shown):
     """Of a run whose lengths vary (`--lengths`)."""
     steps: tuple[TrainingStep, ...] = ()
     """Of a program that names no phases of its own, if two or more of its steps ended."""
+    card: str = ""
+    """Of a run that had several cards in one process: the one that all but the verdict and the findings is about."""
+    cards: tuple[CardRow, ...] = ()
+    """Of such a run, a row each; in JSON both are left out of other documents."""
 
     @property
     def on_cpu(self) -> bool:
@@ -145,7 +150,8 @@ class Document(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
-        return super(Document, self).to_json() | {"target": target_to_json(self.target)}
+        plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
+        return plain if self.cards else {name: plain[name] for name in plain if name not in ("card", "cards")}
 
 
 def build_document(

@@ -15,6 +15,7 @@ from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
 from memprof.report.terminal.batches import render_batches
 from memprof.report.terminal.bridge import render_bridge
+from memprof.report.terminal.cards import render_cards
 from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
 from memprof.report.terminal.folding import shown_stages, shown_step
@@ -37,6 +38,8 @@ _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Sever
 def view(document: Document, *, explain: bool = False) -> RenderableType:
     """The whole report; with `explain`, what it rests on too."""
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
+    if document.cards:
+        parts.append(render_cards(document.cards, _unit(document)))
     if document.batches is not None:
         parts.append(render_batches(document.batches, _unit(document)))
     if document.steps:
@@ -63,6 +66,8 @@ def _heading(document: Document) -> RenderableType:
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
     lines = [heading("memprof", f" {document.command}: {kind} {device.name}{size}")]
+    if document.cards:
+        lines.append(Text(f"{len(document.cards)} such cards in one process; in full, {document.card}:"))
     if target:
         lines.append(Text(_describe(target)))
     if document.program is not None:

@@ -1,0 +1,96 @@
+"""A run that had several cards in one process: a report of each, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from memprof.errors import UsageError
+from memprof.findings import Finding, Severity
+from memprof.ledger.ledger import Ledger
+from memprof.report.documents.cards import CardRow
+from memprof.report.documents.report import Document
+from memprof.trace.events import Trace
+
+
+def document_of_cards(
+    trace: Trace, report: Callable[[Trace], tuple[Ledger, Document]], card: int | None = None
+) -> Document:
+    """The report on one card in full, with the verdict on all of them.
+
+    Args:
+        report: makes it for one card.
+        card: which is shown; None: the one that decides the verdict.
+
+    Raises:
+        EmptyTraceError: nothing was allocated on any card.
+        UsageError: there is no such card, or nothing was allocated on it.
+    """
+    if card is not None and f"cuda:{card}" not in trace.cards:
+        raise UsageError("the run had no such card", value=f"--card {card}", hint=f"it had {', '.join(trace.cards)}")
+    made: dict[str, tuple[Ledger, Document]] = {}
+    holding = {storage.device for storage in trace.storages if storage.num_bytes}
+    for device in trace.cards:
+        if device in holding:
+            made[device] = report(trace.on(device))
+    if not made:
+        report(trace)  # which says so
+    decides = min(made, key=lambda device: _order(*made[device]))
+    shown = decides if card is None else f"cuda:{card}"
+    if shown not in made:
+        raise UsageError(
+            "nothing was allocated on this card", value=shown, hint=f"leave out --card, or ask for {', '.join(made)}"
+        )
+    document = made[shown][1]
+    others = [(device, one) for device, (_, one) in made.items() if device != shown]
+    return dataclasses.replace(
+        document,
+        card=shown,
+        verdict=made[decides][1].verdict,
+        findings=_findings(shown, document.findings, others),
+        cards=tuple(
+            _row(trace, device, made[device][1] if device in made else None, decides, shown) for device in trace.cards
+        ),
+    )
+
+
+def _order(ledger: Ledger, document: Document) -> tuple[float, int]:
+    """The card that is full first, else the one that needs most."""
+    full = ledger.out_of_memory
+    return (float("inf") if full is None else full.event, -document.verdict.required_bytes)
+
+
+def _row(trace: Trace, device: str, document: Document | None, decides: str, shown: str) -> CardRow:
+    facts = trace.facts.device
+    used = document is not None or trace.cards[device]
+    context = facts.context_bytes if used else 0
+    return CardRow(
+        device=device,
+        used=used,
+        total_bytes=facts.total_bytes,
+        context_bytes=context,
+        peak_allocated_bytes=document.peak.allocated_bytes if document else 0,
+        peak_stage=document.peak.stage if document else "",
+        peak_reserved_bytes=document.peak.reserved_bytes if document else 0,
+        device_used_bytes=document.peak.device_used_bytes if document else context,
+        required_bytes=document.verdict.required_bytes if document else context,
+        fits=document.verdict.fits if document else True,
+        decides=device == decides,
+        shown=device == shown,
+    )
+
+
+def _findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Document]]) -> tuple[Finding, ...]:
+    """Those of the card that is shown, and of the others what it does not have: errors, and findings of other kinds.
+    What all cards have alike is of the run, and names no card."""
+    found = [one if all(one in other.findings for _, other in others) else _on(shown, one) for one in own]
+    known = {one.id for one in own}
+    for device, other in others:
+        new = (one for one in other.findings if one.severity is Severity.ERROR or one.id not in known)
+        found += [_on(device, one) for one in new if one not in own]
+        known |= {one.id for one in other.findings}
+    return tuple(sorted(found, key=lambda one: one.severity is not Severity.ERROR))
+
+
+def _on(device: str, finding: Finding) -> Finding:
+    return dataclasses.replace(finding, title=f"{device}: {finding.title}")
