@@ -130,7 +130,10 @@ def settle_card(machine: Machine, operator: Operator, call: Call, place: Place) 
     Raises:
         RuntimeError: its tensors are on two cards, and no kernel takes that.
     """
-    on = [device for tensor in call.tensors if tensor.is_meta and is_card(device := machine.device_of(tensor))]
+    meant = [tensor for tensor in call.tensors if tensor.is_meta]
+    # What is empty has no memory that would say where it is, unless the program made it itself.
+    devices = map(machine.device_of, [tensor for tensor in meant if tensor.numel()] or meant)
+    on = list(filter(is_card, devices))
     if not on:
         asked = machine.factory_device
         call.card = asked if asked is not None and is_card(asked) else machine.cards.named()

@@ -1,6 +1,8 @@
 """Several cards in one process: which tensor is where, what they say, and what crosses from one to another."""
 
 import collections
+import copy
+import pickle
 
 import pytest
 import torch
@@ -189,3 +191,33 @@ def test_a_module_in_data_parallel():
         ("cuda:1", "aten.cat"): 1,
         ("cuda:0", "aten.empty_like"): 1,
     }
+
+
+def test_batch_norm_on_the_second_card():
+    """Its kernel gives out an empty tensor, which has no memory that would say where it is."""
+    with cards(2):
+        layer = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to("cuda:1")
+        with torch.autocast("cuda"):
+            layer(torch.randn(2, 3, 8, 8, device="cuda:1")).sum().backward()
+        assert {parameter.grad.get_device() for parameter in layer.parameters()} == {1}
+
+
+def test_optimizers_step_on_each_card():
+    with cards(2):
+        weights = [nn.Parameter(megabytes(1, f"cuda:{index % 2}")) for index in range(4)]
+        for fused in (False, True):
+            optimizer = torch.optim.AdamW(weights, fused=fused)
+            sum(weight.square().sum().to("cuda:0") for weight in weights).backward()
+            assert nn.utils.clip_grad_norm_(weights, 1.0).get_device() == 0
+            optimizer.step()
+            for weight, state in optimizer.state.items():
+                assert state["exp_avg"].device == weight.device
+
+
+def test_tensors_are_saved_and_copied_where_they_are(tmp_path):
+    with cards(2):
+        x = megabytes(1, "cuda:1")
+        assert copy.deepcopy(x).device == pickle.loads(pickle.dumps(x)).device == x.device
+        torch.save(x, tmp_path / "x.pt")
+        assert torch.load(tmp_path / "x.pt").device == x.device
+        assert torch.load(tmp_path / "x.pt", map_location="cuda:0").get_device() == 0
