@@ -157,6 +157,9 @@ class TargetSpec:
         "lognormal:MEAN,SIGMA; see docs/lengths.md.", metavar="LENGTHS", unset="all have the context length",
     )  # fmt: skip
     """See workload/lengths.py."""
+    trust_remote_code: bool = option(
+        False, "Model", "Run the code that a model of the hub, or of a folder, comes with (auto_map)."
+    )
     vocab_size: int | None = option(None, "Model", "Replace the model's vocabulary.", is_count=True)
     dtype: str | None = option(
         None, "Precision", "{choices}.", metavar="DTYPE", choices=DTYPES, unset="the checkpoint's"

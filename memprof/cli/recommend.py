@@ -28,6 +28,7 @@ class Request(Explained):
 
     model: str | None = again("model", default=None)
     model_is_size: bool = again("model_is_size")
+    trust_remote_code: bool = again("trust_remote_code")
     train: str | None = option(None, "Goal", "The goal is to train: {choices}.", metavar="WHAT", choices=_GOALS)
     infer: bool = option(False, "Goal", "The goal is to generate.")
     precision: str | None = option(

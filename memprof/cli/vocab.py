@@ -30,6 +30,7 @@ class Request(Output):
         "99,99.9", "Vocabulary", "Percentages of the text that caps are to cover.", metavar="PERCENTAGES"
     )
     cap: int | None = option(None, "Vocabulary", "A cap of this many tokens as well.", metavar="TOKENS")
+    trust_remote_code: bool = again("trust_remote_code")
     vocab_size: int | None = again(
         "vocab_size", help="The vocabulary before.", unset="all words; with a tokenizer the model's"
     )

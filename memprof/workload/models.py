@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
 from memprof.errors import MemprofError, UsageError, first_line, nearest
 from memprof.spec import TargetSpec
+from memprof.workload.custom_code import check_trusted, load_classes, reference_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,7 +94,8 @@ def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
     dtype, why = _dtype(entry.checkpoint_dtype, spec)
     notes = [entry.note if entry.synthesized else f"Model: {entry.hf_id} as {entry.architecture}.", *why]
-    return _hugging_face(entry.key, entry.architecture, entry.task, config, dtype, notes, spec)
+    classes = functools.partial(_classes, entry.architecture)
+    return _hugging_face(entry.key, classes, entry.architecture, entry.task, config, dtype, notes, spec)
 
 
 def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
@@ -105,7 +108,8 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
                 value=f"{file}: {key} is {size!r}",
                 hint=f"make {key} a positive whole number",
             )
-    return _from_mapping(file.resolve().parent.name, _with_defaults(config), spec)
+    folder = file.resolve().parent
+    return _from_mapping(folder.name, _with_defaults(config), spec, where=str(folder))
 
 
 _SIZES = (
@@ -137,11 +141,14 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
-    from transformers import AutoConfig
+    from transformers import PretrainedConfig
 
     try:
         # Without a network the hub's client tries again for half a minute: ask once, and else use what it has kept.
-        config = AutoConfig.from_pretrained(name, local_files_only=not _hub_answers()).to_dict()
+        # The file alone: AutoConfig would ask at the terminal whether to run the code that some models come with.
+        config, _ = PretrainedConfig.get_config_dict(name, local_files_only=not _hub_answers())
+        if not isinstance(config.get("model_type"), str):
+            raise ValueError("its config.json has no model_type")
     except (OSError, ValueError, KeyError) as error:
         close = nearest(name, [entry.hf_id for entry in list_models()])
         instead = f"did you mean {close!r}, which is in the catalog? Or " if close else ""
@@ -150,7 +157,7 @@ def _from_hub(name: str, spec: TargetSpec) -> ModelSource:
             value=f"{name} ({type(error).__name__}: {first_line(error)[:120]})",
             hint=f"{instead}check the name and the network, or download its config.json and give its path",
         ) from None
-    return _from_mapping(name, config, spec)
+    return _from_mapping(name, _with_defaults(config), spec, where=name)
 
 
 def _hub_answers() -> bool:
@@ -174,7 +181,8 @@ _TASK_OF_SUFFIX = {
 }
 
 
-def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec) -> ModelSource:
+def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
+    """`where`: the folder, or the name on the hub, which may have code of its own."""
     architecture = next(iter(config.get("architectures") or ()), None) or _default_architecture(config["model_type"])
     if architecture == "WhisperForConditionalGeneration":
         task = "speech-seq2seq"
@@ -183,7 +191,14 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec) -> ModelS
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
     dtype, why = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec)
-    return _hugging_face(name, architecture, task, config, dtype, [f"Model: {name} as {architecture}.", *why], spec)
+    notes = [f"Model: {name} as {architecture}.", *why]
+    find_classes = functools.partial(_classes, architecture)
+    reference = reference_of(config, architecture)
+    if reference is not None and (spec.trust_remote_code or not _has_class(architecture)):
+        notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
+        find_classes = functools.partial(load_classes, config, reference, where, offline=not _hub_answers())
+    config = {key: value for key, value in config.items() if key != "auto_map"}
+    return _hugging_face(name, find_classes, architecture, task, config, dtype, notes, spec)
 
 
 def _default_architecture(model_type: str) -> str:
@@ -197,8 +212,16 @@ def _default_architecture(model_type: str) -> str:
 
 
 def _hugging_face(
-    name: str, architecture: str, task: str, config: dict[str, Any], dtype: str, notes: list[str], spec: TargetSpec
+    name: str,
+    find_classes: Callable[[], tuple[Any, Any]],
+    architecture: str,
+    task: str,
+    config: dict[str, Any],
+    dtype: str,
+    notes: list[str],
+    spec: TargetSpec,
 ) -> ModelSource:
+    """`find_classes`: the configuration's and the model's."""
     if spec.vocab_size is not None:
         if "vocab_size" not in config:
             raise UsageError("--vocab-size does not apply: the model has no vocabulary", value=name)
@@ -210,9 +233,9 @@ def _hugging_face(
 
         from memprof.workload.quantization import load_quantized
 
-        model_class = _class(architecture)
+        config_class, model_class = find_classes()
         raw = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
-        configuration = _configuration(model_class, raw)
+        configuration = _configuration(config_class, raw)
         arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
         if spec.attention is not None:
             arguments["attn_implementation"] = spec.attention
@@ -241,11 +264,18 @@ def _hugging_face(
     )
 
 
-def _class(architecture: str) -> Any:
+def _has_class(architecture: str) -> bool:
+    import transformers
+
+    return hasattr(transformers, architecture)
+
+
+def _classes(architecture: str) -> tuple[Any, Any]:
     import transformers
 
     try:
-        return getattr(transformers, architecture)
+        model_class = getattr(transformers, architecture)
+        return model_class.config_class, model_class
     except AttributeError:
         raise UsageError(
             "this transformers release does not have the model's class",
@@ -254,8 +284,7 @@ def _class(architecture: str) -> Any:
         ) from None
 
 
-def _configuration(model_class: Any, raw: dict[str, Any]) -> Any:
-    config_class = model_class.config_class
+def _configuration(config_class: Any, raw: dict[str, Any]) -> Any:
     arguments = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
     try:
         return config_class(**arguments)

@@ -68,10 +68,14 @@ def _model(spec: TargetSpec) -> _Model | None:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         return _Model("AutoModelForCausalLM", spec.model)
-    names = json.loads(file.read_text(encoding="utf-8")).get("architectures") or ["AutoModelForCausalLM"]
+    config = json.loads(file.read_text(encoding="utf-8"))
+    names = config.get("architectures") or ["AutoModelForCausalLM"]
+    trust = ""
+    if spec.trust_remote_code and "auto_map" in config:
+        names, trust = [name for name in config["auto_map"] if name.startswith("AutoModel")], ", trust_remote_code=True"
     if path.is_dir() and any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
         return _Model(str(names[0]), str(path))
-    return _Model(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r})")
+    return _Model(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")
 
 
 def _of_entry(entry: ModelEntry) -> _Model | None:
@@ -99,6 +103,8 @@ def _load(plan: Plan, spec: TargetSpec, model: _Model) -> list[str]:
     lines: list[str] = []
     if spec.attention is not None:
         arguments.append(f'attn_implementation="{spec.attention}"')
+    if spec.trust_remote_code:
+        arguments.append("trust_remote_code=True")
     made = ", ".join(["config", *arguments])
     quantized = plan.precision in ("int8", "nf4")
     if quantized:

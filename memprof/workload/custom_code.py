@@ -1,0 +1,60 @@
+"""Models whose class is code beside their configuration (`auto_map`), on the hub or in a folder.
+
+Loading such a model runs that code, with all that its user may do: memprof does so only where it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memprof.errors import UsageError, first_line
+
+
+def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
+    """The code that a configuration names for its class, such as `modeling_x.XForCausalLM`; None: there is none."""
+    named = config.get("auto_map")
+    if not isinstance(named, Mapping):
+        return None
+    models = {key: value for key, value in named.items() if key.startswith("AutoModel") and isinstance(value, str)}
+    same = [value for value in models.values() if value.rpartition(".")[2] == architecture]
+    return next(iter([*same, *models.values()]), None)
+
+
+def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
+    """What is to be said of running this code.
+
+    Raises:
+        UsageError: that was not asked for.
+    """
+    if not trusted:
+        raise UsageError(
+            "the model's class is code of its own, which is not run unasked",
+            value=f"{reference} of {where}",
+            hint="read that code, then let it run with --trust-remote-code",
+        )
+    return f"Code of the model's own was run: {reference} of {where} (--trust-remote-code)."
+
+
+def load_classes(config: Mapping[str, Any], reference: str, where: str, *, offline: bool) -> tuple[Any, Any]:
+    """The class of the configuration and that of the model: this runs their code.
+
+    Raises:
+        UsageError: it is not there, or raises an error.
+    """
+    from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    def load(name: str) -> Any:
+        return get_class_from_dynamic_module(name, where, local_files_only=offline)
+
+    named = config["auto_map"].get("AutoConfig")
+    try:
+        config_class = load(named) if named else type(AutoConfig.for_model(config["model_type"]))
+        return config_class, load(reference)
+    except Exception as error:  # whatever the code does
+        raise UsageError(
+            "the model's own code cannot be loaded",
+            value=f"{reference} of {where}: {type(error).__name__}: {first_line(error)}",
+            hint="mend it, install what it imports, or give a file.py:factory",
+        ) from error
