@@ -74,7 +74,8 @@ class Meter:
     def _cost(self, operator: Operator, call: Call, result: Any) -> tuple[Any, ...] | None:
         """Operator, device, dtype, operations, bytes read and written, bytes to the card, bytes from it."""
         outputs = tensors_of(result)
-        inputs = [tensor for tensor in call.tensors if not any(tensor is made for made in outputs)]
+        made_here = set(map(id, outputs))
+        inputs = [tensor for tensor in call.tensors if id(tensor) not in made_here]
         device = call.device or next((self._device_of(made) for made in outputs if made.is_meta), None)
         if operator.packet in _COPIES and call.tensors:
             target = outputs[0] if operator.packet is _aten._to_copy and outputs else call.tensors[0]
