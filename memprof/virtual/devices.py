@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class DeviceMode(TorchFunctionMode):
         self._factories = torch.utils._device._device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
+            **{func: func for func in _MAKES_NOTHING},
             **chosen,
             **{
                 func: functools.partial(self._mixed.recurrent, f"aten.{name}", chosen.get(func, func))
@@ -451,6 +453,15 @@ def _answers_for_itself(kind: type) -> bool:
     return own is not None and own is not _PLAIN_TORCH_FUNCTION
 
 
+_MAKES_NOTHING: frozenset[Any] = frozenset(
+    {
+        *(value.__get__ for value in vars(torch._C.TensorBase).values() if isinstance(value, GetSetDescriptorType)),
+        *(_Tensor.dim, _Tensor.size, _Tensor.stride, _Tensor.numel, _Tensor.element_size, _Tensor.is_contiguous),
+        *(_Tensor.is_floating_point, _Tensor.is_complex, torch.is_floating_point, torch.is_complex),
+        torch._C._set_grad_enabled,
+    }
+)
+"""What only asks; half of what a program calls. An attribute may be a view."""
 _NONFINITE: dict[Any, bool] = {
     torch.isfinite: True,
     _Tensor.isfinite: True,

@@ -34,10 +34,16 @@ class MixedDevices:
 
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`func`, run again with all tensors on the card if it mixed devices and cannot go on so."""
-        mismatches = self._recording.recorder.trace.mismatches
+        recording = self._recording
+        mismatches = recording.recorder.trace.mismatches
         before, numbers = len(mismatches), True
         try:
-            result = self.inside(func, args, kwargs)
+            # As `inside` does, which would be one more frame below every operator.
+            outer, recording.calling = recording.calling, args
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                recording.calling = outer
         except RuntimeError as error:
             # C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
             if "device" not in str(error) or not self._is_mixed([*args, *kwargs.values()]):
@@ -45,7 +51,7 @@ class MixedDevices:
             if len(mismatches) == before:
                 with _NoTorchFunction():
                     tensors = tensors_of([*args, *kwargs.values()])
-                    self._recording.note_mixed(f"aten.{func.__name__}", tensors)
+                    recording.note_mixed(f"aten.{func.__name__}", tensors)
         else:
             # On the way back the host tensor would be given a gradient on the card.
             if len(mismatches) == before or in_place(func) or not any(t.requires_grad for t in tensors_of(result)):
