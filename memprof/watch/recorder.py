@@ -46,6 +46,9 @@ _DTENSOR = _TORCH_DIR + "/distributed/tensor/"
 """Runs the program's operators on this rank's parts."""
 _OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
 """Functions there that move a model's inputs, or cast them."""
+_new: Any = tuple.__new__
+"""Makes a named tuple without the Python function that its class has for that."""
+_ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
 _sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
 _current_graph_task = torch._C._current_graph_task_id
@@ -96,7 +99,10 @@ class Recorder:
         self._refs: dict[int, _StorageRef] = {}
         self._op_index: dict[str, int] = {}
         self._source_index: dict[tuple[CodeType, int], int] = {}
-        self._is_foreign: dict[CodeType, bool] = {}
+        self._source_at: dict[tuple[int, int], int] = {}
+        """The same by the `id` of the code and the place in it: a code's hash goes through all that it holds."""
+        self._codes: dict[int, tuple[CodeType, bool]] = {}
+        """By `id`, and whether it is the program's."""
         self._forward_sequence: list[int] = []
         self._forward_places: list[Place] = []
         self._phase = NONE
@@ -125,7 +131,7 @@ class Recorder:
 
     def _module_event(self, kind: EventKind, module: int) -> None:
         if not self._closed:
-            self.trace.events.append(Event(kind, module))
+            self.trace.events.append(_new(Event, (kind, module)))
 
     # -- births and deaths ------------------------------------------------------------------------------------------
 
@@ -191,23 +197,26 @@ class Recorder:
         trace = self.trace
         index = len(trace.storages)
         trace.storages.append(
-            Storage(
-                num_bytes,
-                tuple(shape),
-                _DTYPE_NAMES[dtype],
-                device,
-                self.op_index(op),
-                place.module,
-                place.source,
-                self._phase,
-                place.forward_event,
-                hidden,
+            _new(
+                Storage,
+                (
+                    num_bytes,
+                    tuple(shape),
+                    _DTYPE_NAMES[dtype],
+                    device,
+                    self.op_index(op),
+                    place.module,
+                    place.source,
+                    self._phase,
+                    place.forward_event,
+                    hidden,
+                ),
             )
         )
         if device != "cpu" and (stream := self.streams.get(device, 0)) != self._stream_of_trace:
             self._stream_of_trace = stream
             trace.events.append(Event(EventKind.STREAM, stream))
-        trace.events.append(Event(EventKind.ALLOC, index))
+        trace.events.append(_new(Event, (_ALLOC, index)))
         if device != "cpu":
             self.live_bytes += num_bytes
             if self.live_bytes > self.peak_bytes:
@@ -233,7 +242,7 @@ class Recorder:
         self._append_free(ref.index)
 
     def _append_free(self, index: int) -> None:
-        self.trace.events.append(Event(EventKind.FREE, index))
+        self.trace.events.append(_new(Event, (_FREE, index)))
         storage = self.trace.storages[index]
         if storage.device != "cpu":
             self.live_bytes -= storage.num_bytes
@@ -334,21 +343,28 @@ class Recorder:
             self._forward_places.append(Place(place.module, place.source, len(self.trace.events)))
 
     def _source(self, frame: FrameType | None) -> int:
-        is_foreign = self._is_foreign
+        codes = self._codes
         while frame is not None:
             code = frame.f_code
-            foreign = is_foreign.get(code)
-            if foreign is None:
-                foreign = is_foreign[code] = self.is_program(code)
-            if foreign:
-                key = (code, frame.f_lineno)
-                index = self._source_index.get(key)
+            known = codes.get(id(code))
+            if known is None:
+                known = codes[id(code)] = (code, self.is_program(code))
+            if known[1]:
+                at = (id(code), frame.f_lasti)
+                index = self._source_at.get(at)
                 if index is None:
-                    index = self._source_index[key] = len(self.trace.sources)
-                    self.trace.sources.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
+                    index = self._source_at[at] = self._line(code, frame.f_lineno)
                 return index
             frame = frame.f_back
         return NONE
+
+    def _line(self, code: CodeType, number: int) -> int:
+        """Index of a line of the program in the trace."""
+        index = self._source_index.get((code, number))
+        if index is None:
+            index = self._source_index[code, number] = len(self.trace.sources)
+            self.trace.sources.append(f"{code.co_filename}:{number} {code.co_name}")
+        return index
 
     @staticmethod
     def is_program(code: CodeType) -> bool:
