@@ -9,8 +9,10 @@ import torch
 
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.device_rules import mixes, takes_numbers_of_host
+from memprof.virtual.engine import FILLS_ZEROS
 from memprof.virtual.kernels import registry
 from memprof.virtual.kernels.expansion import expansion
+from memprof.virtual.kernels.in_place_backward import CANDIDATES
 from memprof.watch.caches import WRITES
 
 _aten = torch.ops.aten
@@ -61,6 +63,7 @@ class Operator:
         "joins",
         "kind",
         "makes_sparse",
+        "maybe_in_place",
         "mixes_devices",
         "name",
         "packet",
@@ -90,6 +93,7 @@ class Operator:
         self.mixes_devices = mixes(func)
         self.makes_sparse = packet in _MAKES_SPARSE
         self.joins = packet is torch.ops.aten.cat
+        self.maybe_in_place = func in CANDIDATES or func in FILLS_ZEROS
         self.writes_part = packet in WRITES
 
     def takes_of_host(self, tensor: torch.Tensor) -> bool:
@@ -119,7 +123,7 @@ class Call:
         self.func = func
         self.args = args
         self.kwargs = kwargs
-        self.key: list[Any] = [func]
+        self.key: list[Any] = [id(func)]
         self.tensors: list[torch.Tensor] = []
         self.real: list[torch.Tensor] = []
         """Those with data of their own: small tensors in host memory."""

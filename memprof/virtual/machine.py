@@ -27,6 +27,7 @@ from memprof.watch.wrappers import parts_of_sparse, unwrapped
 # An extension that asks C++ for the data gets an error; a null pointer would end the process.
 _forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
+_NONE_HELD = contextlib.nullcontext()
 
 
 class Machine(TorchDispatchMode):
@@ -124,10 +125,16 @@ class Machine(TorchDispatchMode):
         if storage.nbytes():
             self.recorder.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
 
-    @contextlib.contextmanager
-    def hidden(self, sizes: Iterable[int], op: str, place: Place, device: str = GPU) -> Iterator[None]:
+    def hidden(
+        self, sizes: Iterable[int], op: str, place: Place, device: str = GPU
+    ) -> contextlib.AbstractContextManager[None]:
         """Memory on a card that no tensor shows, for as long as something runs; sizes in bytes, 0 is none."""
-        taken = [self.recorder.allocate_hidden(size, op, place, device) for size in sizes if size]
+        wanted = [size for size in sizes if size]
+        return self._held(wanted, op, place, device) if wanted else _NONE_HELD
+
+    @contextlib.contextmanager
+    def _held(self, sizes: list[int], op: str, place: Place, device: str) -> Iterator[None]:
+        taken = [self.recorder.allocate_hidden(size, op, place, device) for size in sizes]
         yield
         for index in taken:
             self.recorder.free_hidden(index)

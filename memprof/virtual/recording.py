@@ -44,8 +44,10 @@ from memprof.watch.caches import Caches
 from memprof.watch.recorder import Place, Recorder
 
 _META = torch.device("meta")
+_STRIDED = torch.strided
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+_Tensor = torch.Tensor
 _NoTorchFunction = torch._C.DisableTorchFunction
-_MAYBE_IN_PLACE = formulas.CANDIDATES | FILLS_ZEROS.keys()
 _dispatch_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -61,7 +63,8 @@ class RecordingMode(Machine):
         self._workspace: matrix_products.CublasWorkspace | None = None
         """Its size is settled by the first product: the program may set the environment before."""
         self._taken_workspaces: set[str] = set()
-        self._operators: dict[Any, Operator] = {}
+        self._operators: dict[int, Operator] = {}
+        """By the `id` of the overload, which each keeps alive: its own hash is a function in Python."""
         self._layouts: dict[Any, Any] = {}
         self._done_in_place: dict[Any, bool] = {}
         self._lent: list[torch.Tensor] = []
@@ -122,10 +125,10 @@ class RecordingMode(Machine):
                 self.caches.written(args[0])
             elif operator.joins and self.caches.looks:
                 self.caches.joins(args[0])
-            if func in _MAYBE_IN_PLACE and in_backward():
+            if operator.maybe_in_place and in_backward():
                 plain = self._on_plain_run(call)
                 if plain is not None:
-                    call.func = call.key[0] = plain
+                    call.func, call.key[0] = plain, id(plain)
                     operator = self._operator(plain)
             if operator.handler is not None and (call.on_gpu or operator.anywhere):
                 result = operator.handler(Launch(self, operator, call, place))
@@ -154,16 +157,16 @@ class RecordingMode(Machine):
         return result
 
     def _operator(self, func: Any) -> Operator:
-        operator = self._operators.get(func)
+        operator = self._operators.get(id(func))
         if operator is None:
-            operator = self._operators[func] = Operator(func)
+            operator = self._operators[id(func)] = Operator(func)
         return operator
 
     def _look(self, arg: Any, call: Call) -> None:
-        if isinstance(arg, torch.Tensor):
+        if isinstance(arg, _Tensor):
             call.tensors.append(arg)
-            if arg.layout is not torch.strided or arg.is_quantized:
-                call.sparse |= arg.layout is not torch.strided
+            if arg.layout is not _STRIDED or arg.is_quantized:
+                call.sparse |= arg.layout is not _STRIDED
                 call.quantized |= arg.is_quantized
                 device = self.device_of(arg)
                 call.on_gpu |= is_card(device)
@@ -191,7 +194,7 @@ class RecordingMode(Machine):
             call.key.append(len(arg))
             for part in arg:
                 self._look(part, call)
-        elif isinstance(arg, (torch.UntypedStorage, torch.TypedStorage)):
+        elif isinstance(arg, _STORAGES):
             call.key.append(arg.nbytes())  # the storage itself would live as long as what is remembered by the key
         else:
             call.key.append(arg.__class__)
@@ -412,7 +415,7 @@ class RecordingMode(Machine):
                 self._lent.append(moved)
 
         call.args, call.kwargs = _all_meta(call.args, lend), _all_meta(call.kwargs, lend)
-        call.key = [call.func]
+        call.key = [id(call.func)]
         call.tensors = []
         call.real = []
         for arg in call.args:
