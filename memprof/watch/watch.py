@@ -191,18 +191,19 @@ class Watch(ABC):
 
     def _name_parameters(self) -> None:
         """Claim the parameters, gradients and buffers of the run's models, and what its optimizers step on."""
-        for optimizer in self.phases.optimizers:
-            for group in optimizer.param_groups:
-                self._claim_unnamed(group["params"], Role.PARAMETER)
-                self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
-        for root in [root for known in self._roots if (root := known()) is not None]:
-            for name, parameter in root.named_parameters():
-                for part in (parameter, *self.parts(parameter)):
-                    self.claim(part, Owner(Role.PARAMETER, name))
-                if parameter.grad is not None:
-                    self.claim(parameter.grad, Owner(Role.GRADIENT, name))
-            for name, buffer in root.named_buffers():
-                self.claim(buffer, Owner(Role.BUFFER, name))
+        with torch._C.DisableTorchFunction():  # each attribute that is read would pass through the program's modes
+            for optimizer in self.phases.optimizers:
+                for group in optimizer.param_groups:
+                    self._claim_unnamed(group["params"], Role.PARAMETER)
+                    self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
+            for root in [root for known in self._roots if (root := known()) is not None]:
+                for name, parameter in root.named_parameters():
+                    for part in (parameter, *self.parts(parameter)):
+                        self.claim(part, Owner(Role.PARAMETER, name))
+                    if parameter.grad is not None:
+                        self.claim(parameter.grad, Owner(Role.GRADIENT, name))
+                for name, buffer in root.named_buffers():
+                    self.claim(buffer, Owner(Role.BUFFER, name))
 
     def _name_optimizer_state(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Claim this optimizer's state, which has made a step."""
