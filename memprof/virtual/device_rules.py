@@ -2,7 +2,7 @@
 
 The kernels of CUDA have one of two checks. torch generates the one from native_functions.yaml: all tensors given by
 position are on one device, numbers (tensors without dimensions) as well. Operators marked `device_check: NoCheck` are
-checked by TensorIterator, which takes a number from the host (native/TensorIterator.cpp, compute_types), or by
+checked by TensorIterator, which takes a number from the host (aten/src/ATen/TensorIterator.cpp, compute_types), or by
 themselves: those below take more.
 """
 

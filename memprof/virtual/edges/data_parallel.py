@@ -2,7 +2,7 @@
 
 Each replica runs in a thread of its own, which sees no virtual GPU: here one runs after the other, each on its card.
 What NCCL keeps for itself is outside torch's allocator, and not known. Sources: torch/csrc/cuda/comm.cpp and
-torch/csrc/utils/tensor_flatten.cpp, v2.13.0.
+torch/csrc/utils/tensor_flatten.cpp.
 """
 
 from __future__ import annotations

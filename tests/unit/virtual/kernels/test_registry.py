@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import memprof
 from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu, kernels
@@ -96,13 +97,19 @@ def test_what_is_named_by_a_string_exists_or_is_of_another_release():
 
 
 def test_sources_name_files_of_the_release():
-    """What the wheel lets one check of it: the headers, which CUDA's kernels are largely made of."""
+    """All that memprof names was seen in the release, and the headers lie in its wheel, of which one can be here."""
+    listed = {}
+    for line in (Path(__file__).parent / f"sources_of_{registry.SOURCE_TAG}.txt").read_text().splitlines():
+        if line.startswith("["):
+            where = line[1:].partition(":")[0]
+        elif line and not line.startswith("#"):
+            listed[line] = where
+    text = "".join(path.read_text() for path in Path(memprof.__file__).parent.rglob("*.py")).replace("aten/src/", "")
+    named = set(re.findall(r"(?<![\w*])[\w/]+\.(?:cuh|cu|cpp|h)\b", text)) - {"llama.cpp"}
+    assert named == set(listed)
     if not registry.SOURCE_TAG.startswith(f"v{torch.__version__.partition('+')[0]}"):
         pytest.skip(f"this torch is not {registry.SOURCE_TAG}")
     include = Path(torch.__file__).parent / "include"
-    headers = {str(path.relative_to(include)) for path in include.rglob("*") if path.suffix in (".h", ".cuh")}
-    text = "".join(path.read_text().replace("aten/src/", "") for path in Path(*kernels.__path__).glob("*.py"))
-    named = {name for name in re.findall(r"\b[\w/]+\.(?:cuh|h)\b", text) if not name.startswith(("cub/", "node/"))}
-    missing = {name for name in named if not any(f"/{header}".endswith(f"/{name}") for header in headers)}
-    assert len(named) >= 8
-    assert missing <= {"dispatch_scan.cuh"}  # of CUB
+    headers = [f"/{path.relative_to(include)}" for path in include.rglob("*") if path.suffix in (".h", ".cuh")]
+    found = {name for name in named if any(header.endswith(f"/{name}") for header in headers)}
+    assert found == {name for name, where in listed.items() if where == "include"}
