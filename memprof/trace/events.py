@@ -175,6 +175,17 @@ class Work(NamedTuple):
     """How many there were."""
 
 
+class Workspace(NamedTuple):
+    """Memory that a library took for one call and gave back at once: its size is a rule's, and not known."""
+
+    event: int
+    """Events before it: that of its allocation, unless `num_bytes` is 0."""
+    device: str
+    num_bytes: int
+    most_bytes: int
+    """The bound of what it may be."""
+
+
 class Sample(NamedTuple):
     """Counters of a measured run, read between two events; None: not known."""
 
@@ -318,6 +329,8 @@ class Trace:
     """Of a measured run: when each event happened, in nanoseconds since the first."""
     work: list[Work] = field(default_factory=list)
     """Empty if it was not counted."""
+    workspaces: list[Workspace] = field(default_factory=list)
+    """Of a simulated run."""
     assumptions: list[str] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
     failure: Failure | None = None

@@ -50,7 +50,7 @@ class VirtualGpu(Watch):
         gpu: the card to be.
         cards: how many of them this process sees; of several, `memory` must tell them apart.
         context_bytes: what the CUDA context takes of it.
-        workspaces: whether to count library workspaces (cuBLAS).
+        workspaces: whether to count library workspaces (cuBLAS, cuDNN's convolutions).
         tensors_only: count neither these nor any other memory that no tensor shows.
         memory: what answers a program that asks for memory statistics, given the trace that is being recorded; asked
             for only then. None: the bytes of living tensors.

@@ -91,6 +91,10 @@ class Launch:
         """Scratch memory that is taken, all of it, and given back at once."""
         self._machine.transients(sizes, self.operator.name, self.place, card or self.call.card)
 
+    def workspace(self, num_bytes: int, most_bytes: int) -> None:
+        """Memory that a library takes for one call: a rule's size, and the bound of what it may be instead."""
+        self._machine.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.card)
+
     def run(self) -> Any:
         """The operator run and recorded as one without a kernel of its own."""
         return self._machine.allocating(self.operator, self.call, self.place)

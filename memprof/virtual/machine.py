@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand, is_card
+from memprof.trace.events import GPU, HOST, DeviceMismatch, Operand, Workspace, is_card
 from memprof.virtual.calls import HOST_COUNTED_BYTES, Call, Operator
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
@@ -33,12 +33,14 @@ _NONE_HELD = contextlib.nullcontext()
 class Machine(TorchDispatchMode):
     """A host and its cards."""
 
-    def __init__(self, recorder: Recorder, values: Values, card: Card, cards: Cards) -> None:
+    def __init__(self, recorder: Recorder, values: Values, card: Card, cards: Cards, workspaces: bool) -> None:
         super().__init__()
         self.recorder = recorder
         self.values = values
         self.card = card
         self.cards = cards
+        self.workspaces = workspaces and recorder.counts_hidden
+        """Whether what libraries take for a call is counted."""
         self.factory_device: str | None = None
         """Set by the function mode around a factory call: the device that the program asked for."""
         self.calling: tuple[Any, ...] = ()
@@ -143,6 +145,13 @@ class Machine(TorchDispatchMode):
         """Temporaries of a kernel: taken one after the other, all given back when it returns."""
         with self.hidden(sizes, op, place, device):
             pass
+
+    def workspace(self, num_bytes: int, most_bytes: int, op: str, place: Place, device: str) -> None:
+        """Memory that a library takes for one call, by a rule; what it may be instead is kept beside it."""
+        if self.workspaces:
+            trace = self.recorder.trace
+            trace.workspaces.append(Workspace(len(trace.events), device, num_bytes, most_bytes))
+            self.transients((num_bytes,), op, place, device)
 
     @contextlib.contextmanager
     def asked_for(self, device: str) -> Iterator[None]:

@@ -58,8 +58,7 @@ class RecordingMode(Machine):
     """Runs the program's operators on the virtual GPU."""
 
     def __init__(self, recorder: Recorder, values: Values, card: Card, cards: Cards, workspaces: bool) -> None:
-        super().__init__(recorder, values, card, cards)
-        self._workspaces = workspaces
+        super().__init__(recorder, values, card, cards, workspaces)
         self._workspace: matrix_products.CublasWorkspace | None = None
         """Its size is settled by the first product: the program may set the environment before."""
         self._taken_workspaces: set[str] = set()
@@ -370,7 +369,7 @@ class RecordingMode(Machine):
         return result
 
     def _take_workspace(self, operator: Operator, place: Place, card: str) -> None:
-        if not self._workspaces:
+        if not self.workspaces:
             return
         if self._workspace is None:
             self._workspace = matrix_products.CublasWorkspace.of(self.card.compute_capability, self.card.release)

@@ -17,6 +17,7 @@ from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.stage_amounts import OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
+from memprof.ledger.workspaces import Workspaces
 from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.shown import Shown
@@ -48,6 +49,8 @@ class Peak:
     tensors: tuple[LiveTensor, ...]
     rows: tuple[Row, ...]
     """They sum to `allocated_bytes`."""
+    workspaces: Workspaces | None = None
+    """None: no convolution of cuDNN's ran, or the run was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,7 @@ def build_document(
             categories={category.value: num_bytes for category, num_bytes in ledger.by_category().items()},
             tensors=tuple(ledger.live),
             rows=tuple(ledger.rows),
+            workspaces=Workspaces.of(trace, ledger.allocated, ledger.peak_event),
         ),
         host_peak_bytes=ledger.host_peak_bytes,
         bridge=bridge,

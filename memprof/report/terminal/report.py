@@ -32,6 +32,8 @@ MAX_EVIDENCE = 6
 MIN_HOST_BYTES = 64 * MIB
 """Host memory below this is not worth a column."""
 _BAR_WIDTH = 28
+_MIN_SHARE_IN_DOUBT = 0.01
+"""Of the peak: what unknown workspaces change by less than that is not told."""
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
@@ -316,7 +318,19 @@ def _categories(document: Document) -> RenderableType:
         share = num_bytes / total
         made.add_row(category, amount(num_bytes), f"{share:.1%}", bar(share, _BAR_WIDTH))
     where = at_stage(document.peak.stage, document.peak.step)
-    return section(f"\nAt the peak, {format_bytes(total)} in {where}", made, below=1)
+    return section(f"\nAt the peak, {format_bytes(total)} in {where}", made, *_workspaces(document), below=1)
+
+
+def _workspaces(document: Document) -> list[RenderableType]:
+    """What is not known of cuDNN's convolutions, where the peak depends on it."""
+    found, total = document.peak.workspaces, document.peak.allocated_bytes
+    if found is None or found.most_peak_bytes - found.least_peak_bytes < _MIN_SHARE_IN_DOUBT * total:
+        return []
+    note = (
+        f"{format_bytes(found.num_bytes)} of it by the rule for workspaces of cuDNN's convolutions; the peak is "
+        f"{format_bytes(found.least_peak_bytes)} without any, {format_bytes(found.most_peak_bytes)} by their bound."
+    )
+    return [dim(note)]
 
 
 def _tensors(document: Document) -> RenderableType:

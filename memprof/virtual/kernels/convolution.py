@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.card import Card
+from memprof.virtual.kernels import convolution_workspace
 from memprof.virtual.kernels.copies import contiguous, suggested_format
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
 from memprof.virtual.kernels.registry import kernel
@@ -21,12 +22,6 @@ from memprof.virtual.launch import Launch
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _CONTIGUOUS = torch.contiguous_format
-
-WORKSPACE = (
-    "Each convolution's cuDNN workspace is not counted: its size is the library's choice of algorithm, on a real GPU "
-    "mostly small and gone when the call returns, but with torch.backends.cudnn.benchmark as large as the card allows "
-    "while algorithms are tried."
-)
 
 
 def cudnn_format(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:
@@ -89,6 +84,22 @@ def _as_many(values: Any, like: Any) -> list[int]:
     return list(values) * len(like) if len(values) == 1 else list(values)
 
 
+def _take_workspace(
+    launch: Launch,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    made: torch.Tensor,
+    layout: torch.memory_format,
+) -> None:
+    """cuDNN's own memory for one call, which makes one of the three."""
+    if torch.backends.cudnn.benchmark:
+        launch.values.assume(convolution_workspace.BENCHMARK)
+    launch.values.assume(convolution_workspace.RULE)
+    last = layout is not _CONTIGUOUS
+    launch.workspace(*convolution_workspace.workspace(launch.card, data, weight, output, made, last=last))
+
+
 @kernel(_aten.convolution)
 def convolution(launch: Launch) -> Any:
     """The output in cuDNN's layout; the bias is added to it in place (native/Convolution.cpp, _convolution)."""
@@ -109,16 +120,17 @@ def convolution(launch: Launch) -> Any:
     too_big = transposed and _padding_too_big(stride, output_padding)
     cudnn = uses_cudnn(launch.card, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
-    if cudnn and (not depthwise or layout is not _CONTIGUOUS):
-        launch.values.assume(WORKSPACE)
-    else:
+    cudnn = cudnn and (not depthwise or layout is not _CONTIGUOUS)
+    if not cudnn:
         layout = _CONTIGUOUS
     with (
         launch.scratch(*contiguous(data) if one_dimensional else ()),
         launch.scratch(*contiguous(data4d, layout=layout)),
     ):
         result = launch.new((*shape[:2], 1, shape[2]) if one_dimensional else shape, data.dtype, layout)
-        launch.transients(*contiguous(weight4d, layout=layout))
+        with launch.scratch(*contiguous(weight4d, layout=layout)):
+            if cudnn:
+                _take_workspace(launch, data4d, weight4d, result, result, layout)
     launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
     return result.squeeze(2) if one_dimensional else result
 
@@ -141,7 +153,6 @@ def convolution_backward(launch: Launch) -> Any:
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
     with launch.scratch(*contiguous(data) if one_dimensional else ()):
         if cudnn and (not depthwise or layout is not _CONTIGUOUS):
-            launch.values.assume(WORKSPACE)
             grads = _cudnn_backward(launch, grad4d, data4d, weight4d, layout, mask)
         else:
             grads = _native_backward(launch, grad4d, data4d, weight4d, mask, weight_first=depthwise)
@@ -175,11 +186,13 @@ def _cudnn_backward(
         if mask[0]:
             chosen = cudnn_format(grad, weight)
             grad_data = launch.new(data.shape, grad.dtype, chosen)
-            launch.transients(*contiguous(weight, grad, layout=chosen))
+            with launch.scratch(*contiguous(weight, grad, layout=chosen)):
+                _take_workspace(launch, grad_data, weight, grad, grad_data, chosen)
         if mask[1]:
             chosen = cudnn_format(data, grad)
             with launch.scratch(*contiguous(grad, data, layout=chosen)):
                 grad_weight = launch.new(weight.shape, grad.dtype, chosen)
+                _take_workspace(launch, data, grad_weight, grad, grad_weight, chosen)
     return grad_data, grad_weight
 
 

@@ -1,0 +1,38 @@
+"""What the peak would be if the workspaces whose size is a rule's were others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memprof.allocator.rounding import round_size
+from memprof.trace.events import Trace
+from memprof.trace.plain import json_name
+
+
+@dataclass(frozen=True, slots=True)
+class Workspaces:
+    """Of libraries that take memory for one call and do not publish how much: cuDNN's convolutions."""
+
+    num_bytes: int = field(metadata=json_name("bytes"))
+    """By the rule, at the peak."""
+    least_peak_bytes: int
+    """The most that is allocated if no call takes any."""
+    most_peak_bytes: int
+    """The same if each takes the bound of what it may."""
+
+    @classmethod
+    def of(cls, trace: Trace, allocated: Sequence[int], peak_event: int) -> Workspaces | None:
+        """None if the run called no such library; `allocated` is after every event, in bytes."""
+        calls = [one for one in trace.workspaces if one.device == trace.device]
+        if not calls:
+            return None
+        taken = {one.event: one.num_bytes for one in calls if one.num_bytes}
+        return cls(
+            taken.get(peak_event, 0),
+            max(num_bytes for event, num_bytes in enumerate(allocated) if event not in taken),
+            max(
+                allocated[peak_event],
+                *(allocated[one.event - 1] + round_size(one.most_bytes) for one in calls),
+            ),
+        )

@@ -1,0 +1,194 @@
+"""The rule for cuDNN's workspaces, and its bound, against what others measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memprof.catalog import find_gpu
+from memprof.ledger.workspaces import Workspaces
+from memprof.virtual import VirtualGpu
+from memprof.virtual.card import Card
+from memprof.virtual.kernels.convolution_workspace import workspace
+
+A100, V100, RTX_3090, P100 = (Card.of(find_gpu(name)) for name in ("a100-80gb", "v100-16gb", "rtx-3090", "p100"))
+HALF, SINGLE = torch.float16, torch.float32
+GIB = 1 << 30
+
+
+def asked(card, data, weight, output, *, made="output", dtype=HALF, last=False):
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, shape in (("data", data), ("weight", weight), ("output", output))
+    }
+    return workspace(card, *tensors.values(), tensors[made], last=last)
+
+
+def numel_bytes(shape, dtype=HALF):
+    return torch.empty(shape, dtype=dtype, device="meta").nbytes
+
+
+def test_a_conv3d_in_half_precision_to_the_byte():
+    """pytorch/pytorch issue 95024, A100: 12,874,233,344 bytes at the peak of the forward."""
+    data, weight, output = (1, 64, 361, 370, 251), (32, 64, 3, 3, 3), (1, 32, 361, 370, 251)
+    tensors = sum(map(numel_bytes, (data, weight, output)))
+    found = asked(A100, data, weight, output).num_bytes
+    assert found == tensors
+    blocks = [*map(numel_bytes, (data, weight, output)), 2 * 32, found]
+    assert sum(-(-size // 512) * 512 for size in blocks) == 12_874_233_344
+
+
+@pytest.mark.parametrize(
+    ("width", "reserved"),
+    [
+        (1152, 5.52),
+        (1280, 6.15),
+        (1408, 6.77),
+        (1536, 7.40),
+        (1664, 8.02),
+        (1792, 8.65),
+        (1920, 9.27),
+        (2048, 9.90),
+        (2176, 10.52),
+    ],
+)
+def test_a_conv2d_in_half_precision(width, reserved):
+    """pytorch/pytorch issue 123533: GiB reserved with one input, the one before it, one output and the weights."""
+    data, weight = (1, 256, 2048, width), (256, 256, 3, 3)
+    held = numel_bytes((1, 256, 2048, width - 128)) + 2 * numel_bytes(data) + (22 << 20)
+    found = asked(A100, data, weight, data).num_bytes
+    segments = held + -(-found // (2 << 20)) * (2 << 20)
+    assert segments / GIB == pytest.approx(reserved, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "made", "num_bytes"),
+    [
+        ((30, 16), 64, "output", 82_880),
+        ((16, 32), 32, "output", 51_328),
+        ((32, 64), 16, "output", 205_056),
+        ((32, 64), 16, "data", 204_928),
+        ((16, 32), 32, "data", 84_032),
+        ((30, 16), 64, "data", 50_168),
+    ],
+)
+def test_float32_lays_out_the_weight(channels, size, made, num_bytes):
+    """A recording of a small network, torch 2.3; tests/accuracy/test_convolutions.py reads it."""
+    data, output = ((16, count, size, size) for count in channels)
+    weight = (channels[1], channels[0], 5, 5)
+    assert asked(A100, data, weight, output, made=made, dtype=SINGLE).num_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("length", "num_bytes"),
+    [(32, 886_272), (64, 1_082_880), (128, 1_771_008), (256, 5_310_464), (512, 17_795_072), (1024, 68_126_720)],
+)
+def test_the_gradient_of_a_weight_in_half_precision(length, num_bytes):
+    """Of 4 to 4 channels on an RTX 3090; measured is the block, a multiple of 512 bytes."""
+    data = (2, 4, length, length)
+    found = asked(RTX_3090, data, (4, 4, 3, 3), data, made="weight", dtype=torch.bfloat16)
+    parts = (num_bytes - found.num_bytes) / 98_352
+    assert abs(parts - round(parts)) < 0.01
+    assert -3 <= round(parts) <= 1
+    assert found.most_bytes >= num_bytes
+
+
+def test_channels_are_padded():
+    found = asked(A100, (1, 3, 100, 100), (12, 3, 3, 3), (1, 12, 98, 98)).num_bytes
+    assert found == numel_bytes((1, 8, 100, 100)) + numel_bytes((16, 8, 3, 3)) + numel_bytes((1, 16, 98, 98))
+
+
+def test_without_copies():
+    shapes = (2, 16, 32, 32), (32, 16, 3, 3), (2, 32, 32, 32)
+    assert asked(A100, *shapes, last=True).num_bytes == 0
+    assert asked(P100, *shapes).num_bytes == 0
+    assert asked(A100, *shapes, dtype=torch.float64).num_bytes == 0
+    assert asked(A100, (2, 16, 32, 32), (32, 16, 1, 1), (2, 32, 32, 32), dtype=SINGLE).num_bytes == 0
+    assert asked(A100, *shapes, made="weight", last=True).num_bytes < asked(A100, *shapes, made="weight").num_bytes
+
+
+def test_float32_in_three_dimensions_is_copied_with_tf32(monkeypatch):
+    """pytorch/pytorch issue 128947, A100: 17 GiB at the peak, 8.99 of them data and output."""
+    shapes = (1, 256, 4, 1090, 1922), (64, 256, 3, 3, 3), (1, 64, 2, 1088, 1920)
+    copies = sum(numel_bytes(shape, SINGLE) for shape in shapes)
+    assert asked(A100, *shapes, dtype=SINGLE).num_bytes == copies
+    assert int((2 * copies) / GIB) == 17
+    monkeypatch.setattr(torch._C, "_get_cudnn_allow_tf32", lambda: False)
+    assert asked(A100, *shapes, dtype=SINGLE).num_bytes < GIB
+
+
+@pytest.mark.parametrize(
+    ("card", "shapes", "dtype", "num_bytes"),
+    [
+        # Recorded under torch 2.5: kernels of one point, from 32 to 64 channels.
+        (RTX_3090, ((1, 32, 302, 302), (64, 32, 1, 1), (1, 64, 302, 302)), SINGLE, 4 << 20),
+        (RTX_3090, ((1, 32, 604, 604), (64, 32, 1, 1), (1, 64, 604, 604)), SINGLE, 128 << 20),
+        # cuDNN 7.6: pytorch/pytorch issues 50990, where 1,123,495,936 bytes were the peak, and 31500.
+        (V100, ((512, 32, 84, 84), (32, 32, 3, 3), (512, 32, 82, 82)), HALF, 671_933_952),
+        (V100, ((1024, 1, 1024, 1024), (1, 1, 1, 1), (1024, 1, 1024, 1024)), HALF, round(48.01 * GIB)),
+    ],
+)
+def test_the_bound_holds(card, shapes, dtype, num_bytes):
+    found = asked(card, *shapes, dtype=dtype)
+    assert num_bytes <= 1.001 * found.most_bytes
+    assert found.num_bytes <= found.most_bytes
+
+
+@pytest.fixture
+def gpu():
+    with VirtualGpu(find_gpu("rtx-3090")) as gpu:
+        yield gpu
+
+
+def test_each_call_takes_its_own_and_gives_it_back(gpu):
+    layer = torch.nn.Conv2d(4, 8, 3, padding=1, bias=False).cuda().half()
+    data = torch.randn(2, 4, 64, 64, device="cuda", dtype=HALF, requires_grad=True)
+    output = layer(data)
+    output.backward(torch.ones_like(output))
+    forward, of_data, of_weight = gpu.trace.workspaces
+    assert forward == of_data._replace(event=forward.event)
+    assert of_weight.num_bytes > forward.num_bytes == 2 * (2 * 2 * 8 * 64 * 64) + 2 * 8 * 8 * 9
+    for one in gpu.trace.workspaces:
+        taken, given_back = gpu.trace.events[one.event : one.event + 2]
+        assert taken.ref == given_back.ref
+        assert gpu.trace.storages[taken.ref].hidden
+        assert gpu.trace.storages[taken.ref].num_bytes == one.num_bytes
+
+
+@pytest.mark.parametrize("options", [{"workspaces": False}, {"tensors_only": True}])
+def test_nothing_is_taken_where_libraries_are_not_counted(options):
+    with VirtualGpu(find_gpu("rtx-3090"), **options) as gpu:
+        torch.nn.Conv2d(4, 8, 3).cuda().half()(torch.randn(2, 4, 64, 64, device="cuda", dtype=HALF))
+    assert not gpu.trace.workspaces
+
+
+def test_torchs_own_kernels_have_none(gpu):
+    with torch.backends.cudnn.flags(enabled=False):
+        torch.nn.Conv2d(4, 8, 3).cuda()(torch.randn(2, 4, 64, 64, device="cuda"))
+    torch.nn.Conv2d(8, 8, 3, groups=8).cuda()(torch.randn(2, 8, 64, 64, device="cuda"))
+    assert not gpu.trace.workspaces
+    assert not any("workspace" in sentence for sentence in gpu.trace.assumptions)
+
+
+@pytest.mark.parametrize("benchmark", [False, True])
+def test_benchmarking_is_said_not_to_be_counted(gpu, benchmark):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark):
+        torch.nn.Conv2d(4, 8, 3).cuda()(torch.randn(2, 4, 64, 64, device="cuda"))
+    assert any("benchmark is on" in sentence for sentence in gpu.trace.assumptions) is benchmark
+    assert any("Which kernel cuDNN takes" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_the_peak_has_bounds(gpu):
+    layer = torch.nn.Conv2d(8, 8, 3, padding=1, bias=False).cuda().half()
+    data = torch.randn(8, 8, 512, 512, device="cuda", dtype=HALF)
+    with torch.no_grad():
+        layer(data)
+    weight = 1536
+    allocated = [2 * data.nbytes + weight, 4 * data.nbytes + 2 * weight, 0]
+    trace = gpu.trace
+    (call,) = trace.workspaces
+    assert Workspaces.of(trace, [0] * (call.event - 1) + allocated, call.event) == Workspaces(
+        call.num_bytes, 2 * data.nbytes + weight, 2 * data.nbytes + weight + -(-call.most_bytes // 512) * 512
+    )
+    trace.workspaces.clear()
+    assert Workspaces.of(trace, [1], 0) is None
