@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
 
-from memprof.virtual.card import Card
+from memprof.virtual.card import Card, cudnn_version
 from memprof.virtual.kernels import convolution_workspace
 from memprof.virtual.kernels.copies import contiguous, suggested_format
 from memprof.virtual.kernels.reductions import opmath, reduction_buffers
@@ -51,6 +52,10 @@ def uses_cudnn(card: Card, data: torch.Tensor, weight: torch.Tensor, padding_too
         return False
     if torch.bfloat16 in (data.dtype, weight.dtype) and card.compute_capability < (8, 0):
         return False
+    # torch 2.9 and later go round a fault of cuDNN 9.8 to 9.14.
+    faulty = card.release >= (2, 9) and 90_800 <= cudnn_version(card.release) < 91_500
+    if faulty and data.element_size() == 2 and weight.dim() == 5 and math.prod(weight.shape[2:]) > 1:
+        return cudnn_format(data, weight) is not _CONTIGUOUS
     return data.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -82,6 +87,16 @@ def _padding_too_big(stride: Any, output_padding: Any) -> bool:
 
 def _as_many(values: Any, like: Any) -> list[int]:
     return list(values) * len(like) if len(values) == 1 else list(values)
+
+
+def _columns_bytes(data: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, transposed: bool) -> int:
+    """What torch's own kernels lay out one image in, to multiply matrices: each point of the kernel at each position.
+
+    Sources: native/cuda/ConvolutionMM2d.cu, NaiveDilatedConvolution.cu (all over three dimensions),
+    NaiveConvolutionTranspose2d.cu.
+    """
+    positions = math.prod((data if transposed else output).shape[2:])
+    return math.prod(weight.shape[1:]) * positions * data.element_size()
 
 
 def _take_workspace(
@@ -131,6 +146,8 @@ def convolution(launch: Launch) -> Any:
         with launch.scratch(*contiguous(weight4d, layout=layout)):
             if cudnn:
                 _take_workspace(launch, data4d, weight4d, result, result, layout)
+            elif not (depthwise or (result.shape[2:] == data4d.shape[2:] and math.prod(weight.shape[2:]) == 1)):
+                launch.transients(_columns_bytes(data4d, weight4d, result, transposed))
     launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
     return result.squeeze(2) if one_dimensional else result
 
@@ -156,6 +173,8 @@ def convolution_backward(launch: Launch) -> Any:
             grads = _cudnn_backward(launch, grad4d, data4d, weight4d, layout, mask)
         else:
             grads = _native_backward(launch, grad4d, data4d, weight4d, mask, weight_first=depthwise)
+            if not depthwise:
+                launch.transients(_columns_bytes(data4d, weight4d, grad4d, transposed))
     grad_bias = None
     if mask[2]:
         grad_bias = launch.new((weight.shape[0],) if bias_sizes is None else tuple(bias_sizes), grad.dtype)

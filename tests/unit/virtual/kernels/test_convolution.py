@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
+from memprof.virtual.card import Card
+from memprof.virtual.kernels.convolution import uses_cudnn
 
 MIB = 1 << 20
 
@@ -74,6 +78,52 @@ def test_without_cudnn_a_convolution_is_contiguous(gpu):
     with torch.backends.cudnn.flags(enabled=False):
         assert layer(torch.randn(2, 4, 10, 10, device="cuda")).is_contiguous()
     assert not any("workspace" in sentence for sentence in gpu.trace.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "padding", "dtype", "columns"),
+    [
+        # github.com/pytorch/pytorch/issues/136479, 95024 and 128947: "Tried to allocate 108.00", 108.21 and 161.37 GiB,
+        # by releases that had no cuDNN for tensors of 2^31 elements.
+        ((128, 128), (256, 256, 256), 1, torch.float16, 108.00),
+        ((64, 32), (362, 370, 251), 1, torch.float16, 108.21),
+        ((256, 64), (5, 1090, 1922), 0, torch.float32, 161.37),
+    ],
+)
+def test_torchs_own_kernels_lay_out_columns(gpu, channels, size, padding, dtype, columns):
+    data = torch.empty(1, channels[0], *size, device="cuda", dtype=dtype)
+    layer = nn.Conv3d(*channels, 3, padding=padding).cuda().to(dtype)
+    with torch.backends.cudnn.flags(enabled=False), torch.no_grad():
+        first = count(gpu)
+        layer(data)
+    assert [round(size / (1 << 30), 2) for size in made(gpu, first, hidden=True)] == [columns]
+
+
+def test_the_backward_of_torchs_own_kernels_lays_out_columns(gpu):
+    layer = nn.Conv2d(4, 8, 3, bias=False).cuda()
+    of_one_point = nn.Conv2d(4, 8, 1, bias=False).cuda()
+    data = torch.randn(2, 4, 10, 10, device="cuda", requires_grad=True)
+    with torch.backends.cudnn.flags(enabled=False):
+        result = layer(data)
+        first = count(gpu)
+        result.backward(torch.ones_like(result))
+        assert made(gpu, first, op="convolution_backward", hidden=True) == [4 * 4 * 9 * 8 * 8]
+        first = count(gpu)
+        result = of_one_point(data)  # has the columns already
+        assert made(gpu, first, hidden=True) == []
+        result.backward(torch.ones_like(result))
+    assert made(gpu, first, op="convolution_backward", hidden=True) == [4 * 4 * 10 * 10]
+
+
+@pytest.mark.parametrize(("release", "own"), [((2, 8), False), ((2, 9), True), ((2, 10), True), ((2, 11), False)])
+def test_conv3d_in_half_precision_goes_round_a_fault_of_cudnn(release, own):
+    card = dataclasses.replace(Card.of(find_gpu("rtx-4090")), release=release)
+    data, weight = (torch.empty(2, 4, 8, 8, 8, dtype=torch.float16, device="meta") for _ in range(2))
+    assert uses_cudnn(card, data, weight, False) is not own
+    last = data.to(memory_format=torch.channels_last_3d)
+    assert uses_cudnn(card, last, weight, False)
+    assert uses_cudnn(card, data.float(), weight.float(), False)
+    assert uses_cudnn(card, data, weight[:, :, :1, :1, :1], False)
 
 
 def test_gradients_are_in_the_layout_of_the_convolution(gpu):
