@@ -192,3 +192,12 @@ def test_the_peak_has_bounds(gpu):
     )
     trace.workspaces.clear()
     assert Workspaces.of(trace, [1], 0) is None
+
+
+def test_another_card_has_its_own():
+    with VirtualGpu(find_gpu("rtx-3090"), cards=2) as gpu:
+        layer = torch.nn.Conv2d(8, 8, 3, bias=False).to("cuda:1").half()
+        layer(torch.randn(2, 8, 64, 64, device="cuda:1", dtype=HALF))
+    (call,) = gpu.trace.workspaces
+    assert call.device == gpu.trace.storages[gpu.trace.events[call.event].ref].device == "cuda:1"
+    assert Workspaces.of(gpu.trace, [0] * len(gpu.trace.events), 0) is None
