@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from memprof.errors import UsageError
 from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.files import Form, write_whole
-from memprof.trace.plain import fields_from_plain
+from memprof.trace.plain import fields_from_plain, rows_from_plain
 
 SCHEMA = 3
 """The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION; a capture is written as
@@ -27,6 +28,7 @@ _FORMAT = "memprof capture"
 CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
 _LONG = ("events", "storages", "owners", "work", "times")
 """As long as the run: read row by row, without a look at each value's type."""
+_DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
 
@@ -68,14 +70,14 @@ def load_trace(path: Path) -> Trace:
     """
     try:
         with gzip.open(path, "rb") as file:
-            document = json.loads(file.read())
+            document = json.loads(file.read(), parse_constant=_no_number)
     except FileNotFoundError:
         raise UsageError(
             "no such file", value=path, hint="give a capture that `memprof profile --save` wrote"
         ) from None
     except (EOFError, zlib.error) as error:
         raise UsageError("the capture is truncated or damaged", value=path, hint="record it again") from error
-    except (gzip.BadGzipFile, ValueError) as error:
+    except (gzip.BadGzipFile, ValueError, RecursionError) as error:
         raise UsageError("not a memprof capture", value=path, hint=_WRITTEN) from error
     except OSError as error:
         raise UsageError(
@@ -92,8 +94,22 @@ def load_trace(path: Path) -> Trace:
         )
     try:
         return _trace(document)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of a capture")
+
+
+class _Owned(NamedTuple):
+    storage: int
+    role: str
+    name: str
+
+
+class _Time(NamedTuple):
+    time: int
 
 
 def _trace(document: dict[str, Any]) -> Trace:
@@ -103,10 +119,10 @@ def _trace(document: dict[str, Any]) -> Trace:
         # Captures of earlier releases lack some.
         **fields_from_plain(Trace, {name: value for name, value in document.items() if name not in _LONG}),
         events=[Event(kinds[kind], ref) for kind, ref in zip(columns["kind"], columns["ref"], strict=True)],
-        storages=[Storage(row[0], tuple(row[1]), *row[2:]) for row in document["storages"]],
-        owners={index: Owner(Role(role), name) for index, role, name in document["owners"]},
-        work=[Work(*row) for row in document.get("work", ())],
-        times=document.get("times", []),
+        storages=rows_from_plain(Storage, document["storages"]),
+        owners={row.storage: Owner(Role(row.role), row.name) for row in rows_from_plain(_Owned, document["owners"])},
+        work=rows_from_plain(Work, document.get("work", [])),
+        times=[row.time for row in rows_from_plain(_Time, [[time] for time in document.get("times", [])])],
     )
     _check(trace)
     return trace
@@ -123,11 +139,22 @@ def _check(trace: Trace) -> None:
         EventKind.EMPTY_CACHE: 1,
         EventKind.STREAM: 1 << 63,
     }
-    for event in trace.events:
-        if not 0 <= event.ref < sizes[event.kind]:
-            raise ValueError(f"an event points to {event.kind.name} {event.ref}")
-    if any(not 0 <= index < len(trace.storages) for index in trace.refused):
-        raise ValueError("a refused request points outside the table")
+    fresh, live = set(range(len(trace.storages))), set()
+    for kind, ref in trace.events:
+        if not (isinstance(ref, int) and 0 <= ref < sizes[kind]):
+            raise ValueError(f"an event points to {kind.name} {ref!r}")
+        if kind is EventKind.ALLOC:
+            fresh.remove(ref)
+            live.add(ref)
+        elif kind is EventKind.FREE:
+            live.remove(ref)
+    if fresh:
+        raise ValueError(f"storage {fresh.pop()} is never allocated")
+    for device in (trace.device, *trace.cards):
+        if not _DEVICE.fullmatch(device):
+            raise ValueError(f"{device!r} is no device")
+    if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners)):
+        raise ValueError("a refused request or an owner points outside the table")
     if trace.times and len(trace.times) != len(trace.events):
         raise ValueError("there is not one time for each event")
     for work in trace.work:
@@ -145,10 +172,12 @@ def _check(trace: Trace) -> None:
     ):
         raise ValueError("a forward or a holder points outside its tables")
     for storage in trace.storages:
+        if storage.num_bytes < 0 or min(storage.shape, default=0) < 0:
+            raise ValueError("a storage has a negative size")
         if not (
-            storage.op < len(trace.ops)
+            0 <= storage.op < len(trace.ops)
             and storage.module < len(trace.modules)
             and storage.source < len(trace.sources)
-            and storage.phase < len(trace.phases)
+            and 0 <= storage.phase < len(trace.phases)
         ):
             raise ValueError("a storage points outside its tables")

@@ -9,11 +9,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+_MOST = 1 << 63
+"""Whole numbers are below: more than any card's bytes, and what converts to a float."""
 
 
 def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
@@ -94,6 +98,8 @@ def from_plain(kind: Any, value: Any) -> Any:
         return kind(value)
     if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{value!r} is not of type {kind.__name__}")
+    if type(value) is int and not -_MOST <= value < _MOST:
+        raise ValueError("a number is out of range")
     return value
 
 
@@ -118,6 +124,37 @@ def _instance(kind: type[T], values: Any) -> T:
         return kind(**given)
     except TypeError as error:  # a field without a default is missing
         raise ValueError(str(error)) from None
+
+
+def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
+    """A long table: rows of a NamedTuple, whose values are looked at a column at a time. Lists become tuples.
+
+    Raises:
+        ValueError: a value is not of its column's type, a whole number beyond 64 bits, or a row has not as many.
+    """
+    if not isinstance(rows, list) or any(type(row) is not list for row in rows):
+        raise ValueError(f"the table of {kind.__name__} is none")
+    columns: list[Any] = []
+    for hint, column in zip(_row_types(kind), zip(*rows, strict=True), strict=False):
+        is_list = typing.get_origin(hint) is tuple
+        _check_column(typing.get_args(hint)[0] if is_list else hint, itertools.chain(*column) if is_list else column)
+        columns.append(map(tuple, column) if is_list else column)
+    if columns and len(rows[0]) > len(columns):
+        raise ValueError(f"a row of {kind.__name__} has {len(rows[0])} values")
+    return list(itertools.starmap(kind, zip(*columns, strict=True)))
+
+
+def _check_column(kind: Any, values: Iterable[Any]) -> None:
+    found: set[type] = set()
+    least = most = 0
+    for value in values:
+        found.add(type(value))
+        if type(value) is int and not least <= value <= most:
+            least, most = min(least, value), max(most, value)
+    if not found <= ({int, float} if kind is float else {kind}):
+        raise ValueError(f"a value is not of type {kind.__name__}")
+    if least < -1 or most >= _MOST:
+        raise ValueError("a number is out of range")
 
 
 @functools.cache
