@@ -52,6 +52,7 @@ class Shadow:
     ):
         """What is there, or what makes it when it is read (None then: it is not known after all)."""
         self.num_bytes = num_bytes
+        """That count as held."""
         self._flat = flat
         self._make = make
         self.is_awaited = False

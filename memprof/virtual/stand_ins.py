@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,20 +14,28 @@ CHOICES = (
     "Choices by values that are not known (topk, argmax, sort, multinomial) are spread evenly. "
     "A chosen token is not one that ends a text: generation goes on to its longest length."
 )
-MOST_SPREAD = 4096
-"""Single choices among more than this many are tokens of a vocabulary, not experts: the same one each time.
-
-Published mixtures have up to 512 experts; the smallest vocabularies of language models in use have some 30,000 tokens.
-"""
+MOST_EXPERTS = 512
+"""Choices among more than this many, and fewer than there are to choose from, are tokens of a vocabulary: which one it
+is, is not known, so that it is equal to none that the program names. Published mixtures have up to so many experts."""
 _GOLDEN = 0.6180339887
 """Where choices begin that are fewer than what they are made among. Tokens that end or pad a text are the first or the
 last of a vocabulary, in published tokenizers, so that this part of it has none of them."""
 
 
-def choices(overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> torch.Tensor | None:
+class Choice(NamedTuple):
+    """What stands for indices that were chosen by unknown values."""
+
+    indices: torch.Tensor
+    tokens: range
+    """The numbers that may be any other: those of tokens; else empty."""
+
+
+def choices(
+    overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], avoided: Collection[int]
+) -> Choice | None:
     """Indices for the last of `outputs`, if `overload` chooses along a dimension; else None.
 
-    Each is chosen equally often over all rows, and within one row none twice.
+    Each is chosen equally often over all rows, and within one row none twice; none of `avoided` where the rows are few.
     """
     at = _DIM_AT.get(overload.overloadpacket)
     if at is None or (overload.overloadpacket in _TWO_FORMS and len(outputs) != 2):
@@ -40,16 +49,16 @@ def choices(overload: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) 
     else:
         dim %= data.dim()
         available, rows = max(1, data.shape[dim]), made
-    single = made.dim() != data.dim() or made.shape[dim] == 1
-    if single and available > MOST_SPREAD:
-        return torch.full(made.shape, int(_GOLDEN * available), dtype=made.dtype)
-    numbers = torch.arange(made.numel())
-    if made.numel() < available:
-        numbers += int(_GOLDEN * available)
-    numbers = (numbers % available).to(made.dtype)
-    if single:
-        return numbers.reshape(made.shape)
-    return numbers.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(made.shape)
+    count = made.numel()
+    last = max(0, available - count)
+    first = min(int(_GOLDEN * available), last)
+    free = (at for at in chain(range(first, last + 1), range(first)) if not any(at <= i < at + count for i in avoided))
+    first = next(free, first)
+    tokens = range(first, first + count) if available > max(MOST_EXPERTS, count) else range(0)
+    numbers = (torch.arange(count) + first).remainder(available).to(made.dtype)
+    if made.dim() != data.dim() or made.shape[dim] == 1:
+        return Choice(numbers.reshape(made.shape), tokens)
+    return Choice(numbers.reshape(rows.movedim(dim, -1).shape).movedim(-1, dim).reshape(made.shape), tokens)
 
 
 _DIM_AT: dict[Any, tuple[int, int | None]] = {
@@ -136,6 +145,11 @@ LINEAR = frozenset(
         ),
         *(_aten.arange, _aten.linspace, _aten.eye, _aten.randperm, _aten.randint, _aten.tril_indices),
         *(_aten.triu_indices, _aten._unique2, _aten.unique_consecutive, _aten.bincount, _aten.diagonal_copy),
+        *(_aten._softmax, _aten._log_softmax, _aten.mean, _aten.prod, _aten.cumprod, _aten.logsumexp, _aten.var),
+        *(_aten.linalg_vector_norm, _aten.avg_pool2d, _aten.max_pool2d_with_indices, _aten.upsample_nearest2d),
+        *(_aten.upsample_bilinear2d, _aten._adaptive_avg_pool2d),
     }
 )
 """Beside the operators on single elements, those whose work is about one visit of each."""
+PRODUCTS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm})
+"""Operators whose last input is a matrix, or several: for each of its rows they visit their output once."""

@@ -9,7 +9,7 @@ floating-point data is unknown, and reads of it follow a fixed policy, stated in
 * a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a condition False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;
 * indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: each is chosen equally often, and a
-  chosen token is none that ends a text (stand_ins.py);
+  chosen token is equal to none that the program names, so that none ends a text (stand_ins.py);
 * an unknown mask keeps every element wherever it selects or is counted, and as an array it is true everywhere, which
   bounds the memory from above.
 """
@@ -35,8 +35,6 @@ MAX_SHADOW_BYTES = 1 << 31
 """... and this much together."""
 MAX_WORK = 1 << 33
 """Elements visited in computing large tensors over a run (some ten seconds of one core)."""
-MAX_BYTE_ELEMENTS = 1 << 20
-"""Integers of 8 bits up to this size: what is larger is images or quantized weights, whose values decide nothing."""
 
 SMALL_INTEGER_ELEMENTS = 1 << 20
 SMALL_FLOAT_ELEMENTS = 1 << 12
@@ -59,6 +57,10 @@ class Values:
         """The value of every element."""
         self._shares: dict[int, float] = {}
         """Of masks too large to compute: the part that is true, spread evenly."""
+        self._tokens: dict[int, range] = {}
+        """Of tensors with chosen tokens in them: the numbers that stand for those."""
+        self.ends: set[int] = set()
+        """Tokens that end or pad a text, as far as the program has said so."""
         self._held_bytes = 0
         self._work = 0
         self.assume = assume
@@ -73,6 +75,7 @@ class Values:
             self._held_bytes -= shadow.num_bytes
         self._uniform.pop(address, None)
         self._shares.pop(address, None)
+        self._tokens.pop(address, None)
 
     def knows(self, address: int) -> bool:
         """Whether something is known of the storage at `address`."""
@@ -86,7 +89,11 @@ class Values:
                 return None
             self._spell_out(storage)
         shadow = self._shadows.get(storage._cdata)
-        return None if shadow is None else shadow.flat()
+        flat = None if shadow is None else shadow.flat()
+        if shadow is not None and flat is not None and not shadow.num_bytes:
+            shadow.num_bytes = storage.nbytes()  # now that it is made
+            self._held_bytes += shadow.num_bytes
+        return flat
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
@@ -143,7 +150,7 @@ class Values:
         make: Callable[[], torch.Tensor | None] | None = None,
     ) -> Shadow:
         self.drop(storage._cdata)
-        shadow = self._shadows[storage._cdata] = Shadow(storage.nbytes(), flat, make)
+        shadow = self._shadows[storage._cdata] = Shadow(0 if make else storage.nbytes(), flat, make)
         self._held_bytes += shadow.num_bytes
         return shadow
 
@@ -153,14 +160,15 @@ class Values:
         flat = _untouched(storage.nbytes() // value.element_size(), value.dtype)
         if value != 0:
             flat.fill_(value)
+        tokens = self._tokens.get(storage._cdata)
         self._keep(storage, flat)
+        if tokens:
+            self._tokens[storage._cdata] = tokens
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of this dtype and size is worth keeping, and there is room for it."""
         if is_small(tensor):
             return True
-        if tensor.dtype in (torch.int8, torch.uint8) and tensor.numel() > MAX_BYTE_ELEMENTS:
-            return False
         num_bytes = tensor.untyped_storage().nbytes()
         return num_bytes <= MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= MAX_SHADOW_BYTES
 
@@ -186,19 +194,37 @@ class Values:
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         try:
-            args, kwargs = self._known((args, kwargs))
+            known, kwargs = self._known((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
-                return self._draw(func, args, kwargs)
-            return func(*args, **kwargs)
+                return self._draw(func, known, kwargs)
+            result = func(*known, **kwargs)
+            if self._tokens and func.overloadpacket in _NAMES:
+                return self._unlike(func, args, known, result)
+            return result
         except (LookupError, RuntimeError, NotImplementedError):
             # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.
             return None
+
+    def tokens_in(self, value: Any) -> range:
+        """The numbers in `value`, one tensor or several, that stand for chosen tokens; none for most."""
+        found = [self._tokens.get(t.untyped_storage()._cdata) for t in tensors_of(value) if t.is_meta]
+        ranges = [tokens for tokens in found if tokens]
+        return range(min(r.start for r in ranges), max(r.stop for r in ranges)) if ranges else range(0)
+
+    def _unlike(self, func: Any, args: Any, known: Any, result: Any) -> Any:
+        """What comparing gave, but that a chosen token is equal to none that the program names."""
+        left, right = (self.tokens_in([arg]) for arg in args[:2])
+        if bool(left) == bool(right):
+            return result
+        number, chosen = torch.as_tensor(known[0]), left or right
+        unknown = (number >= chosen.start) & (number < chosen.stop)
+        return result | unknown if func.overloadpacket is _aten.ne else result & ~unknown
 
     def _affords(self, func: Any, tensors: list[torch.Tensor]) -> bool:
         """Whether the work is little, or linear and within what is left for the run."""
         if all(is_small(tensor) for tensor in tensors):
             return True
-        work = max(tensor.numel() for tensor in tensors)
+        work = _work(func, tensors)
         moderate = work <= MODERATE_ELEMENTS and all(is_small(t) or _is_integer(t) for t in tensors)
         return (moderate or _is_linear(func)) and self._pay(work)
 
@@ -254,12 +280,14 @@ class Values:
         return value
 
     def _put_off(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> bool:
-        """Compute large floating-point `output` when something reads it: most, such as positions, decide nothing."""
+        """Compute a large `output` of floats or bytes when something reads it: most, such as positions, images and
+        quantized weights, decide nothing."""
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if is_small(output) or _is_integer(output) or drawn or not _is_linear(func) or not self.wants(output):
+        decides = _is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
+        if is_small(output) or decides or drawn or not _is_linear(func) or not self.wants(output):
             return False
         given: list[Shadow] = []
-        work = max(tensor.numel() for tensor in [*tensors_of([*args, *kwargs.values()]), output])
+        work = _work(func, [*tensors_of([*args, *kwargs.values()]), output])
         try:
             args, kwargs = self._later((args, kwargs), given)
         except LookupError:
@@ -294,6 +322,20 @@ class Values:
 
     def learn(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
+        self._learn(func, args, kwargs, outputs)
+        self._hand_on(func, args, kwargs, outputs)
+
+    def _hand_on(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
+        """Integers made of chosen tokens have such among them."""
+        if not self._tokens:
+            return
+        given = args[1:] if func.overloadpacket in stand_ins.UNIFORM else args
+        tokens = self.tokens_in([*given, *kwargs.values()])
+        for tensor in made if tokens else ():
+            if _is_integer(tensor) and tensor.dtype is not torch.bool:
+                self._tokens[tensor.untyped_storage()._cdata] = tokens
+
+    def _learn(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         packet = func.overloadpacket
         if packet in stand_ins.UNIFORM:
             value = stand_ins.UNIFORM[packet](args, kwargs)
@@ -378,10 +420,12 @@ class Values:
                 self._shares[outputs[-1].untyped_storage()._cdata] = share
             return
         if self.get(args[0]) is None and self.wants(outputs[-1]):
-            chosen = stand_ins.choices(func, args, kwargs, outputs)
+            chosen = stand_ins.choices(func, args, kwargs, outputs, self.ends)
             if chosen is not None:
                 self.assume(stand_ins.CHOICES)
-                self.set(outputs[-1], chosen)
+                self.set(outputs[-1], chosen.indices)
+                if chosen.tokens:
+                    self._tokens[outputs[-1].untyped_storage()._cdata] = chosen.tokens
 
     def _share(self, tensor: torch.Tensor) -> float | None:
         """The part of a mask's elements that is true, where not more is known; None if this is no such mask."""
@@ -391,8 +435,11 @@ class Values:
 
     def write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         """`func` changes `target` in place: follow it, or forget what `target` holds."""
-        if not target.numel():  # nothing changes
-            return
+        if target.numel():  # else nothing changes
+            self._write(func, args, kwargs, target)
+            self._hand_on(func, args, kwargs, [target])
+
+    def _write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         address, packet = target.untyped_storage()._cdata, func.overloadpacket
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         others = [*args[1:], *kwargs.values()]
@@ -458,6 +505,10 @@ class Values:
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
 
 
+_NAMES = frozenset({_aten.eq, _aten.ne, _aten.isin, _aten.equal})
+"""Operators by which a program asks whether a token is one that it names."""
+
+
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is computed without a second thought."""
     return tensor.numel() <= (SMALL_INTEGER_ELEMENTS if _is_integer(tensor) else SMALL_FLOAT_ELEMENTS)
@@ -468,8 +519,15 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 
 
 def _is_linear(func: Any) -> bool:
-    """Whether the work grows with the number of elements."""
-    return torch.Tag.pointwise in func.tags or func.overloadpacket in stand_ins.LINEAR
+    """Whether the work grows with the number of elements, or is known to be that of a product."""
+    packet = func.overloadpacket
+    return torch.Tag.pointwise in func.tags or packet in stand_ins.LINEAR or packet in stand_ins.PRODUCTS
+
+
+def _work(func: Any, tensors: list[torch.Tensor]) -> int:
+    """Elements visited by `func`, of its inputs and output in order."""
+    each = tensors[-2].shape[-2] if func.overloadpacket in stand_ins.PRODUCTS else 1
+    return each * max(tensor.numel() for tensor in tensors)
 
 
 def _untouched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:

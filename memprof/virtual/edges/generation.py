@@ -2,10 +2,12 @@
 
 Beam search ends as soon as no open beam can better a finished one. Of unknown scores that would be read as no
 (values.py), after the first token; here it goes on to the longest text that was asked for, which takes the most memory.
+And the tokens that end or pad a text are noted, so that none of them is chosen.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.virtual.values import Values
 
+_PREPARES = "_prepare_special_tokens"
 _NAME = "_beam_search_has_unfinished_sequences"
 _STOPPED = "next_token_hits_stopping_criteria"
 
@@ -28,6 +31,16 @@ def patches(values: Values, assume: Callable[[str], None]) -> Iterator[tuple[Any
         assume: told what is assumed.
     """
     mixin = sys.modules["transformers.generation.utils"].GenerationMixin
+    prepare = getattr(mixin, _PREPARES, None)
+    if prepare is not None:
+
+        @functools.wraps(prepare)
+        def prepared(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+            for ends in (generation_config.eos_token_id, generation_config.pad_token_id):
+                values.ends.update(ends if isinstance(ends, (list, tuple)) else [] if ends is None else [int(ends)])
+            return prepare(self, generation_config, *args, **kwargs)
+
+        yield mixin, _PREPARES, prepared
     original = getattr(mixin, _NAME, None)
     if original is None or _STOPPED not in inspect.signature(original).parameters:  # releases differ
         return

@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 def equal(launch: Launch) -> Any:
     """Read by the host; false where the values are not known."""
     known = launch.values.compute(launch.func, launch.args, launch.kwargs)
-    return False if known is None else known
+    return known is not None and bool(torch.as_tensor(known).all())
 
 
 @kernel(_aten.allclose, on_host=True)

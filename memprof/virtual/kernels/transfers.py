@@ -55,10 +55,11 @@ def to_copy(launch: Launch) -> Any:
         return result
     large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
     # What is not known of several elements stays so (`scores.cpu() < 0.5` is a mask like any other), but for gradients
-    # of small host tensors, which are real.
+    # of small host tensors, which are real; and so does which token was chosen.
     several = source.numel() > 1 and torch._C._current_graph_task_id() == -1
     unknown = launch.values.get(source) is None
-    if (unknown and (large or several)) or (large and launch.values.is_uniform(source)):
+    virtual = (unknown and (large or several)) or (large and launch.values.is_uniform(source))
+    if virtual or launch.values.tokens_in([source]):
         result = torch.empty_like(source, dtype=dtype)
         launch.record(result, device=HOST)
         launch.values.learn(launch.func, launch.args, launch.kwargs, [result])

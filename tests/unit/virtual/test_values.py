@@ -365,17 +365,45 @@ CHOSEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "every position": lambda scores: scores[:, None].expand(-1, 99, -1).argmax(-1)[:, -1],
 }
 VOCABULARY = 50_257
+CHOICE = int(0.6180339887 * VOCABULARY)
+"""What is chosen first."""
 
 
-@pytest.mark.parametrize("end", [0, 1, 2, VOCABULARY // 2, VOCABULARY - 1])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("end", [0, VOCABULARY // 2, CHOICE, CHOICE + 3])
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_chosen_token_ends_no_text(gpu: VirtualGpu, name: str, end: int) -> None:
-    chosen = CHOSEN[name](torch.randn(4, VOCABULARY, device="cuda"))
+def test_a_chosen_token_ends_no_text(gpu: VirtualGpu, name: str, end: int, device: str) -> None:
+    chosen = CHOSEN[name](torch.randn(4, VOCABULARY, device="cuda")).to(device)
     done = chosen == end
-    assert not done.any() and not done.all() and not torch.isin(chosen, torch.tensor([end, 3], device="cuda")).any()
+    assert not done.any() and not done.all() and not torch.isin(chosen, torch.tensor([end, 3], device=device)).any()
     assert (chosen != end).all() and (~done).any() and (1 - done.long()).max() == 1
-    assert chosen[0].item() != end and end not in chosen.tolist() and end not in chosen.cpu().numpy()
+    assert not torch.isin(end, chosen) and not torch.equal(chosen, torch.full_like(chosen, end))
     assert any("ends a text" in sentence for sentence in gpu.trace.assumptions)
+    if end < CHOICE:  # as numbers of Python they are tokens like any other
+        assert chosen[0].item() != end and end not in chosen.tolist() and end not in chosen.cpu().numpy()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_loop_of_its_own_ends_by_length(gpu: VirtualGpu, rows: int, device: str) -> None:
+    text, made = torch.zeros(rows, 3, dtype=torch.long, device=device), 0
+    while made < 9:
+        token = torch.randn(rows, 1000, device="cuda").argmax(-1).to(device)
+        text = torch.cat([text, token[:, None]], dim=1)
+        if (token == 618).all() or token[0] == 618 or torch.isin(text[:, -1], torch.tensor([618, 2]).to(device)).any():
+            break
+        made += 1
+    assert text.shape == (rows, 12)
+
+
+def test_what_is_no_choice_is_compared_as_it_is(gpu: VirtualGpu) -> None:
+    text = torch.full((2, 8), CHOICE, device="cuda")
+    chosen = torch.randn(2, VOCABULARY, device="cuda").argmax(-1)
+    assert (text == CHOICE).all() and (chosen == chosen.clone()).all()
+    buffer = torch.zeros(2, 8, dtype=torch.long, device="cuda")
+    buffer[:, 3] = chosen
+    assert (buffer == 0).sum() == 14 and not (buffer == CHOICE).any()
+    assert len(set(torch.randn(600, 512, device="cuda").argmax(-1).tolist())) == 512
 
 
 def test_choices_along_any_dimension(gpu: VirtualGpu) -> None:
@@ -423,6 +451,55 @@ DETERMINED: dict[str, tuple[Callable[[str], torch.Tensor], int]] = {
 def test_masks_are_computed_whatever_their_size(gpu: VirtualGpu, name: str, device: str) -> None:
     make, number = DETERMINED[name]
     assert len(make(device)) == number
+
+
+def filled(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    made = torch.zeros(size, dtype=dtype, device=device)
+    made[torch.arange(100, device=device)] = 1
+    return made
+
+
+def square(size: int) -> int:
+    """The side of a square with about so many elements."""
+    return round(size**0.5)
+
+
+SIZES: dict[str, Callable[[int, str], float]] = {
+    "floats": lambda n, d: len((filled(n, torch.float32, d) > 0.5).nonzero()) / 100,
+    "bytes": lambda n, d: len(filled(n, torch.uint8, d).nonzero()) / 100,
+    "bytes of the host": lambda n, d: len((filled(n, torch.uint8, "cpu").to(d) == 1).nonzero()) / 100,
+    "integers": lambda n, d: len(filled(n, torch.int64, d).nonzero()) / 100,
+    "masks": lambda n, d: len(filled(n, torch.bool, d).nonzero()) / 100,
+    "positions": lambda n, d: len((torch.arange(n, device=d) / n < 0.5).nonzero()) * 2 / n,
+    "product": lambda n, d: 1 + len((torch.ones(n // 4, 4, device=d) @ torch.eye(4, device=d) > 2).nonzero()),
+    "softmax": lambda n, d: 1 + len((torch.zeros(n, device=d).softmax(0) > 0.5).nonzero()),
+    "mean": lambda n, d: 1 + int((torch.arange(n, device=d).float().mean() > n).sum()),
+    "pooling": lambda n, d: int(
+        (torch.nn.functional.max_pool2d(filled(square(n) ** 2, torch.float32, d).view(1, square(n), -1), 2) > 0).sum()
+    ),
+    "routing": lambda n, d: (
+        len(torch.nn.functional.one_hot(torch.randn(n // 32, 16, device="cuda").topk(2)[1].to(d), 16)[..., 3].nonzero())
+        * 256
+        / n
+    ),
+    "choices": lambda n, d: int((torch.randn(n // 2, 16, device="cuda").topk(2)[1].to(d) == 3).sum()) * 8 / n,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("limit", [1 << 12, 1 << 18, 1 << 20, 1 << 21])
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_jumps_at_a_limit(monkeypatch: Any, gpu: VirtualGpu, name: str, limit: int, device: str) -> None:
+    """From a few elements less to a few more than what is small, moderate, or real on the host."""
+    monkeypatch.setattr(values, "MODERATE_ELEMENTS", 1 << 21)
+    below, at, above = (SIZES[name](limit + more, device) for more in (-64, 0, 64))
+    assert at == pytest.approx(below, rel=0.2) and above == pytest.approx(at, rel=0.2)
+
+
+def test_what_is_put_off_takes_no_room(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_SHADOW_BYTES", 1 << 25)
+    positions = [torch.arange(1 << 20, device="cuda").float() / 3 for _ in range(9)]
+    assert len((positions[8] < 1).nonzero()) == 3 and len(planted("cuda").nonzero()) == 1000
 
 
 @pytest.mark.parametrize("num_elements", [1 << 13, 1 << 25])

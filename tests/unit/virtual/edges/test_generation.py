@@ -27,7 +27,7 @@ def test_beam_search_goes_on_to_the_longest_text():
     assert vars(transformers.GenerationMixin)["_beam_search_has_unfinished_sequences"] is original
 
 
-@pytest.mark.parametrize("end", [0, 1, 2, 25, 49, [0, 2]])
+@pytest.mark.parametrize("end", [0, 1, 30, 49, [0, 2], [30, 31, 32, 33]])
 @pytest.mark.parametrize(
     "how",
     [
