@@ -359,7 +359,7 @@ class DeviceMode(TorchFunctionMode):
         made = self._on(
             wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs}
         )
-        if self._recording.cards.several and made.grad_fn is not None and is_card(believed) and is_card(wanted):
+        if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
             made.grad_fn.register_hook(self._sending_back(believed))
         return made
 
@@ -367,7 +367,7 @@ class DeviceMode(TorchFunctionMode):
         return self._to(tensor, "cuda" if device is None else device, **kwargs)
 
     def _sending_back(self, device: str) -> Callable[..., Any]:
-        """A hook on a copy between cards: the gradient goes to the card that the copied tensor is on. C++ compares the
+        """A hook on a copy from one device to another: the gradient goes where the copied tensor is. C++ compares the
         devices that it knows of, which are both meta."""
 
         def send(inputs: Any, outputs: Any) -> Any:

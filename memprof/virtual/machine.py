@@ -28,6 +28,7 @@ from memprof.watch.wrappers import parts_of_sparse, unwrapped
 _forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
 _NONE_HELD = contextlib.nullcontext()
+_sequence_number = torch._C._autograd._get_sequence_nr
 
 
 class Machine(TorchDispatchMode):
@@ -50,6 +51,8 @@ class Machine(TorchDispatchMode):
         self.kept: dict[str, torch.Tensor] = {}
         """What a library makes once and keeps for good."""
         self.accumulation = Accumulation()
+        self._node_cards: dict[int, str] = {}
+        """Number of an autograd node -> the card that it was made on, if that is another than the first."""
         self.empty: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
         """Storages without bytes that are genuinely on the meta device, or on another card than the first."""
         self._host: set[int] = set()
@@ -88,6 +91,16 @@ class Machine(TorchDispatchMode):
         """Whether `tensor` stands for one that has data in a real run."""
         with _NoTorchFunction():
             return tensor.is_meta and self.device_of(tensor) != "meta"
+
+    def note_node(self, card: str) -> None:
+        """What runs now, on this of several cards, has an autograd node as a rule."""
+        if card != GPU and is_card(card):
+            self._node_cards[_sequence_number() - 1] = card
+
+    def card_of_node(self) -> str:
+        """Where C++ makes a tensor of no other: in a backward pass on the card of the node, else on the current one."""
+        node = torch._C._current_autograd_node()
+        return self.cards.named() if node is None else self._node_cards.get(node._sequence_nr(), GPU)
 
     def forget(self, address: int) -> None:
         """The storage at `address` died."""

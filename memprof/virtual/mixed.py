@@ -142,9 +142,10 @@ def settle_card(machine: Machine, operator: Operator, call: Call, place: Place) 
     on = list(filter(is_card, devices))
     if not on:
         asked = machine.factory_device
-        call.card = asked if asked is not None and is_card(asked) else machine.cards.named()
+        call.card = asked if asked is not None and is_card(asked) else machine.card_of_node()
         return
     call.card = on[0]
+    machine.note_node(on[0])
     # Lists of tensors are gone through one by one where they are on several cards (native/ForeachUtils.h).
     if len(set(on)) > 1 and operator.packet not in MIXES_CARDS and not operator.name.startswith("aten._foreach_"):
         machine.note_mixed(operator.name, call.tensors, place)

@@ -98,6 +98,8 @@ class RecordingMode(Machine):
                 with self:
                     return operator.expansion(*args, **(kwargs or {}))
             if operator.kind is Kind.VIEW and operator.handler is None and not args[0].is_quantized:
+                if self.cards.several:
+                    self.note_node(self.device_of(args[0]))
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
                 return result
@@ -199,11 +201,13 @@ class RecordingMode(Machine):
             call.key.append(arg.__class__)
             call.key.append(arg)
 
-    def _device_of_caller(self) -> str:
+    def _device_of_caller(self, call: Call) -> str:
         """Of what a C++ function makes inside, from the options of a tensor that it was given: that tensor's."""
+        if self.cards.several and in_backward():
+            return call.card
         devices = [self.device_of(tensor) for tensor in tensors_of(list(self.calling)) if tensor.is_meta]
         on_cards = [device for device in devices if is_card(device)]
-        return on_cards[0] if on_cards else HOST if HOST in devices else self.cards.named()
+        return on_cards[0] if on_cards else HOST if HOST in devices else call.card
 
     def _target_device(self, call: Call) -> str | None:
         """Where new storages of this call live: a card, HOST, "real" on the CPU, or None for a genuine meta tensor."""
@@ -212,7 +216,7 @@ class RecordingMode(Machine):
             if device.type != "meta":
                 return "real"
             # The program asked for the GPU, or (a factory inside a C++ operator) inherits it from a device tensor.
-            wanted = self.factory_device or call.device or self._device_of_caller()
+            wanted = self.factory_device or call.device or self._device_of_caller(call)
             return None if wanted == "meta" else wanted
         if call.tensors:
             if call.on_gpu:

@@ -221,3 +221,33 @@ def test_tensors_are_saved_and_copied_where_they_are(tmp_path):
         torch.save(x, tmp_path / "x.pt")
         assert torch.load(tmp_path / "x.pt").device == x.device
         assert torch.load(tmp_path / "x.pt", map_location="cuda:0").get_device() == 0
+
+
+def test_what_a_backward_pass_makes_of_nothing_is_on_its_card():
+    """Zeros for a gradient that nobody gave, and for the parts of a tensor that were not used."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, first, second):
+            return first * 2, second * 2
+
+        @staticmethod
+        def backward(ctx, first, second):
+            return first * 2, second * 2
+
+    with cards(2):
+        x, y = (megabytes(2, "cuda:1", requires_grad=True) for _ in range(2))
+        Twice.apply(x, y)[0].sum().backward()
+        x.unbind(0)[1].sum().backward()
+        assert x.grad.get_device() == y.grad.get_device() == 1
+
+
+def test_the_gradient_of_a_host_tensor_goes_back_to_the_host():
+    """Of a large one as well, which is virtual like those on the card."""
+    with cards(1):
+        x = torch.randn(1024, 1024, requires_grad=True)
+        x.cuda().sum().backward()
+        assert x.grad.device.type == "cpu" and torch.cuda.memory_allocated() == 0
+        y = megabytes(2, "cuda", requires_grad=True)
+        y.cpu().sum().backward()
+        assert y.grad.is_cuda
