@@ -34,11 +34,12 @@ class ProfiledGpu:
     recognised as they happen. Afterwards, also when the block raised, `report()` and `trace` say what happened.
     """
 
-    def __init__(self, gpu: Gpu, settings: Settings | None = None) -> None:
+    def __init__(self, gpu: Gpu, settings: Settings | None = None, gpus: int = 1) -> None:
         self._gpu = gpu
         self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
         self._virtual = VirtualGpu(
             gpu,
+            cards=gpus,
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
@@ -53,7 +54,7 @@ class ProfiledGpu:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that tensors hold on the card now (inside the block)."""
+        """Bytes that tensors hold on the card now, or on all cards (inside the block)."""
         return self._virtual.recorder.live_bytes
 
     @property
@@ -63,15 +64,16 @@ class ProfiledGpu:
         trace.facts = Facts(command="virtual_gpu", device=device_facts(self._gpu), allocator=self._settings.now.facts)
         return trace
 
-    def report(self, limit_bytes: int | None = None) -> Document:
+    def report(self, limit_bytes: int | None = None, *, card: int | None = None) -> Document:
         """The report so far; `print` shows it, `.to_json()` is a dictionary.
 
         Args:
             limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
+            card: of several, the number of the one that is shown in full; None: the fullest.
 
         Raises:
             EmptyTraceError: nothing was allocated on the card.
-            UsageError: no card can be held to `limit_bytes`.
+            UsageError: no card can be held to `limit_bytes`, or there is no such card.
         """
         self.check_limit(limit_bytes)
         trace = self.trace
@@ -79,7 +81,7 @@ class ProfiledGpu:
             name = f"{self._gpu.name} held to {format_bytes(limit_bytes)}"
             held = device_facts(dataclasses.replace(self._gpu, name=name, total_bytes=limit_bytes))
             trace.facts = dataclasses.replace(trace.facts, device=held)
-        return analyze(trace)
+        return analyze(trace, card=card)
 
     def check_limit(self, limit_bytes: int | None) -> None:
         """Whether the card can be held to so much.
@@ -104,7 +106,7 @@ class ProfiledGpu:
 
 
 def virtual_gpu(
-    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None
+    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None, gpus: int = 1
 ) -> ProfiledGpu:
     """A context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
 
@@ -112,9 +114,15 @@ def virtual_gpu(
         name: a card of the catalog.
         vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+        gpus: so many of it, `cuda:0`, `cuda:1` and so on, for code that uses several in one process.
+
+    Raises:
+        UsageError: there is no such card, or none at all.
     """
+    if gpus < 1:
+        raise UsageError("gpus must be at least 1", value=gpus, hint="give a positive whole number")
     gpu = find_gpu(name) if vram is None else custom_gpu(parse_gib(vram))
-    return ProfiledGpu(gpu, allocator_settings(alloc_conf, flag="alloc_conf"))
+    return ProfiledGpu(gpu, allocator_settings(alloc_conf, flag="alloc_conf"), gpus)
 
 
 @overload

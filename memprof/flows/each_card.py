@@ -54,10 +54,11 @@ def document_of_cards(
     )
 
 
-def _order(ledger: Ledger, document: Document) -> tuple[float, int]:
-    """The card that is full first, else the one that needs most."""
+def _order(ledger: Ledger, document: Document) -> tuple[float, int, int]:
+    """The card that is full first, else the one that needs most, or holds most."""
     full = ledger.out_of_memory
-    return (float("inf") if full is None else full.event, -document.verdict.required_bytes)
+    event = float("inf") if full is None else full.event
+    return event, -document.verdict.required_bytes, -document.peak.allocated_bytes
 
 
 def _row(trace: Trace, device: str, document: Document | None, decides: str, shown: str) -> CardRow:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import memprof
 from memprof.catalog import find_gpu
+from memprof.errors import UsageError
 from memprof.flows.cards import RunAllocator, allocator_settings
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
@@ -19,6 +21,18 @@ MIB = 1 << 20
 def cards(number: int, name: str = "a100-80gb", *, workspaces: bool = False) -> VirtualGpu:
     gpu, settings = find_gpu(name), allocator_settings(None)
     return VirtualGpu(gpu, cards=number, workspaces=workspaces, memory=lambda trace: RunAllocator(trace, gpu, settings))
+
+
+def test_several_cards_of_the_library():
+    with memprof.virtual_gpu("a100-80gb", gpus=2) as run:
+        kept = [megabytes(3, "cuda:0"), megabytes(30, "cuda:1")]
+    report = run.report()
+    assert report.card == "cuda:1" and report.peak.allocated_bytes == kept[1].nbytes
+    assert run.report(card=0).peak.allocated_bytes == kept[0].nbytes
+    assert run.report(limit_bytes=(426 << 20) + (30 << 20)).verdict.fits
+    assert run.report(limit_bytes=(426 << 20) + (22 << 20)).verdict.fits is False
+    with pytest.raises(UsageError, match="gpus must be at least 1"):
+        memprof.virtual_gpu(gpus=0)
 
 
 def megabytes(number: int, device: str, **options) -> torch.Tensor:
