@@ -65,7 +65,7 @@ def test_another_card_in_full(done):
     assert other["verdict"] == document["verdict"]
     text = python("-m", "memprof", "show", "run.memprof", folder=folder).stdout
     assert "3 such cards in one process; in full, cuda:1:" in text
-    assert "cuda:1  <- below" in text and "not used" in text and "The verdict is that of cuda:1" in text
+    assert "cuda:1  <- below" in text and "not used" in text and "with the CUDA context on cuda:1" in text
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ def render_cards(cards: tuple[CardRow, ...], unit: Unit) -> RenderableType:
         capacity = "" if card.total_bytes is None else f"{gib(card.total_bytes)} GiB"
         figures = (card.peak_allocated_bytes, card.peak_reserved_bytes, card.device_used_bytes)
         made.add_row(name, capacity, *map(unit.amount, figures), _verdict(card))
-    decides = next(card.device for card in cards if card.decides)
-    note = f"{unit.name}, at the most. The verdict is that of {decides}; --card shows another card in full."
+    note = f"{unit.name}, at the most. The run fits if all cards do; --card shows another one in full."
     return Group(made, dim(note))
 
 

@@ -220,7 +220,8 @@ def _memory_verdict(document: Document) -> RenderableType:
             return Text(f"\nMeasured: {took}")
         stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
         return _said("Failed", "bold red", stopped)
-    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context"
+    on = next((f" on {card.device}" for card in document.cards if card.decides), "")
+    need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{on}"
     if document.failure is not None:
         failure = document.failure
         if failure.kind == FailureKind.REFUSED:

@@ -309,6 +309,13 @@ def cuda_facade(
         kept = [part for part in settings.get().split(",") if part and not part.startswith(_FRACTION)]
         settings.set(",".join([*kept, f"{_FRACTION}:{value}"]))
 
+    def snapshot(*args: Any) -> dict[str, Any]:
+        made = [memory.of(device).snapshot() for device in cards.devices]
+        segments = [{**one, "device": index} for index, each in enumerate(made) for one in each["segments"]]
+        traces = [trace for each in made for trace in each["device_traces"]]
+        return history.cut({**made[0], "segments": segments, "device_traces": traces})
+
+    history = History(recorder.trace)
     nothing = returning(None)
     cuda: dict[str, Any] = {
         **dict.fromkeys(_NOTHING, nothing),
@@ -379,10 +386,9 @@ def cuda_facade(
         rangePushA=returning(0), rangePop=returning(0), rangeStartA=returning(0), rangeEnd=nothing, markA=nothing
     )
     yield torch.cuda.nvtx, "_nvtx", nvtx
-    history = History(recorder.trace)
     yield torch.cuda.memory, "_record_memory_history", history.record
     # What memory_snapshot, _snapshot and _dump_snapshot read.
-    yield torch._C, "_cuda_memorySnapshot", lambda *args: history.cut(of(None).snapshot())
+    yield torch._C, "_cuda_memorySnapshot", snapshot
     yield torch.cuda.memory, "_set_allocator_settings", _distinct(settings.set)
     for name, value in (
         ("_accelerator_setAllocatorSettings", settings.set),

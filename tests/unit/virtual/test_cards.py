@@ -265,3 +265,14 @@ def test_the_gradient_of_a_host_tensor_goes_back_to_the_host():
         y = megabytes(2, "cuda", requires_grad=True)
         y.cpu().sum().backward()
         assert y.grad.is_cuda
+
+
+def test_a_snapshot_of_all_cards():
+    with cards(2):
+        torch.cuda.memory._record_memory_history()
+        kept = [megabytes(1, "cuda:1"), megabytes(30, "cuda:1"), megabytes(2, "cuda:0")]
+        snapshot = torch.cuda.memory._snapshot()
+    assert len(kept) == 3
+    assert [segment["device"] for segment in snapshot["segments"]] == [0, 1, 1]
+    taken_by = [[event["size"] for event in trace if event["action"] == "alloc"] for trace in snapshot["device_traces"]]
+    assert taken_by == [[2 * MIB], [MIB, 30 * MIB]]
