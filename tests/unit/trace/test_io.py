@@ -26,6 +26,7 @@ from memprof.trace.events import (
     Role,
     Storage,
     Trace,
+    Workspace,
 )
 from memprof.trace.facts import DeviceFacts, Facts, Target
 from memprof.trace.io import SCHEMA, load_trace, save_trace
@@ -48,6 +49,7 @@ def sample() -> Trace:
         mismatches=[
             DeviceMismatch(2, 0, 0, 0, (Operand("cuda:0", (2,), "float32", NONE), Operand("cpu", (), "int64", 0)))
         ],
+        workspaces=[Workspace(2, "cuda:0", 512, 1024)],
         assumptions=["One."],
         facts=Facts(
             device=DeviceFacts("A", 1), target=Target(TargetSpec(model="a.json", steps=3), "a", dtype="float32")

@@ -1,0 +1,54 @@
+"""What a report says of workspaces whose size is a rule's, where the peak depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from memprof.flows.account import analyze
+from memprof.ledger.workspaces import Workspaces
+from memprof.report.documents.report import Document
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.report import view
+from memprof.trace.events import GPU, PhaseKind, Workspace
+from memprof.trace.facts import DeviceFacts, Facts
+from tests.unit.findings.builder import Builder
+
+MIB = 1 << 20
+ELEMENTS = MIB // 4
+
+
+def document(most_bytes: int, device: str = GPU) -> Document:
+    """4 MiB of parameters, 8 of a temporary, and then a call that takes 8 MiB by the rule, beside an output of 4."""
+    b = Builder()
+    b.parameter("weight", 4 * ELEMENTS)
+    b.phase(PhaseKind.FORWARD)
+    b.free(b.new(8 * ELEMENTS))
+    b.new(4 * ELEMENTS)
+    event = len(b.trace.events)
+    b.free(b.new(8 * ELEMENTS))
+    b.trace.workspaces.append(Workspace(event, device, 8 * MIB, most_bytes))
+    b.trace.facts = Facts(device=DeviceFacts("A", 64 * MIB, usable_bytes=64 * MIB))
+    return analyze(b.trace)
+
+
+def test_the_peak_without_any_and_by_the_bound() -> None:
+    found = document(20 * MIB)
+    assert found.peak.allocated_bytes == 16 * MIB
+    assert found.peak.workspaces == Workspaces(8 * MIB, 12 * MIB, 28 * MIB)
+    text = " ".join(text_of(view(found)).split())
+    assert "8.00 MiB of it by the rule for workspaces of cuDNN's convolutions" in text
+    assert "the peak is 12.00 MiB without any, 28.00 MiB by their bound" in text
+    assert Document.from_json(found.to_json()).peak.workspaces == found.peak.workspaces
+
+
+@pytest.mark.parametrize("device", ["cuda:1", None])
+def test_nothing_is_said_where_the_peak_does_not_depend_on_it(device: str | None) -> None:
+    found = document(20 * MIB, device or GPU)
+    if device is None:
+        bounds = Workspaces(0, 16 * MIB, 16 * MIB + MIB // 8)
+        found = dataclasses.replace(found, peak=dataclasses.replace(found.peak, workspaces=bounds))
+    else:
+        assert found.peak.workspaces is None
+    assert "by the rule" not in text_of(view(found))
