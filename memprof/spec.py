@@ -153,8 +153,8 @@ class TargetSpec:
     )
     batch_size: int = option(1, "Batch", "Sequences per micro-batch.", is_count=True)
     lengths: str | None = option(
-        None, "Batch", "Samples of lengths that vary, padded to the longest of their batch: a file of lengths, or "
-        "lognormal:MEAN,SIGMA; see docs/lengths.md.", metavar="LENGTHS", unset="all have the context length",
+        None, "Batch", "Samples of lengths that vary, padded to the longest of their batch: a file of lengths, "
+        "lognormal:MEAN,SIGMA or alpaca; see docs/lengths.md.", metavar="LENGTHS", unset="all have the context length",
     )  # fmt: skip
     """See workload/lengths.py."""
     trust_remote_code: bool = option(

@@ -37,6 +37,9 @@ class Request(Saved, Remedies):
     steps: int | None = option(None, "Stopping", "Stop after so many optimizer steps.", metavar="COUNT", unset="2")
     until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
     timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
+    lengths: str | None = again(
+        "lengths", help="Refused: a script's batches are its own, and are told from --steps 5 on."
+    )
     alloc_conf: str | None = again("alloc_conf")
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
@@ -51,6 +54,12 @@ class Request(Saved, Remedies):
 
     def rule(self) -> StopRule:
         """When the script has shown enough."""
+        if self.lengths is not None:
+            raise UsageError(
+                "--lengths cannot change what a script feeds its model",
+                value=self.lengths,
+                hint="leave it out: with --steps 200 the report says what its own batches reserve",
+            )
         if self.steps is not None and self.until_exit:
             raise UsageError("give --steps or --until-exit, not both", value=self.steps)
         if self.steps is not None and self.steps < 1:
@@ -74,8 +83,9 @@ def run(
 
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
     optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. With
-    --json, what it prints goes to stderr. Exit code 0: it fits; 3: it does not; 1: no verdict, for something cannot
-    be simulated, or too little was seen; if the script fails by itself, its own.
+    --steps 200, what is reserved over steps whose batches differ. With --json, what it prints goes to stderr. Exit code
+    0: it fits; 3: it does not; 1: no verdict, for something cannot be simulated, or too little was seen; if the script
+    fails by itself, its own.
     """
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")

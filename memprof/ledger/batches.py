@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from memprof.allocator import AllocatorConfig, OnCard, TraceReplay
+from memprof.ledger.steps import TrainingStep
 from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
 from memprof.trace.events import EventKind, Trace
+
+FEWEST = 5
+"""Steps of a program of which it can be said that they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +23,8 @@ class BatchStep:
 
     step: int
     """From 1."""
-    sequence_length: int
-    """Tokens per sequence of the longest of its batches, padding included."""
+    sequence_length: int | None
+    """Tokens per sequence of the longest of its batches, padding included. None: a program's own batches."""
     peak_allocated_bytes: int
     reserved_bytes: int
     """At its most."""
@@ -43,35 +47,53 @@ class ReservedOverSteps:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """A run over batches whose lengths vary."""
+    """A run over batches that differ."""
 
-    lengths: str
-    """As `--lengths` has them."""
-    mean_length: float
+    lengths: str | None
+    """As `--lengths` has them; None, as the next two: a program's own batches."""
+    mean_length: float | None
     """Of a batch, padding included."""
-    longest: int
+    longest: int | None
     steps: tuple[BatchStep, ...]
     reserved: tuple[ReservedOverSteps, ...]
     """As the run was; with expandable segments; with the cache given back after each step."""
 
 
-def batches(run: OnCard, allocated: Sequence[int]) -> Batches | None:
-    """The batches of a run; None if they are all of one length.
+def batches(run: OnCard, allocated: Sequence[int], trained: Sequence[TrainingStep] = ()) -> Batches | None:
+    """The batches of a run; None if they are all alike.
 
     Args:
         run: through its allocator.
         allocated: bytes after every event.
+        trained: the steps of a program that names no phases of its own.
     """
     target = run.trace.facts.target
-    if target is None or target.asked.lengths is None or not target.sequence_lengths:
+    if target is not None and target.asked.lengths is not None and target.sequence_lengths:
+        lengths, each = target.sequence_lengths, target.asked.gradient_accumulation + target.asked.evaluate
+        spans = list(_steps(run.trace))
+        longest = [max(lengths[(number - 1) * each : number * each]) for number, _, _ in spans]
+        return _batches(run, allocated, spans, longest, (target.asked.lengths, statistics.fmean(lengths), max(lengths)))
+    # The first has no optimizer state yet.
+    if len(trained) < FEWEST or run.rounds is False or len({step.peak_bytes for step in trained[1:]}) == 1:
         return None
-    spans = list(_steps(run.trace))
-    lengths, each = target.sequence_lengths, target.asked.gradient_accumulation + target.asked.evaluate
+    spans = [(step.step, step.begin, step.end) for step in trained]
+    return _batches(run, allocated, spans, [None] * len(spans), (None, None, None))
+
+
+def _batches(
+    run: OnCard,
+    allocated: Sequence[int],
+    spans: Sequence[tuple[int, int, int]],
+    longest: Sequence[int | None],
+    about: tuple[str | None, float | None, int | None],
+) -> Batches:
     as_run = [max(run.timeline.reserved[begin:end]) for _, begin, end in spans]
     peaks = [max(allocated[begin:end]) for _, begin, end in spans]
     steps = (
-        BatchStep(number, max(lengths[(number - 1) * each : number * each]), peak, reserved, reserved - most)
-        for (number, _, _), peak, reserved, most in zip(spans, peaks, as_run, accumulate(peaks, max), strict=True)
+        BatchStep(number, length, peak, reserved, reserved - most)
+        for (number, _, _), length, peak, reserved, most in zip(
+            spans, longest, peaks, as_run, accumulate(peaks, max), strict=True
+        )
     )
     rows = [_over_steps("as it is", as_run)]
     if run.rounds:
@@ -79,7 +101,7 @@ def batches(run: OnCard, allocated: Sequence[int]) -> Batches | None:
             other = dataclasses.replace(run.config, expandable_segments=True)
             rows.append(_over_steps(EXPANDABLE_SEGMENTS, _reserved(run, spans, other)))
         rows.append(_over_steps("empty_cache() after each step", _reserved(run, spans, run.config, gives_back=True)))
-    return Batches(target.asked.lengths, statistics.fmean(lengths), max(lengths), tuple(steps), tuple(rows))
+    return Batches(*about, tuple(steps), tuple(rows))
 
 
 def _steps(trace: Trace) -> Iterator[tuple[int, int, int]]:

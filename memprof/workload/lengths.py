@@ -1,10 +1,11 @@
 """Samples whose lengths vary, and the batches that a data loader makes of them.
 
     lognormal:MEAN,SIGMA   lengths with this mean in tokens, whose natural logarithm has this standard deviation
+    alpaca                 those of Stanford Alpaca's 52,002 prompts with their answers
     FILE                   those of a dataset: whole numbers in a text file, or a list of them in JSON
 
-    after either, `,bucket=N`: N batches at a time are made of samples sorted by length, as `group_by_length` does;
-    `,multiple=N`: batches are padded to a multiple of N tokens
+    after each, `,bucket=N`: N batches at a time are made of samples sorted by length, longest first, as a Trainer's
+    `group_by_length` does; `,multiple=N`: batches are padded to a multiple of N tokens
 
 Every sample is fed once before any is fed again, in an order that is the same in every run.
 """
@@ -15,6 +16,7 @@ import json
 import math
 import random
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +24,19 @@ from typing import NamedTuple
 from memprof.errors import UsageError
 
 _LOGNORMAL = "lognormal:"
-_HINT = "lognormal:MEAN,SIGMA, or a file with one length per sample; both may be followed by ,bucket=N or ,multiple=N"
+_HINT = "lognormal:MEAN,SIGMA, alpaca, or a file of lengths; each may be followed by ,bucket=N or ,multiple=N"
+_ALPACA = (
+    (42, 0), (55, 920), (67, 5159), (80, 11239), (92, 18774), (105, 24275), (118, 28235), (130, 32174), (143, 35664),
+    (156, 39046), (168, 41872), (181, 44034), (193, 45832), (206, 47159), (219, 48101), (231, 48914), (244, 49450),
+    (257, 49878), (289, 50743), (323, 51207), (358, 51517), (401, 51749), (558, 51940), (682, 51975), (807, 51991),
+    (931, 52000), (1180, 52001), (1304, 52002),
+)  # fmt: skip
+"""Tokens, and how many of the samples have no more, with LLaMA's tokenizer, its end token and alpaca-lora's template.
+
+Read from the plots of lengths.ipynb in tloen/alpaca-lora (1310547, 2023): the histogram up to 257 tokens, the curve of
+covered examples up to 401; beyond that the counts of the notebook's first version (13d55f4), whose template is longer.
+Their mean is 127; that of the notebook's curve of tokens is 128.
+"""
 
 
 class Lengths(NamedTuple):
@@ -42,11 +56,8 @@ class Lengths(NamedTuple):
         while True:
             drawn = [min(next(samples), longest) for _ in range(self.bucket * batch_size)]
             if self.bucket > 1:
-                drawn.sort()
-            starts = list(range(0, len(drawn), batch_size))
-            if self.bucket > 1:
-                generator.shuffle(starts)
-            for start in starts:
+                drawn.sort(reverse=True)
+            for start in range(0, len(drawn), batch_size):
                 batch = drawn[start : start + batch_size]
                 yield batch, min(-(-max(batch) // self.multiple) * self.multiple, longest)
 
@@ -58,6 +69,8 @@ def parse_lengths(text: str) -> Lengths:
         UsageError: it is not written as above, or there is no such file.
     """
     text, options = _options(text)
+    if text == "alpaca":
+        return Lengths(_alpaca, **options)
     if text.startswith(_LOGNORMAL):
         return Lengths(_lognormal(text), **options)
     return Lengths(_of_dataset(_read(Path(text))), **options)
@@ -87,6 +100,14 @@ def _lognormal(text: str) -> Callable[[random.Random], Iterator[int]]:
             yield max(1, round(generator.lognormvariate(center, sigma)))
 
     return draw
+
+
+def _alpaca(generator: random.Random) -> Iterator[int]:
+    while True:
+        sample = generator.uniform(1, _ALPACA[-1][1])
+        place = bisect_left(_ALPACA, sample, key=lambda point: point[1])
+        (shorter, below), (longer, above) = _ALPACA[place - 1 : place + 1]
+        yield round(shorter + (longer - shorter) * (sample - below) / (above - below))
 
 
 def _of_dataset(lengths: list[int]) -> Callable[[random.Random], Iterator[int]]:

@@ -417,6 +417,41 @@ def test_a_part_of_the_card(memprof, script):
     assert ran.exit_code == 3 and "2.00 GiB allowed" in ran.stderr
 
 
+VARIES = """
+import json
+import pathlib
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+told = []
+for rows in (300, 2500, 700, 4000, 900, 3100, 5000, 1200):
+    torch.cuda.reset_peak_memory_stats()
+    model(torch.randn(rows, 512, device="cuda")).pow(2).mean().backward()
+    optimizer.step()
+    told.append([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+    optimizer.zero_grad()
+pathlib.Path("told.json").write_text(json.dumps(told))
+"""
+
+
+def test_batches_that_differ_are_told_over_the_steps(memprof, script, tmp_path):
+    """As torch itself counts them for the program, which asks after each step."""
+    found = json.loads(memprof("run", "--json", "--until-exit", script(VARIES)).stdout)["batches"]
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert [[step["peak_allocated_bytes"], step["reserved_bytes"]] for step in found["steps"]] == told
+    as_it_is, expandable, emptied = found["reserved"]
+    assert (as_it_is["peak_bytes"], as_it_is["settled_step"]) == (told[-1][1], 7)
+    assert as_it_is["mean_bytes"] == round(sum(reserved for _, reserved in told) / len(told))
+    assert emptied["mean_bytes"] < expandable["mean_bytes"] < as_it_is["mean_bytes"]
+    assert found["lengths"] is None and found["steps"][0]["sequence_length"] is None
+    shown = memprof("run", "--until-exit", "train.py").stdout
+    assert "Over 8 steps of the program, whose batches differ" in shown
+    for stopped in (("--steps", "4", "train.py"), ("--until-exit", script())):
+        assert json.loads(memprof("run", "--json", *stopped, "256", "32").stdout)["batches"] is None
+
+
 def test_worst_batch(memprof, script):
     name = script(
         """
@@ -624,6 +659,7 @@ def test_a_ladder_of_runs(memprof, script, monkeypatch):
         (("-m", "no_such_module"), "no such module"),
         (("--steps", "0", "train.py"), "--steps counts from 1"),
         (("--steps", "3", "--until-exit", "train.py"), "give --steps or --until-exit, not both"),
+        (("--lengths", "lognormal:200,0.5", "train.py"), "--lengths cannot change what a script feeds its model"),
         (("--timeout", "-1", "train.py"), "--timeout must be longer"),
         (("--timeout", "nan", "train.py"), "--timeout must be longer"),
         (("--device", "tpu", "train.py"), "unknown --device"),

@@ -136,7 +136,7 @@ class Document(Shown):
     ladder_left_out: dict[str, str] = field(default_factory=dict)
     """Remedy -> why it is no row."""
     batches: Batches | None = None
-    """Of a run whose lengths vary (`--lengths`)."""
+    """Of a run whose lengths vary (`--lengths`), and of a program whose steps differ."""
     steps: tuple[TrainingStep, ...] = ()
     """Of a program that names no phases of its own, if two or more of its steps ended."""
     card: str = ""
@@ -167,7 +167,7 @@ def build_document(
     on_cpu = trace.device == CPU
     first = Stage("context", 0, 0, device_used_bytes=context if trace.source == "simulated" else None)
     peak, reserved = ledger.peak_stage, ledger.peak_reserved_stage
-    steps = training_steps(trace, ledger.allocated)
+    steps = () if facts.command == "profile" else tuple(training_steps(trace, ledger.allocated))
     return Document(
         schema=SCHEMA,
         memprof_version=facts.memprof_version,
@@ -206,8 +206,8 @@ def build_document(
             *_outside(bridge),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
-        batches=None if trace.failure else batches(ledger.run, ledger.allocated),
-        steps=() if facts.command == "profile" or len(steps) < 2 else tuple(steps),
+        batches=None if trace.failure else batches(ledger.run, ledger.allocated, steps),
+        steps=() if len(steps) < 2 else steps,
     )
 
 

@@ -16,11 +16,14 @@ def render_batches(batches: Batches, unit: Unit) -> RenderableType:
         amounts = (unit.amount(size) for size in (row.mean_bytes, row.p99_bytes, row.peak_bytes))
         made.add_row(row.how, *amounts, str(row.settled_step))
     longest = max(batches.steps, key=lambda step: step.peak_allocated_bytes)
-    last = batches.steps[-1]
+    first, last = batches.steps[0], batches.steps[-1]
+    of, fed, title = "", "", " of the program, whose batches differ"
+    if batches.lengths is not None:
+        of, title = f" (of {longest.sequence_length:,} tokens)", f" with lengths {batches.lengths}"
+        fed = f"Batches of {batches.mean_length:,.0f} tokens on average, {batches.longest:,} at most. "
     note = (
-        f"Batches of {batches.mean_length:,.0f} tokens on average, {batches.longest:,} at most. Tensors take up to "
-        f"{unit.amount(longest.peak_allocated_bytes)}, in step {longest.step} (of {longest.sequence_length:,} tokens). "
-        f"Reserved beyond what they ever took: {unit.amount(batches.steps[0].unused_bytes)} after the first step, "
+        f"{fed}Tensors take up to {unit.amount(longest.peak_allocated_bytes)}, in step {longest.step}{of}. Reserved "
+        f"beyond what they ever took: {unit.amount(first.unused_bytes)} after the first step, "
         f"{unit.amount(last.unused_bytes)} after the last."
     )
-    return section(f"\nOver {len(batches.steps)} steps with lengths {batches.lengths}", made, dim(note))
+    return section(f"\nOver {len(batches.steps)} steps{title}", made, dim(note))
