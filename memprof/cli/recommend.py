@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -43,11 +42,15 @@ class Request(Explained):
     batch_size: int | None = again("batch_size", default=None, help="This micro-batch alone.", unset="searched")
     lora_rank: int | None = again("lora_rank", help="Of adapters.")
     lora_targets: str | None = again("lora_targets")
-    lengths: Path | None = option(
-        None, "Data", "The data set's lengths: one a line, or a column of a .jsonl or .parquet file. Foretells the "
-        "step at which it runs out of memory.", metavar="FILE",
+    lengths: str | None = option(
+        None, "Data", "The data set's lengths: one a line, or a column of a .jsonl or .parquet file; "
+        "lognormal:MEAN,SIGMA or alpaca. Foretells the step at which it runs out of memory.", metavar="FILE",
     )  # fmt: skip
     lengths_column: str | None = option(None, "Data", "Which column has the lengths, or the tokens.", metavar="NAME")
+    batches: int | None = option(
+        None, "Data", "Run what was found over so many batches of --lengths: whether all fit, and what they reserve.",
+        metavar="COUNT", is_count=True,
+    )  # fmt: skip
     gpu: str | None = again("gpu", default=None, help="A card of the catalog.", unset="the one that is present")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
     snippet: str | None = option(
@@ -87,6 +90,8 @@ class Request(Explained):
             )
         if self.lengths_column is not None and self.lengths is None:
             raise UsageError("--lengths-column needs --lengths", value=self.lengths_column, hint="add --lengths FILE")
+        if self.batches is not None and self.lengths is None:
+            raise UsageError("--batches needs --lengths", value=self.batches, hint="add --lengths FILE")
         if self.lengths is not None and self.infer:
             raise UsageError("--lengths is for training", value=self.lengths, hint="add --train full, lora or qlora")
         if self.effective_batch is not None and self.batch_size and self.effective_batch % self.batch_size:
@@ -156,7 +161,7 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
 
     question = Question(Goal(request.goal), request.effective_batch, request.precision, request.batch_size)
     if request.lengths is not None:
-        return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column)
+        return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column, request.batches)
     return search(spec, question, progress)[0]
 
 

@@ -3,6 +3,7 @@
     lognormal:MEAN,SIGMA   lengths with this mean in tokens, whose natural logarithm has this standard deviation
     alpaca                 those of Stanford Alpaca's 52,002 prompts with their answers
     FILE                   those of a dataset: whole numbers in a text file, or a list of them in JSON
+    [N, N, ...]            the same without a file
 
     after each, `,bucket=N`: N batches at a time are made of samples sorted by length, longest first, as a Trainer's
     `group_by_length` does; `,multiple=N`: batches are padded to a multiple of N tokens
@@ -73,7 +74,12 @@ def parse_lengths(text: str) -> Lengths:
         return Lengths(_alpaca, **options)
     if text.startswith(_LOGNORMAL):
         return Lengths(_lognormal(text), **options)
-    return Lengths(_of_dataset(_read(Path(text))), **options)
+    return Lengths(_of_dataset(_parse(text, text[:40]) if text.startswith("[") else _read(Path(text))), **options)
+
+
+def is_distribution(text: str) -> bool:
+    """Whether `text` asks for lengths that are drawn, of any number of samples."""
+    return text.startswith((_LOGNORMAL, "alpaca"))
 
 
 def _options(text: str) -> tuple[str, dict[str, int]]:
@@ -129,6 +135,10 @@ def _read(path: Path) -> list[int]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text"
         raise UsageError(f"--lengths cannot be read: {reason}", value=str(path), hint=_HINT) from None
+    return _parse(text, str(path))
+
+
+def _parse(text: str, source: str) -> list[int]:
     try:
         found = (
             json.loads(text)
@@ -138,7 +148,5 @@ def _read(path: Path) -> list[int]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not found or not all(type(one) is int and 0 < one < 1e9 for one in found):
-        raise UsageError(
-            "--lengths has to hold lengths in tokens", value=str(path), hint="whole numbers, one per sample"
-        )
+        raise UsageError("--lengths has to hold lengths in tokens", value=source, hint="whole numbers, one per sample")
     return found

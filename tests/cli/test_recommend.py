@@ -17,6 +17,8 @@ import pytest
         (["--model", "gpt2", "--train", "lorra", "--gpu-vram", "8"], "unknown --train"),
         (["--model", "gpt2", "--train", "full", "--infer", "--gpu-vram", "8"], "not both"),
         (["--model", "gpt2", "--train", "full", "--lengths", "none.txt", "--gpu-vram", "8"], "no such file"),
+        (["--model", "gpt2", "--train", "full", "--batches", "9", "--gpu-vram", "8"], "--batches needs --lengths"),
+        (["--model", "gpt2", "--train", "full", "--lengths", "lognormal:9", "--gpu-vram", "8"], "a mean and a sigma"),
         (["--model", "gpt2", "--train", "full", "--effective-batch", "0", "--gpu-vram", "8"], "at least 1"),
     ],
 )
@@ -44,6 +46,21 @@ def test_the_limit_was_run_on_both_sides(memprof):
         if size is not None:
             changed[size] = str(count)
         assert memprof(*changed).exit_code == code
+
+
+@pytest.mark.slow
+def test_over_batches_of_the_data(memprof):
+    """What was found, over batches: as `memprof profile` has it with the same lengths."""
+    arguments = ["--model-size", "1M", "--train", "lora", "--context-length", "256", "--gpu-vram", "0.6"]
+    data = ["--lengths", "lognormal:100,0.5"]
+    result = memprof("recommend", *arguments, *data, "--batches", 12, "--batch-size", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    chosen, stream = result.json["chosen"], result.json["lengths"]["stream"]
+    assert (stream["batches"], stream["fits"], stream["alloc_conf"]) == (12, True, None)
+    profiled = memprof(*chosen["command"].split()[1:], *data, "--steps", 12, "--json").json
+    assert stream["reserved"] == profiled["batches"]["reserved"]
+    shown = memprof("recommend", *arguments, *data, "--batches", 12, "--batch-size", 2).stdout
+    assert "Over 12 batches of these lengths, it fits all of them" in " ".join(shown.split())
 
 
 def test_a_way_that_could_not_be_run_is_named(memprof, monkeypatch):

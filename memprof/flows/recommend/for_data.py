@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
-from pathlib import Path
 
 from memprof.flows.recommend.foretell import cut, length_row
 from memprof.flows.recommend.lengths import read_lengths
-from memprof.flows.recommend.search import Question, recommend
-from memprof.report.documents.recommendation import Recommendation
+from memprof.flows.recommend.search import Question, Search, Tried, recommend
+from memprof.report.documents.recommendation import Recommendation, Stream
 from memprof.spec import TargetSpec
+from memprof.workload.lengths import is_distribution
 
 MAX_ROWS = 4
 """Micro-batches that are looked at, each of several runs."""
+MOST_SAMPLES = 10_000
+"""Of a data set, in equal distances by length, for a run over batches of them."""
 
 
 def recommend_for_data(
-    spec: TargetSpec, question: Question, progress: Callable[[str], None], file: Path, column: str | None = None
+    spec: TargetSpec,
+    question: Question,
+    progress: Callable[[str], None],
+    source: str,
+    column: str | None = None,
+    batches: int | None = None,
 ) -> Recommendation:
-    """`search.recommend` at the longest sequence of `file`, and the odds at its micro-batch and larger ones.
+    """`search.recommend` at the longest sequence of `source`, and the odds at its micro-batch and larger ones.
 
-    Sequences are cut to the context length of `spec`, if it has one.
+    Sequences are cut to the context length of `spec`, if it has one. What was found at the longest is then run over so
+    many `batches`, if that is given: what is reserved over them depends on how they differ.
 
     Raises:
         UsageError: the file has no lengths.
     """
-    lengths, read = cut(*read_lengths(file, column), spec.context_length)
+    lengths, read = cut(*read_lengths(source, column), spec.context_length)
     spec = spec.edit(context_length=read.longest)
     answer, search, found = recommend(spec, question, progress)
     tried = found.chosen or found.least
@@ -37,4 +46,25 @@ def recommend_for_data(
         safe = tried.micro_batch
         sizes = [safe, *(size for size in (2 * safe, 4 * safe, 8 * safe) if size <= read.count)][:MAX_ROWS]
     rows = tuple(length_row(search, tried, lengths, size, read.context_length) for size in sizes)
-    return dataclasses.replace(answer, lengths=dataclasses.replace(read, rows=rows), runs=len(search.runs))
+    stream = None
+    if batches is not None and found.chosen is not None:
+        longest_first = lengths[::-1][:: -(-len(lengths) // MOST_SAMPLES)]
+        samples = source if is_distribution(source) else json.dumps(longest_first)
+        stream = _stream(search, found.chosen, samples, batches)
+    return dataclasses.replace(
+        answer, lengths=dataclasses.replace(read, rows=rows, stream=stream), runs=len(search.runs)
+    )
+
+
+def _stream(search: Search, tried: Tried, samples: str, batches: int) -> Stream:
+    spec = tried.plan.spec(search.base.edit(lengths=samples), tried.micro_batch, tried.accumulation)
+    steps = -(-batches // spec.gradient_accumulation)
+    outcome = search.runs.run(spec.edit(steps=steps), f"{batches:,} batches of the data", tried.accumulation)
+    over = outcome.batches
+    return Stream(
+        batches=steps * spec.gradient_accumulation,
+        fits=outcome.fits,
+        dies_in=outcome.dies_in,
+        alloc_conf=outcome.spec.alloc_conf,
+        reserved=() if over is None else over.reserved,
+    )

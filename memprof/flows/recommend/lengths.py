@@ -1,4 +1,4 @@
-"""The lengths of a data set's sequences, read from a file: one a line, or a column of JSON lines or Parquet."""
+"""The lengths of a data set's sequences: of a file (one a line, or a column of JSON lines or Parquet), or drawn."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from memprof.errors import UsageError
 from memprof.report.documents.recommendation import Lengths
+from memprof.workload.lengths import is_distribution, parse_lengths
 
 _COLUMNS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "input_ids", "tokens")
 """Which column is meant where none is named: the first of these that there is."""
 _EXAMPLES = 3
+DRAWN = 20_000
+"""Samples of a distribution, which stand for a data set."""
 
 
 @dataclass
@@ -39,17 +43,25 @@ class _Read:
         self.values.append(length)
 
 
-def read_lengths(path: Path, column: str | None = None) -> tuple[list[int], Lengths]:
+def read_lengths(source: str | Path, column: str | None = None) -> tuple[list[int], Lengths]:
     """The lengths in ascending order, and what was read; its figures are of the file, nothing is cut yet.
 
+    Args:
+        source: a file, or a distribution of workload/lengths.py.
+
     Raises:
-        UsageError: there is no such file or column, or no length in it.
+        UsageError: there is no such file, column or distribution, or no length in it.
     """
-    if not path.is_file():
+    path, read = Path(source), _Read()
+    if is_distribution(str(source)):
+        samples = parse_lengths(str(source)).batches(1, 10**9)
+        read.values = [longest for _, longest in islice(samples, DRAWN)]
+    elif not path.is_file():
         raise UsageError("no such file of lengths", value=path, hint="give a file with one length a line")
-    read = _Read()
-    name = str(path)
-    if path.suffix in (".parquet", ".pq"):
+    name = str(source)
+    if read.values:
+        name += f", {DRAWN:,} drawn"
+    elif path.suffix in (".parquet", ".pq"):
         column = _parquet(path, column, read)
     elif path.suffix in (".jsonl", ".ndjson"):
         column = _json_lines(path, column, read)

@@ -12,6 +12,7 @@ from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.account import analyze
 from memprof.flows.profile import profile
+from memprof.ledger.batches import Batches
 from memprof.ledger.state import ModelState
 from memprof.remedies.fixes import Fix, edit_spec
 from memprof.remedy_catalog import helping
@@ -32,6 +33,7 @@ class SimulatedRun:
         state: parameters, gradients and optimizer state, in bytes.
         target: what the run turned out to be (dtype, number of parameters, ...).
         dies_in: where it dies, if it does.
+        batches: of lengths that vary.
     """
 
     spec: TargetSpec
@@ -42,6 +44,7 @@ class SimulatedRun:
     state: ModelState
     target: Target
     dies_in: str
+    batches: Batches | None
 
     @property
     def seconds(self) -> float:
@@ -121,4 +124,5 @@ class Simulator:
             state=state,
             target=target,
             dies_in=f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where,
+            batches=document.batches,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from memprof.ledger.batches import ReservedOverSteps
 from memprof.trace.facts import DeviceFacts
 from memprof.trace.plain import Plain
 from memprof.version import __version__
@@ -104,6 +105,25 @@ class LengthRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """The chosen configuration over batches as a data loader makes them.
+
+    Attributes:
+        batches: micro-batches that were run.
+        fits: over all of them.
+        dies_in: where it does not.
+        alloc_conf: settings of the allocator that it needs for that; None: none.
+        reserved: over the steps, by settings.
+    """
+
+    batches: int
+    fits: bool
+    dies_in: str
+    alloc_conf: str | None
+    reserved: tuple[ReservedOverSteps, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Lengths:
     """A data set's lengths: what was read, and what they mean for memory.
 
@@ -118,6 +138,7 @@ class Lengths:
         packed_rows: rows of the context length that all tokens fill.
         context_length: of a packed row, and what longer ones are cut to.
         rows: for some micro-batches.
+        stream: of the chosen configuration, if it was asked for.
     """
 
     file: str
@@ -133,6 +154,7 @@ class Lengths:
     packed_rows: int
     context_length: int
     rows: tuple[LengthRow, ...] = ()
+    stream: Stream | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,15 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.errors import printable
-from memprof.report.documents.recommendation import Bound, Choice, Largest, LengthRow, Lengths, Recommendation
+from memprof.report.documents.recommendation import (
+    Bound,
+    Choice,
+    Largest,
+    LengthRow,
+    Lengths,
+    Recommendation,
+    Stream,
+)
 from memprof.report.terminal.console import aligned, dim, heading, indented, section, show
 from memprof.units import format_count, gib
 
@@ -224,7 +232,20 @@ def _lengths(lengths: Lengths) -> list[RenderableType]:
         section("The data set", *lines, below=1),
         indented(*aligned(headers, cells), below=1),
         indented(dim(legend), below=1),
+        *([] if lengths.stream is None else [_stream(lengths.stream)]),
     ]
+
+
+def _stream(stream: Stream) -> RenderableType:
+    verdict = "fits all of them" if stream.fits else f"runs out of memory in {stream.dies_in}"
+    if stream.alloc_conf:
+        verdict += f", with {stream.alloc_conf}"
+    cells = [(row.how, gib(row.mean_bytes), gib(row.p99_bytes), gib(row.peak_bytes)) for row in stream.reserved]
+    return section(
+        f"Over {stream.batches:,} batches of these lengths, it {verdict}",
+        *aligned(("reserved in a step, GiB", ">mean", ">p99", ">peak"), cells),
+        below=1,
+    )
 
 
 def _length_cells(row: LengthRow) -> tuple[str, ...]:

@@ -77,6 +77,12 @@ def test_files_are_read(tmp_path_factory: pytest.TempPathFactory, lengths: list[
         assert Counter(drawn) == Counter(lengths)
 
 
+def test_a_list_needs_no_file() -> None:
+    assert sorted(length for batch, _ in taken("[30, 10, 20],multiple=8", 1, 3) for length in batch) == [10, 20, 30]
+    with pytest.raises(UsageError, match="has to hold lengths"):
+        parse_lengths("[30, x]")
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "1 2 x", "1 -2", "[1, 2", "[1, true]", "[1, 2.5]", "{}", "[" * 100_000, "9" * 5000, "\0", "0"]
 )

@@ -4,7 +4,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.flows.recommend.foretell import cut
-from memprof.flows.recommend.lengths import quantile, read_lengths
+from memprof.flows.recommend.lengths import DRAWN, quantile, read_lengths
 
 
 def test_one_a_line_with_what_is_none(tmp_path):
@@ -74,3 +74,9 @@ def test_cut(tmp_path):
 
 def test_quantile():
     assert [quantile([1, 2, 3, 4], share) for share in (0.0, 0.25, 0.5, 0.51, 1.0)] == [1, 1, 2, 3, 4]
+
+
+def test_a_distribution_is_drawn():
+    lengths, read = read_lengths("lognormal:200,0.5")
+    assert (read.file, read.count, len(lengths)) == ("lognormal:200,0.5, 20,000 drawn", DRAWN, DRAWN)
+    assert lengths == sorted(lengths) and sum(lengths) / DRAWN == pytest.approx(200, rel=0.02)
