@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memprof.findings.evidence import file_and_line, format_shape, would_help
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, without_numbers
+from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_card, without_numbers
 from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 
@@ -17,7 +17,10 @@ def find(context: Context) -> list[Finding]:
         tensors = tuple((o.device, len(o.shape), o.dtype, o.source) for o in mismatch.operands)
         groups.setdefault((mismatch.op, mismatch.source, tensors), []).append(mismatch)
     remedies = would_help(context, "device-mismatch")
-    return [_finding(trace, group, remedies) for group in groups.values()]
+    return [
+        _finding(trace, group, remedies if any(not is_card(one.device) for one in group[0].operands) else ())
+        for group in groups.values()
+    ]
 
 
 def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...]) -> Finding:
@@ -50,6 +53,8 @@ def _finding(trace: Trace, group: list[DeviceMismatch], remedies: tuple[str, ...
 def _fix(trace: Trace, stranger: Operand, other: Operand, met: str | None) -> str:
     made = _line(trace, stranger.source)
     move = f"move it with .to(<the {other.device} tensor>.device) before {file_and_line(met)}"
+    if is_card(stranger.device) and is_card(other.device):
+        return f"fix: {move}"
     if made is None:
         return f"fix: {move}; if a module keeps it, register_buffer() lets model.to() take it along"
     return (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from memprof.recording.slices import annotated, event_times, name_stages, slices
 from memprof.recording.steps import LEAST_STEPS, find_steps
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
-from memprof.trace.events import Trace
+from memprof.trace.events import EventKind, Trace
 from memprof.trace.files import check_place
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
@@ -117,6 +118,7 @@ def _open_capture(path: Path) -> Opened:
         if file.read(1) == PICKLE:
             raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
+    trace = trace.on(_fullest(trace)) if trace.cards else trace
     config, note = _settings(trace)
     card = trace.facts.device
     converted = snapshot_of(trace, config, CardMemory.of(card))
@@ -128,6 +130,8 @@ def _open_capture(path: Path) -> Opened:
             one.steps = Steps(tuple(converted.steps), "the phases of the run")
         name_stages(one, (stage for stage in converted.slices if stage.track == "stages"))
     notes = [note, "Events are those that torch would record on the card."]
+    if trace.cards:
+        notes.append(f"Of {len(trace.cards)} cards, the one that holds most is taken: {trace.device}.")
     if any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
         notes.append(
             "From the out-of-memory error on, the run is followed on a card without limit, to show its whole need."
@@ -136,6 +140,18 @@ def _open_capture(path: Path) -> Opened:
         path.name, f"memprof capture, {trace.source} on {card.name}", trace.source, config.text, tuple(notes)
     )
     return Opened(converted.snapshot, found, origin, converted)
+
+
+def _fullest(trace: Trace) -> str:
+    """The card on which most is requested at once."""
+    now: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for kind, ref in trace.events:
+        if kind in (EventKind.ALLOC, EventKind.FREE):
+            storage = trace.storages[ref]
+            now[storage.device] += storage.num_bytes if kind is EventKind.ALLOC else -storage.num_bytes
+            most[storage.device] = max(most[storage.device], now[storage.device])
+    return max(trace.cards, key=lambda device: most[device])
 
 
 def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:

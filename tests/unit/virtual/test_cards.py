@@ -130,6 +130,16 @@ def test_cards_are_not_mixed(mix, said):
     )
 
 
+def test_a_mismatch_between_cards_is_found():
+    """With both lines; nothing that moves host tensors would help."""
+    with memprof.virtual_gpu("a100-80gb", gpus=2) as run, pytest.raises(RuntimeError):
+        nn.Linear(8, 8).to("cuda:1")(torch.ones(4, 8, device="cuda:0"))
+    found = next(one for one in run.report().findings if one.id == "device-mismatch")
+    assert "is given cuda:1 and cuda:0" in found.title and not found.remedies
+    assert "mat1 is on cuda:0, different from other tensors on cuda:1" in found.evidence[-2].text
+    assert found.evidence[-1].text.startswith("fix: move it with .to(<the cuda:1 tensor>.device) before")
+
+
 @pytest.mark.parametrize("ask", [
     lambda: torch.empty(1, device="cuda:2"), lambda: torch.zeros(1).to("cuda:2"), lambda: torch.cuda.set_device(2),
 ])  # fmt: skip
