@@ -68,6 +68,11 @@ def test_another_card_in_full(done):
     assert "cuda:1  <- below" in text and "not used" in text and "with the CUDA context on cuda:1" in text
 
 
+def test_a_recording_is_of_the_fullest_card(done):
+    analyzed = python("-m", "memprof", "analyze", "run.memprof", "--json", folder=done[0]).stdout
+    assert "Of 3 cards, the one that holds most is taken: cuda:1." in analyzed
+
+
 @pytest.mark.parametrize(
     ("card", "said"), [("3", "the run had no such card"), ("2", "nothing was allocated on this card")]
 )
