@@ -102,12 +102,19 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
     file, config = read_config_file(path)
     for key in _SIZES:
         size = config.get(key)
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        most = _MOST_LAYERS if "layer" in key else _MOST
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most):
             raise UsageError(
                 "the configuration is wrong",
                 value=f"{file}: {key} is {size!r}",
-                hint=f"make {key} a positive whole number",
+                hint=f"make {key} a whole number from 1 to {most:,}",
             )
+    for key, kind in _KINDS.items():
+        value = config.get(key)
+        if value is not None and not (
+            isinstance(value, kind) and (kind is dict or all(isinstance(v, str) for v in value))
+        ):
+            raise UsageError("the configuration is wrong", value=f"{file}: {key} is {value!r}", hint="mend that entry")
     folder = file.resolve().parent
     return _from_mapping(folder.name, _with_defaults(config), spec, where=str(folder))
 
@@ -118,6 +125,10 @@ _SIZES = (
     *("num_key_value_heads", "max_position_embeddings", "n_positions"),
 )
 """Entries of a configuration that are positive whole numbers in every model type."""
+_KINDS = {"architectures": list, "quantization_config": dict, "auto_map": dict}
+_MOST = 2**31 - 1
+_MOST_LAYERS = 10_000
+"""Far above any model's; each layer is built, and a slip of the pen must not take hours."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 """The names that model types have for their number of positions."""
 _DEFAULTS = ("vocab_size", "relative_attention_num_buckets")
@@ -243,7 +254,9 @@ def _hugging_face(
             if spec.quantize is not None:
                 return load_quantized(model_class, configuration, arguments, spec)
             model = model_class._from_config(configuration, **arguments)
-        except (ValueError, ImportError, TypeError, KeyError, AssertionError) as error:
+        except (torch.OutOfMemoryError, MemprofError):
+            raise
+        except Exception as error:  # of any class: each model makes of its entries what it likes
             raise UsageError(
                 f"transformers cannot build {architecture} from this configuration",
                 value=" ".join(str(error).split()),

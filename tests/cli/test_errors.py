@@ -81,7 +81,13 @@ def test_broken_configurations(memprof, tmp_path):
     assert_refused(memprof("profile", "--model", file), "does not have the model's class")
     for size in ("abc", -64, 0, 1e6, True):
         file.write_text(json.dumps({"model_type": "llama", "hidden_size": size}))
-        assert_refused(memprof("profile", "--model", file), f"hidden_size is {size!r}", "positive whole number")
+        assert_refused(memprof("profile", "--model", file), f"hidden_size is {size!r}", "whole number from 1 to")
+    for key, value in (
+        ("num_hidden_layers", 1_000_000), ("architectures", -1), ("architectures", [7]), ("quantization_config", [[]]),
+        ("auto_map", "x"),
+    ):  # fmt: skip
+        file.write_text(json.dumps({"model_type": "llama", key: value}))
+        assert_refused(memprof("profile", "--model", file), f"{key} is {value!r}")
     file.write_text(json.dumps({"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}))
     assert_refused(memprof("profile", "--model", file), "not valid for its model type", "65", "4")
 
