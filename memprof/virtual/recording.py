@@ -256,7 +256,8 @@ class RecordingMode(Machine):
     def _run(self, operator: Operator, call: Call, place: Place, target: str | None) -> Any:
         """Run `call` on meta tensors and record its new storages."""
         try:
-            key: Any = tuple(call.key)
+            # What an operator makes of no floating point number at all has the program's default dtype.
+            key: Any = (torch.get_default_dtype(), *call.key)
             known = self._layouts.get(key)
         except TypeError:  # an unhashable argument, such as a generator or a symbolic value
             key = known = None

@@ -72,6 +72,22 @@ def test_bytes_shape_and_dtype(gpu: VirtualGpu, dtype: torch.dtype, size: int) -
     assert watch.ops == ["aten.empty"] and storage.device == "cuda:0" and not storage.hidden
 
 
+def test_a_default_dtype_that_changes_is_seen(gpu: VirtualGpu) -> None:
+    """Layouts are remembered, and not those of another default: a bfloat16 model after one in float32."""
+
+    def dtypes() -> list[torch.dtype]:
+        with torch.device("cuda"):
+            made = nn.Embedding(3, 4).weight, torch.arange(3) / 2, torch.full((3,), 1.0)
+        return [tensor.dtype for tensor in made]
+
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert dtypes() == [dtype] * 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_padded_strides_count(gpu: VirtualGpu) -> None:
     watch = Watch(gpu)
     tensor = torch.empty_strided((2, 3), (16, 1), device="cuda")
