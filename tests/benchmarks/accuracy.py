@@ -1,11 +1,13 @@
 """Published memory figures beside simulated ones, row by row: the tables of docs/accuracy.md.
 
-    python -m tests.benchmarks.accuracy [FILE.csv] [--write] [--only TEXT] [--processes N] [--offline]
+    python -m tests.benchmarks.accuracy [FILE.csv] [--write] [--only TEXT] [--processes N] [--offline] [--keep FILE]
 
 FILE.csv: a table of published figures (tests/accuracy/published/rows.py has its columns); without it, that of
 shared/published_memory.csv beside the checkout. Every row comes out again: predicted, or with the reason why not. With
---write the tables go to docs/accuracy.md, between its marks; else they are printed. Packages that a row's run needs and
-that are not installed with this project are fetched by pip into .cache/accuracy/ (Triton is 190 MB), unless --offline.
+--write the tables go to docs/accuracy.md, between its marks; else they are printed. Unless --offline, what is not here
+is fetched into .cache/accuracy/: packages that a row's run needs, by pip (Triton is 190 MB), and the sources' own code,
+by git. --keep FILE: predictions are added to FILE as they are done, and those in it are not computed again, so that a
+sweep can be run in parts.
 
 Exit codes: 0; 1 the table cannot be read; 4 there is no table.
 """
@@ -13,15 +15,19 @@ Exit codes: 0; 1 the table cannot be read; 4 there is no table.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import itertools
+import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.accuracy.published.prediction import Outcome
+from tests.accuracy.published.prediction import Outcome, Prediction
 from tests.accuracy.published.rows import Row, TableError, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,42 +41,81 @@ TRUTH = ("<!-- truth captures: python -m tests.benchmarks.accuracy --write -->",
 NOT_HERE = 4
 
 
-def sweep(rows: Sequence[Row], processes: int = 2) -> list[Outcome]:
-    """Predict every row, in the order given. Sources that import other projects' packages run first, apart."""
-    from tests.accuracy.published.sources import outcome, source_of
+def sweep(rows: Sequence[Row], processes: int = 2, keep: Path | None = None) -> list[Outcome]:
+    """Predict every row, in the order given. Sources that import other projects' packages run first, apart.
+
+    Args:
+        rows: the table.
+        processes: at most this many at once.
+        keep: a file of predictions, read first and added to.
+    """
+    from tests.accuracy.published.sources import outcomes, source_of
 
     # transformers' notices on building a model are about nobody's run.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    found: dict[int, Outcome] = {}
-    apart = [row for row in rows if source_of(row).isolated]
-    together = [row for row in rows if not source_of(row).isolated]
-    for group in (apart, together):
-        if not group:
+    found = _kept(rows, keep)
+    left = [row for row in rows if row.line not in found]
+    for apart in (True, False):
+        # Rows of one run stay together: it is run once.
+        groups = [
+            list(group)
+            for _, group in itertools.groupby(
+                (row for row in left if source_of(row).isolated is apart), key=lambda row: row.run
+            )
+        ]
+        if not groups:
             continue
         # Spawned: torch's threads do not survive a fork.
-        with ProcessPoolExecutor(min(processes, len(group)), mp_context=get_context("spawn")) as pool:
-            for number, done in enumerate(pool.map(outcome, group), start=1):
-                found[done.row.line] = done
-                _progress(f"{number} of {len(group)}: {done.kind}, {done.row.title} ({done.seconds:.0f} s)")
+        with ProcessPoolExecutor(min(processes, len(groups)), mp_context=get_context("spawn")) as pool:
+            for number, finished in enumerate(pool.map(outcomes, groups), start=1):
+                for done in finished:
+                    found[done.row.line] = done
+                    _progress(f"{number} of {len(groups)}: {done.kind}, {done.row.title} ({done.seconds:.0f} s)")
+                    if keep is not None:
+                        with keep.open("a", encoding="utf-8") as file:
+                            file.write(json.dumps([dataclasses.astuple(done.row), vars(done.prediction)]) + "\n")
     _progress("")
     return [found[row.line] for row in rows]
 
 
-def fetch_libraries(rows: Iterable[Row]) -> None:
+def _kept(rows: Sequence[Row], keep: Path | None) -> dict[int, Outcome]:
+    from tests.accuracy.published.sources import source_of
+
+    found = {}
+    if keep is not None and keep.is_file():
+        by_cells = {dataclasses.astuple(row): row for row in rows}
+        for cells, prediction in map(json.loads, keep.read_text(encoding="utf-8").splitlines()):
+            row = by_cells.get(tuple(cells))
+            if row is not None:
+                found[row.line] = Outcome(row, Prediction(**prediction), kind=source_of(row).name)
+    return found
+
+
+def fetch_libraries(rows: Sequence[Row]) -> None:
     """Get what rows of other projects' code need; what cannot be had is said, and those rows are not predicted."""
     from tests.accuracy import liger_kernels
-    from tests.accuracy.published.libraries import TRITON, MissingLibraryError, fetch
+    from tests.accuracy.published.libraries import TRITON, fetch
     from tests.accuracy.published.operators import CCE
+    from tests.accuracy.published.sources import source_of
 
     notes = [(row.note, row.model) for row in rows if "Liger-Kernel" in row.source and row.method == "liger"]
     wanted = [("liger-kernel", release) for release in sorted(liger_kernels.releases(notes))]
     wanted += [CCE] if any("ml-cross-entropy" in row.source and row.method == "cce" for row in rows) else []
     for name, release in (TRITON, *wanted) if wanted else ():
-        _progress(f"{name} {release}")
-        try:
-            fetch(name, release)
-        except MissingLibraryError as missing:
-            print(f"not here: {missing}", file=sys.stderr)
+        _fetched(f"{name} {release}", functools.partial(fetch, name, release))
+    for checkout in {source_of(row).code: None for row in rows}:
+        if checkout is not None:
+            _fetched(checkout.title, checkout.fetch)
+
+
+def _fetched(name: str, fetch: Callable[[], None]) -> None:
+    from tests.accuracy.published.libraries import MissingLibraryError
+
+    _progress(name)
+    try:
+        fetch()
+    except MissingLibraryError as missing:
+        print(f"not here: {missing}", file=sys.stderr)
 
 
 def with_tables(page: str, tables: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
@@ -106,7 +151,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/accuracy.md")
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose source or model contains TEXT")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--offline", action="store_true", help="fetch no packages")
+    parser.add_argument("--offline", action="store_true", help="fetch no packages and no code")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="predictions are added to FILE, and taken from it")
     asked = parser.parse_args()
     if not asked.table.is_file():
         print(f"no table of published figures: {asked.table}", file=sys.stderr)
@@ -121,7 +167,7 @@ def main() -> None:
     from tests.accuracy.published.report import tables
 
     began = time.perf_counter()
-    text = tables(sweep(rows, max(1, asked.processes)))
+    text = tables(sweep(rows, max(1, asked.processes), asked.keep))
     if asked.write:
         page = with_tables(PAGE.read_text(encoding="utf-8"), text)
         PAGE.write_text(with_tables(page, truth_captures(), TRUTH), encoding="utf-8")

@@ -42,6 +42,13 @@ its capacity stands in; that decides cuBLAS's workspace, which is the same, and 
 FORMAT = "weights in a format of kernels that are not simulated: {}"
 RANKS = "needs several ranks: sharded parameters and collectives are not simulated"
 
+COMPILED = "compiled there, eager here"
+VERSIONS = "other releases of torch or transformers"
+UNSAID = "what was measured, or with what, is not said, or contradicted by its source"
+DRAWN = "lengths are drawn: the source has their mean and spread, and not each"
+"""Why code and versions of a predicted row are not those of its source: `Prediction.differs`. By source and metric, and
+never by whether the figure is met."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -58,6 +65,10 @@ class Prediction:
     """How far the published figure may be off, in its unit; None: half of its last digit."""
     basis: str = ""
     """What of the run is compared, where it is not its whole."""
+    code: str = ""
+    """Whose code ran, where it is the source's own: repository and commit, or package and release."""
+    differs: str = ""
+    """What of code and versions is not that of the source; empty: they match."""
 
     def unit(self, row: Row) -> int:
         """Bytes of the row's unit."""

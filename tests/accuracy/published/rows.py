@@ -58,6 +58,12 @@ class Row:
         return 0.5 * 10.0 ** -len(self.value.partition(".")[2])
 
     @property
+    def run(self) -> tuple[str, ...]:
+        """What says which run the figure is of: every column but those of the figure."""
+        figure = ("line", "metric", "value", "unit", "scope", "note")
+        return tuple(text for name, text in vars(self).items() if name not in figure)
+
+    @property
     def title(self) -> str:
         """What tells this row from its neighbours of the same source."""
         return " ".join(part for part in (self.model, self.method, self.weights, self.batch, self.seq) if part)

@@ -6,7 +6,7 @@ A row goes to the first source whose `marker` is in its column `source`; one tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.accuracy.published import (
@@ -21,6 +21,7 @@ from tests.accuracy.published import (
     torchao,
     torchtune,
 )
+from tests.accuracy.published.libraries import Checkout
 from tests.accuracy.published.prediction import Outcome, Prediction
 from tests.accuracy.published.rows import Row
 
@@ -34,16 +35,18 @@ class Source:
     predict: Callable[[Row], Prediction]
     isolated: bool = False
     """Imports other projects' packages: in processes of its own."""
+    code: Checkout | None = None
+    """The source's own code, which is run."""
 
 
 SOURCES = (
     Source("Liger-Kernel benchmark", "linkedin/Liger-Kernel", operators.liger, isolated=True),
     Source("Cut Cross-Entropy benchmark", "apple/ml-cross-entropy", operators.cut_cross_entropy, isolated=True),
-    Source("torchtune README", "torchtune README", torchtune.readme),
+    Source("torchtune README", "torchtune README", torchtune.readme, code=torchtune.torchtune_own.SOURCE),
     Source("torchtune LoRA tutorial", "torchtune docs", torchtune.tutorial),
-    Source("can-i-finetune-this", "can-i-finetune-this", adapters.benchmark),
+    Source("can-i-finetune-this", "can-i-finetune-this", adapters.benchmark, code=adapters.SOURCE),
     Source("torchao optimizers", "pytorch/ao", torchao.readme),
-    Source("PEFT MetaMathQA", "huggingface/peft", peft_rows.meta_math_qa),
+    Source("PEFT MetaMathQA", "huggingface/peft", peft_rows.meta_math_qa, code=peft_rows.SOURCE),
     Source("transformers memory anatomy", "model_memory_anatomy", anatomy.page),
     Source("Qwen3 speed benchmark", "QwenLM/Qwen3", qwen3.speed_benchmark),
     Source("Qwen README", "QwenLM/Qwen README", qwen1.finetuning),
@@ -66,3 +69,8 @@ def outcome(row: Row) -> Outcome:
     except Exception as error:
         prediction = Prediction(reason=f"the run failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return Outcome(row, prediction, time.perf_counter() - began, source.name)
+
+
+def outcomes(rows: Sequence[Row]) -> list[Outcome]:
+    """Predict rows that are figures of one run."""
+    return [outcome(row) for row in rows]
