@@ -1,6 +1,6 @@
 """The bridge: from what tensors asked for to what `nvidia-smi` shows, step by step, in bytes.
 
-    requested + rounding = allocated;  + fragmentation = reserved;  + context, libraries, other processes = device used
+    requested + rounding = allocated;  + free in segments = reserved;  + context, libraries, others = device used
 
 torch's own figures stop at reserved, NVML's begin at device used; each step between is named here. A measured run says
 in its trace's facts what NVML saw (`NvmlFacts`). Where it does not, its samples tell what is on the card beside torch's
@@ -69,7 +69,7 @@ class BridgeMoment:
     """Requests are rounded to 512 bytes, and a rest of up to 1 MiB of a large block is not split off."""
     allocated_bytes: int
     fragmentation_bytes: int
-    """Free in segments: the sum of `pools`."""
+    """Free in segments: the sum of `pools`, of which some may be cached (`Bridge.cached_bytes`)."""
     given_back_bytes: int
     """Reserved at the moment's height and given back before the request was served; 0 as a rule."""
     reserved_bytes: int
@@ -97,6 +97,10 @@ class Bridge:
     """Both peaks are after the same event."""
     processes: tuple[OtherProcess, ...] | None
     """The other processes on the card; None: not known, as in a simulated run."""
+
+    def cached_bytes(self, moment: BridgeMoment) -> int:
+        """What is free at `moment` and in use where most is allocated: kept for the next step, and no fragmentation."""
+        return min(moment.fragmentation_bytes, self.peak_allocated.allocated_bytes - moment.allocated_bytes)
 
     @property
     def outside_is_unknown(self) -> bool:

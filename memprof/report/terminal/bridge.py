@@ -35,7 +35,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     add("requested by tensors", of("requested_bytes"))
     add("+ rounding", of("rounding_bytes"), "of blocks")
     add("= allocated", of("allocated_bytes"), "what torch says", total=True)
-    add("+ free in segments", of("fragmentation_bytes"), "fragmentation")
+    add("+ free in segments", of("fragmentation_bytes"), _kept(first.fragmentation_bytes, bridge.cached_bytes(first)))
     if any(moment.given_back_bytes for moment in moments):
         add("+ given back at once", of("given_back_bytes"), "before the request was served")
     add("= reserved", of("reserved_bytes"), "what torch holds", total=True)
@@ -49,7 +49,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     where = (f"{head} in {at_stage(moment.stage, moment.step)}" for head, moment in zip(heads, moments, strict=True))
     title = heading(f"From tensors to device used, {unit.name}, ", ", ".join(where))
     parts: list[RenderableType] = [title, indented(made)]
-    notes = [f"free: {_fragmentation(first)}"] if first.fragmentation_bytes else []
+    notes = [f"free: {_free(first)}"] if first.fragmentation_bytes else []
     if bridge.outside_is_unknown:
         notes.append("not known: libraries outside the allocator, other processes")
     parts += [indented(dim("; ".join(notes)))] if notes else []
@@ -60,7 +60,14 @@ def _amounts(moment: BridgeMoment) -> tuple[int, ...]:
     return moment.requested_bytes, moment.allocated_bytes, moment.reserved_bytes
 
 
-def _fragmentation(moment: BridgeMoment) -> str:
+def _kept(free: int, cached: int) -> str:
+    """What is free where most is reserved: cached for the next step, or never in use."""
+    if not cached:
+        return "fragmentation"
+    return "cached" + (f", {format_bytes(free - cached)} of it fragmentation" if free > cached else "")
+
+
+def _free(moment: BridgeMoment) -> str:
     """Which segments have what is free."""
     return ", ".join(_pool(pool) for pool in moment.pools if pool.free_bytes)
 

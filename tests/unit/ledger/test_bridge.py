@@ -87,6 +87,27 @@ def test_which_segments_and_pools():
     assert (small.pools[0].pool, small.pools[0].free_bytes, small.rounding_bytes) == ("small", 2 * MIB - 1024, 24)
 
 
+def view_of(bridge):
+    console = Console(width=100, file=io.StringIO())
+    console.print(render_bridge(bridge, unit_for(MIB)))
+    return console.file.getvalue()
+
+
+def test_what_is_free_after_the_peak_is_cached():
+    """90 MiB were in use at once, in segments that a request of 60 MiB does not fit into: 60 are never in use."""
+    script = Script()
+    activations = [script.new(size * MIB) for size in (40, 50)]
+    for tensor in activations:
+        script.free(tensor)
+    script.new(60 * MIB)
+    bridge = bridge_of(script.trace)
+    first = bridge.peak_reserved
+    assert (first.reserved_bytes, first.allocated_bytes) == (150 * MIB, 60 * MIB)
+    assert (first.fragmentation_bytes, bridge.cached_bytes(first)) == (90 * MIB, 30 * MIB)
+    assert bridge.cached_bytes(bridge.peak_allocated) == 0
+    assert "cached, 60.00 MiB of it fragmentation" in view_of(bridge)
+
+
 def test_simulated_runs_know_nothing_of_libraries_and_others():
     moment = (bridge := bridge_of(outgrown_blocks())).peak_reserved
     assert moment.libraries_bytes is None and moment.other_processes_bytes is None and bridge.processes is None
@@ -106,9 +127,7 @@ def test_what_nvml_saw_closes_the_gap():
     assert moment.device_used_bytes == 1900 * MIB
     assert [(one.pid, one.name) for one in bridge.processes] == [(12, "Xorg"), (13, "python")]
 
-    console = Console(width=100, file=io.StringIO())
-    console.print(render_bridge(bridge, unit_for(MIB)))
-    text = console.file.getvalue()
+    text = view_of(bridge)
     assert "Xorg (12) 1,000.00 MiB, python (13) ?" in text and "+ libraries outside" in text
 
 
