@@ -297,3 +297,24 @@ def relu(launch: Launch) -> Any:
         mask = integers > zero_point
         above = _aten.where.ScalarOther(mask, integers, zero_point)
         return _aten._make_per_tensor_quantized_tensor.default(above, scale, zero_point)
+
+
+@of_quantized(_aten.quantized_max_pool2d, "quantized.max_pool2d")
+def max_pool2d(launch: Launch) -> Any:
+    """Of images with their channels last, which a copy has if they have not (native/quantized/cudnn/Pooling.cpp)."""
+    data, *rest = launch.args
+    layout = torch.channels_last if data.dim() == 4 else torch.contiguous_format
+    size = _aten.max_pool2d_with_indices(torch.empty(data.shape, device=_META), *rest)[0].shape
+    with launch.scratch(*contiguous(data, layout=layout)):
+        return _empty(launch, size, torch.qint8, layout, **_parameters(data))
+
+
+@of_quantized("quantized.add", "quantized.add_relu")
+def add(launch: Launch) -> Any:
+    """With the sum and two factors in float32, each as large as an operand (native/quantized/cudnn/BinaryOps.cpp)."""
+    data, _, scale, zero_point = launch.args
+    floats = 4 * data.numel()
+    with launch.scratch(floats):
+        made = _empty(launch, data.shape, torch.qint8, torch.contiguous_format, scale=scale, zero_point=zero_point)
+        launch.transients(floats, floats)
+    return made

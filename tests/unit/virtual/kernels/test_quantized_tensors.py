@@ -51,6 +51,8 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "floats": (lambda x: x.dequantize(), []),
     "by its extremes": (lambda x: torch.quantize_per_tensor_dynamic(x, torch.quint8, False), [4, 4, 6144]),
 }
+_TWO = ([2, 2], [2, 2], [0, 0], [1, 1])
+"""Window, stride, padding and dilation."""
 QUANTIZED: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "dequantize": (lambda q: q.dequantize(), [24576]),
     "dequantize what is not contiguous": (lambda q: q.t().dequantize(), [24576, 6144]),
@@ -64,6 +66,10 @@ QUANTIZED: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "fill": (lambda q: q.fill_(1.0), [24576]),
     "gelu": (lambda q: torch.nn.functional.gelu(q), [24576, 24576, 6144]),
     "relu": (lambda q: q.relu(), [6144, 6144, 1, 6144, 6144]),
+    "sum": (lambda q: torch.ops.quantized.add(q, q, 1.0, 0), [24576, 6144, 24576, 24576]),
+    "sum above zero": (lambda q: torch.ops.quantized.add_relu(q, q, 1.0, 0), [24576, 6144, 24576, 24576]),
+    "pooling": (lambda q: torch.nn.functional.max_pool2d(q.view(2, 8, 32, 12), 2), [6144, 1536]),
+    "pooling of one": (lambda q: torch.ops.quantized.max_pool2d(q.view(8, 64, 12), *_TWO, False), [1536]),
     "a deep copy": (lambda q: copy.deepcopy(q), [6144]),
     "moved to where it is": (lambda q: q.cuda(), []),
 }
@@ -139,7 +145,7 @@ def test_what_cuda_cannot_do(
 
 
 def test_every_operator_that_cuda_has_for_quantized_tensors() -> None:
-    """By torch's own list. Maximum pooling is cuDNN's, and said not to be simulated."""
+    """By torch's own list."""
     found = set()
     for name, entry in _entries().items():
         packet, _, overload = name.removeprefix("aten::").partition(".")
@@ -148,7 +154,7 @@ def test_every_operator_that_cuda_has_for_quantized_tensors() -> None:
         if "QuantizedCUDA" in entry and not (known or operator.overloadpacket in quantized_tensors._BOOKS):
             found.add(packet)
             assert not lacks_quantized_kernel(name)
-    assert found <= {"quantized_max_pool2d", "empty", "empty_strided"}
+    assert found <= {"empty", "empty_strided"}
 
 
 def _here() -> set[str]:
