@@ -41,7 +41,7 @@ _SLOWEST = (
     "cli/test_verify.py",
     "accuracy/test_training_rows.py",
     "recipes/",
-    "cli/test_run.py",
+    "cli/test_run",
     "accuracy/test_operators_against_cpu.py",
     "accuracy/test_scripts_against_cpu.py",
     "cli/test_ladder.py",

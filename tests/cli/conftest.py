@@ -3,8 +3,10 @@
 import gc
 import json
 import logging
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,25 @@ from memprof.cli.main import run
 # As the console script has it (cli/main.py); here transformers may import them while a stream of pytest's is closed.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+print("arguments", sys.argv[1:])
+width, batch = int(sys.argv[1]), int(sys.argv[2])
+model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    loss = model(torch.randn(batch, 64, device="cuda")).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step, loss.item())
+print("done")
+"""
 
 
 @dataclass
@@ -46,3 +67,17 @@ def memprof(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(code if isinstance(code, int) else 0, captured.out, captured.err)
 
     return call
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Writes a training script, or another, and gives its name; the test runs in its folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+
+    def write(text: str = TRAIN, name: str = "train.py") -> str:
+        (tmp_path / name).write_text(textwrap.dedent(text), encoding="utf-8")
+        return name
+
+    return write

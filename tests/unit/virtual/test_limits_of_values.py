@@ -1,0 +1,241 @@
+"""Values at any size: what is computed when it is read, what is never, and that nothing jumps at a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu, values
+from memprof.virtual.kernels import detection
+from tests.unit.virtual.test_values import setitem, written
+
+CARD = find_gpu("a100-80gb")
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(CARD, workspaces=False) as virtual:
+        yield virtual
+
+
+SIDE = 1100
+"""Its square is more than the host keeps real, and than is computed at no charge."""
+
+
+def planted(device: str) -> torch.Tensor:
+    mask = torch.zeros(SIDE, SIDE, device=device)
+    mask.view(-1)[torch.randperm(SIDE * SIDE, device=device)[:1000]] = 1
+    return mask
+
+
+DETERMINED: dict[str, tuple[Callable[[str], torch.Tensor], int]] = {
+    "where of a mask": (lambda d: torch.where(planted(d) == 1.0)[0], 1000),
+    "triangle": (lambda d: torch.tril(torch.ones(SIDE, SIDE, device=d)).nonzero(), SIDE * (SIDE + 1) // 2),
+    "window": (
+        lambda d: ((torch.arange(SIDE, device=d)[:, None] - torch.arange(SIDE, device=d)).abs() < 2).nonzero(),
+        3 * SIDE - 2,
+    ),
+    "column": (lambda d: setitem(torch.zeros(SIDE, SIDE, device=d), (slice(None), 3), 1.0).nonzero(), SIDE),
+    "full": (lambda d: (torch.full((SIDE, SIDE), -1.0, device=d) < 0).nonzero(), SIDE * SIDE),
+    "bytes": (lambda d: torch.zeros(SIDE, SIDE, dtype=torch.uint8, device=d).nonzero(), 0),
+    "no row": (lambda d: (torch.zeros(SIDE, SIDE, device=d).add_(1).mul_(2) != 2).nonzero(), 0),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", DETERMINED)
+def test_masks_are_computed_whatever_their_size(gpu: VirtualGpu, name: str, device: str) -> None:
+    make, number = DETERMINED[name]
+    assert len(make(device)) == number
+
+
+def filled(size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    made = torch.zeros(size, dtype=dtype, device=device)
+    made[torch.arange(100, device=device)] = 1
+    return made
+
+
+def square(size: int) -> int:
+    """The side of a square with about so many elements."""
+    return round(size**0.5)
+
+
+SIZES: dict[str, Callable[[int, str], float]] = {
+    "floats": lambda n, d: len((filled(n, torch.float32, d) > 0.5).nonzero()) / 100,
+    "bytes": lambda n, d: len(filled(n, torch.uint8, d).nonzero()) / 100,
+    "bytes of the host": lambda n, d: len((filled(n, torch.uint8, "cpu").to(d) == 1).nonzero()) / 100,
+    "integers": lambda n, d: len(filled(n, torch.int64, d).nonzero()) / 100,
+    "masks": lambda n, d: len(filled(n, torch.bool, d).nonzero()) / 100,
+    "positions": lambda n, d: len((torch.arange(n, device=d) / n < 0.5).nonzero()) * 2 / n,
+    "product": lambda n, d: 1 + len((torch.ones(n // 4, 4, device=d) @ torch.eye(4, device=d) > 2).nonzero()),
+    "softmax": lambda n, d: 1 + len((torch.zeros(n, device=d).softmax(0) > 0.5).nonzero()),
+    "mean": lambda n, d: 1 + int((torch.arange(n, device=d).float().mean() > n).sum()),
+    "pooling": lambda n, d: int(
+        (torch.nn.functional.max_pool2d(filled(square(n) ** 2, torch.float32, d).view(1, square(n), -1), 2) > 0).sum()
+    ),
+    "routing": lambda n, d: (
+        len(torch.nn.functional.one_hot(torch.randn(n // 32, 16, device="cuda").topk(2)[1].to(d), 16)[..., 3].nonzero())
+        * 256
+        / n
+    ),
+    "choices": lambda n, d: int((torch.randn(n // 2, 16, device="cuda").topk(2)[1].to(d) == 3).sum()) * 8 / n,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("limit", [1 << 12, 1 << 18, 1 << 20, 1 << 21])
+@pytest.mark.parametrize("name", SIZES)
+def test_nothing_jumps_at_a_limit(monkeypatch: Any, gpu: VirtualGpu, name: str, limit: int, device: str) -> None:
+    """From a few elements less to a few more than what is small, moderate, or real on the host."""
+    monkeypatch.setattr(values, "MODERATE_ELEMENTS", 1 << 21)
+    below, at, above = (SIZES[name](limit + more, device) for more in (-64, 0, 64))
+    assert at == pytest.approx(below, rel=0.2) and above == pytest.approx(at, rel=0.2)
+
+
+def test_what_is_put_off_takes_no_room(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_SHADOW_BYTES", 1 << 25)
+    positions = [torch.arange(1 << 20, device="cuda").float() / 3 for _ in range(9)]
+    assert len((positions[8] < 1).nonzero()) == 3 and len(planted("cuda").nonzero()) == 1000
+
+
+@pytest.mark.parametrize("num_elements", [1 << 13, 1 << 25])
+def test_unknown_numbers_are_finite_at_any_size(gpu: VirtualGpu, num_elements: int) -> None:
+    data = torch.randn(num_elements, device="cuda")
+    assert data.isnan().sum().item() == 0 and not data.isinf().any()
+    assert data.isfinite().all() and (~data.isfinite()).sum() == 0
+
+
+def tokens_of_each_expert(num_tokens: int) -> list[int]:
+    scores = torch.randn(num_tokens, 16, device="cuda").softmax(-1)
+    mask = torch.nn.functional.one_hot(scores.topk(2, dim=-1)[1], 16)
+    assert mask.sum((0, 1)).tolist() == [num_tokens // 8] * 16
+    return [len(torch.where(mask.permute(2, 1, 0)[expert])[0]) for expert in range(16)]
+
+
+@pytest.mark.parametrize("limit", [None, 1 << 17, 0])
+def test_balance_on_both_sides_of_the_limits(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    """32 choices a token: the mask is beyond the limit for the second number of tokens, the choices are not."""
+    if limit is not None:
+        monkeypatch.setattr(values, "MAX_TENSOR_BYTES", limit)
+        monkeypatch.setattr(values, "SMALL_INTEGER_ELEMENTS", 1 << 14)
+    with VirtualGpu(CARD, workspaces=False):
+        for num_tokens in (256, 1024, 8192):
+            assert tokens_of_each_expert(num_tokens) == [num_tokens // 8] * 16
+
+
+def test_the_work_of_a_run_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_WORK", 5 * SIDE * SIDE)
+    with VirtualGpu(CARD, workspaces=False) as gpu:
+        counts = [int((planted("cuda") == 1.0).sum()) for _ in range(4)]
+        assert counts[0] == 1000 and counts[-1] == SIDE * SIDE
+        assert any("too many large ones" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_what_an_optimizer_writes_is_not_known_any_more(gpu: VirtualGpu) -> None:
+    moments = [torch.zeros(8, device="cuda") for _ in range(2)]
+    torch._foreach_add_(moments, [torch.randn(8, device="cuda") for _ in range(2)])
+    assert moments[0][0].item() == 1.0
+
+
+def test_random_numbers_like_known_ones_are_unknown(gpu: VirtualGpu) -> None:
+    before = torch.random.get_rng_state()
+    assert torch.rand_like(torch.zeros(8, device="cuda")).tolist() == [1.0] * 8
+    assert torch.nn.functional.dropout(torch.ones(8, device="cuda"))[0].item() == 1.0
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64, torch.float32])
+def test_a_program_fills_a_host_tensor_itself(gpu: VirtualGpu, tmp_path, pinned: bool, dtype: torch.dtype) -> None:
+    count = (1 << 21) // dtype.itemsize
+    numbers = numpy.arange(count) % 1000
+    (tmp_path / "shard").write_bytes(numbers.astype(str(dtype).removeprefix("torch.")).tobytes())
+    tokens = torch.empty(count, dtype=dtype, pin_memory=pinned)
+    with open(tmp_path / "shard", "rb", buffering=0) as file:
+        assert file.readinto(tokens.numpy()) == 1 << 21
+    assert tokens[990:1010].tolist() == [*range(990, 1000), *range(10)]
+    assert tokens[:2000].to(device="cuda", dtype=torch.int32)[1500].item() == 500
+
+
+def test_small_and_large_host_tensors_keep_their_values_together(gpu: VirtualGpu) -> None:
+    large, small = torch.arange(1 << 18).view(-1, 2) * 1, torch.tensor([0, 1])
+    row = torch.zeros(1 << 17, 2, dtype=torch.int64)
+    assert int((row + small).sum()) == 1 << 17
+    assert int((large + small)[0, 1]) == 2
+
+
+def test_suppression_keeps_every_box(gpu: VirtualGpu) -> None:
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _LIBRARIES.append(library)
+    detection.register_loaded()
+    boxes, scores = torch.randn(1000, 4, device="cuda"), torch.randn(1000, device="cuda")
+    kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
+    assert sorted(kept.tolist()) == list(range(1000))
+    assert any("keeps every box" in sentence for sentence in gpu.trace.assumptions)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Operators are gone with the library that defines them."""
+
+
+def positions(device: str) -> torch.Tensor:
+    return torch.arange(9000, device=device).float()
+
+
+def changed_after_use(device: str, change: Callable[[torch.Tensor], object]) -> Any:
+    numbers = torch.arange(9000, device=device)
+    half = numbers.float() * 0.5
+    change(numbers)
+    return half > 100, numbers
+
+
+def chained(device: str, length: int) -> torch.Tensor:
+    result = positions(device)
+    for _ in range(length):
+        result = result + 1
+    return result.sum() == sum(range(length, length + 9000))
+
+
+def changed_host(device: str) -> torch.Tensor:
+    factor = torch.tensor(2.0)
+    doubled = positions(device) * factor
+    factor.fill_(3.0)
+    return doubled[:5]
+
+
+LATE: dict[str, Callable[[str], Any]] = {
+    "of a schedule": lambda d: (positions(d) / 9000).cos() < 0.5,
+    "of a table": lambda d: torch.cat([positions(d), positions(d).sin()]).view(2, -1)[1, 10:20],
+    "transposed": lambda d: (positions(d).view(90, 100).t() + 1)[3, :5],
+    "in place": lambda d: written(positions(d) * 2, lambda numbers: numbers.add_(1))[:4],
+    "in place, through a view": lambda d: written(positions(d) * 2, lambda numbers: numbers[2:].mul_(3))[:4],
+    "a host tensor that changes": changed_host,
+    "an input that is added to": lambda d: changed_after_use(d, lambda numbers: numbers.add_(1000)),
+    "an input that is filled": lambda d: changed_after_use(d, lambda numbers: numbers.zero_()),
+    "a long chain": lambda d: chained(d, 3000),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_large_floats_are_computed_when_they_are_read(gpu: VirtualGpu, name: str) -> None:
+    ours, real = LATE[name]("cuda"), LATE[name]("cpu")
+    torch.testing.assert_close(torch.utils._pytree.tree_map(torch.Tensor.cpu, ours), real)
+
+
+def test_what_nothing_reads_is_not_computed(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values.Values, "_pay", lambda self, work: pytest.fail("computed"))
+    table = torch.outer(torch.arange(1 << 12, device="cuda").float(), torch.ones(1 << 8, device="cuda")).cos()
+    (torch.randn(1 << 12, 1 << 8, device="cuda") * table).sum()
+
+
+def test_what_is_too_much_when_it_is_read_is_unknown(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = positions("cuda") * 2
+    monkeypatch.setattr(values, "MAX_WORK", 0)
+    assert late[4].item() == 1.0
