@@ -10,10 +10,13 @@ from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
-from memprof.spec import DEFAULT_LORA_RANK, option
+from memprof.spec import DEFAULT_LORA_RANK, OPTIMIZERS, option
 
 if TYPE_CHECKING:
     from memprof.estimate.table import Estimate, Simulated
+
+
+CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +31,20 @@ class Request(Explained):
         None, "Model", "Instead of --params: the model known by a size such as 4B.", metavar="SIZE"
     )
     dtype: str | None = option(
-        None, "Precision", "The column to look at: float32, float16, bfloat16, int8 or int4.", unset="bfloat16"
-    )
+        None, "Precision", "The column to look at: float32, float16, bfloat16, int8, int4; or, for inference, a stored "
+        "checkpoint's fp8, gptq-int8, gptq-int4 or awq-int4.", unset="bfloat16",
+    )  # fmt: skip
     context_length: int | None = again("context_length")
     batch_size: int = again("batch_size", help="Sequences per micro-batch, and per card.")
+    lengths: str | None = again("lengths")
+    empties_cache: bool = option(
+        False, "Memory", "With --lengths: torch.cuda.empty_cache() is called in the loop, or segments are expandable."
+    )
+    new_tokens: int | None = again("new_tokens", unset="1: the prompt alone")
     lora_rank: int = again("lora_rank", default=DEFAULT_LORA_RANK, help="Of LoRA and QLoRA.")
+    lora_targets: str | None = again("lora_targets")
+    optimizer: str = again("optimizer", help="{choices}.", choices=CLOSED_FORM_OPTIMIZERS)
+    optimizer_impl: str | None = again("optimizer_impl", choices=("foreach", "fused"))
     gpu: str | None = again("gpu", default=None, help="Judge by this card alone.", unset="the whole catalog")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
     gpus: int = option(1, "Card", "Cards to spread training over: DDP, ZeRO stages and FSDP.", is_count=True)
@@ -42,7 +54,7 @@ class Request(Explained):
 def estimate(request: Request) -> None:
     """Say at once what a model takes: weights, inference, LoRA, full training, in every dtype.
 
-    A closed form, tested against the virtual GPU: each figure has the band that it was off by.
+    A closed form; each figure has the band that published ones were off by.
     """
     from memprof.catalog import custom_gpu, find_gpu, list_gpus
     from memprof.estimate.geometry import from_model, from_params, from_size
@@ -65,6 +77,12 @@ def estimate(request: Request) -> None:
         context_length=request.context_length,
         batch_size=request.batch_size,
         lora_rank=request.lora_rank,
+        lora_targets=request.lora_targets,
+        optimizer=request.optimizer,
+        fused=request.optimizer_impl == "fused",
+        new_tokens=request.new_tokens,
+        lengths=request.lengths,
+        empties_cache=request.empties_cache,
         gpus=request.gpus,
     )
     cards = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
@@ -79,17 +97,17 @@ def estimate(request: Request) -> None:
 
 def _simulate(answer: Estimate) -> dict[str, Simulated]:
     """Every method in the dtype of the question, on the virtual GPU."""
-    from memprof.estimate.methods import METHODS, Plan
     from memprof.flows.estimate import simulate
 
     found = {}
     with long_work() as progress:
-        for method in METHODS:
-            if method.kind != "weights" and method.applies(answer.dtype):
-                plan, key = Plan(method, answer.dtype, answer.lora_rank), method.key
+        for plan in answer.plans():
+            key = plan.method.key
 
-                def say(doing: str, key: str = key) -> None:
-                    progress(f"{key}: {doing}")
+            def say(doing: str, key: str = key) -> None:
+                progress(f"{key}: {doing}")
 
-                found[key] = simulate(answer.subject, plan, answer.batch_size, answer.context_length, say)
+            found[key] = simulate(
+                answer.subject, plan, answer.batch_size, answer.context_length, say, lengths=answer.lengths
+            )
     return found

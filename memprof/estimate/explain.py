@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.layers import kept_per_layer
-from memprof.estimate.peaks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, setting_of
+from memprof.estimate.methods import FORMATS
+from memprof.estimate.peaks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, FORMAT_GROUP, setting_of
 from memprof.estimate.table import Cell, Estimate
+from memprof.spec import MANY_STEPS
 from memprof.units import format_bytes
 
 
@@ -24,7 +26,7 @@ CONSTANTS = (
     Constant(
         "CUDA context",
         format_bytes(CONTEXT_BYTES),
-        "RTX 6000 Ada, torch 2.10: unslothai/unsloth-zoo, pull request 1053",
+        "RTX 6000 Ada, torch 2.10: unslothai/unsloth-zoo, pull request 1053; the band: up to 1.31 GiB (older drivers)",
     ),
     Constant(
         "cuBLAS workspace",
@@ -39,6 +41,11 @@ CONSTANTS = (
         "8-bit AdamW's state",
         "2 bytes per parameter and 2 float32 per 256",
         "bitsandbytes/optim; float32 below 4,096 elements",
+    ),
+    Constant(
+        "other optimizers' state",
+        "momentum 1 element, Adagrad and RMSprop 1 and 1 of temporaries; torchao's 4 bits 1 byte and 1/16",
+        "torch/optim, torchao/optim; paged state is not on the card",
     ),
     Constant("int8 weights", "1 byte, a float32 per row", "bitsandbytes/nn/modules.py, Int8Params"),
     Constant(
@@ -122,11 +129,15 @@ def assumptions(estimate: Estimate) -> list[str]:
         "A training step in its steady state: optimizer state is there, gradients were set to None.",
         "Transformers' own code in eager mode, attention by scaled_dot_product_attention, the loss on all positions.",
         "Inference is a prompt of the context length through the KV cache, logits of its last token alone.",
-        f"LoRA of rank {estimate.lora_rank} on the matrices that PEFT chooses, in float32; QLoRA (int8, int4) as "
-        "transformers' Trainer runs it with bf16=True: what is not quantized is float32, under autocast.",
+        f"LoRA of rank {estimate.lora_rank}, in float32; QLoRA (int8, int4) as transformers' Trainer runs it with "
+        "bf16=True: what is not quantized is float32, under autocast.",
         "int8 finds no outliers in the activations.",
-        "Rounding to blocks and what the allocator keeps cached are in the band, not in the figure.",
+        "Reserved is what is allocated and the median of what simulated runs kept cached beside it: bands.json.",
     ]
+    if estimate.lengths is not None:
+        found.append(f"The longest of {MANY_STEPS} batches, padded to its longest sample; the others take less.")
+    if estimate.dtype in FORMATS:
+        found.append(f"Scales for each {FORMAT_GROUP} weights; embedding, head and norms in half precision.")
     if estimate.subject.rule:
         found.insert(0, estimate.subject.rule)
     if estimate.gpus > 1:

@@ -19,13 +19,17 @@ FAMILIES = (
 )  # fmt: skip
 """Values of `model_type` whose layers layers.py has op by op."""
 
-_LORA_TARGETS = {
-    "gpt2": ("qkv",), "gpt_neox": ("qkv",), "phi": ("q", "v", "up", "down"), "phi3": ("qkv",),
-}  # fmt: skip
+_LORA_TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value", "phi": "q_proj,v_proj,fc1,fc2", "phi3": "qkv_proj"}
 """As in PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py); else q and v.
 Phi-3 and OLMo 2 are not in it: what is the same there is taken."""
 
-_MODULES = {"gpt2": {"qkv": "c_attn"}, "gpt_neox": {"qkv": "query_key_value"}, "phi": {"up": "fc1", "down": "fc2"}}
+_MODULES = {
+    "gpt2": {"qkv": "c_attn", "o": "c_proj", "up": "c_fc", "down": "c_proj"},
+    "gpt_neox": {"qkv": "query_key_value", "o": "dense", "up": "dense_h_to_4h", "down": "dense_4h_to_h"},
+    "phi": {"o": "dense", "up": "fc1", "down": "fc2"},
+    "phi3": {"up": "gate_up_proj"},
+    "opt": {"o": "out_proj", "up": "fc1", "down": "fc2"},
+}
 """Names of the matrices in transformers, where they are not of the manner of q_proj."""
 
 
@@ -67,6 +71,8 @@ class Geometry:
     """The logits go through tanh."""
     window: int = 0
     """Tokens that a sliding window sees; 0: none."""
+    global_every: int = 0
+    """Of so many layers the last has no window; 0: all that the model has are alike."""
     max_positions: int | None = None
 
     @property
@@ -80,15 +86,24 @@ class Geometry:
         return self.kv_heads * self.head_dim
 
     @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """The matrices that PEFT adapts if it is not told which."""
-        return _LORA_TARGETS.get(self.family, ("q", "v"))
-
-    @property
     def lora_modules(self) -> str:
-        """Their names in transformers, separated by commas."""
-        names = _MODULES.get(self.family, {})
-        return ",".join(names.get(target, f"{target}_proj") for target in self.lora_targets)
+        """Names of the modules that PEFT adapts if it is not told which, separated by commas."""
+        return _LORA_TARGETS.get(self.family, "q_proj,v_proj")
+
+    def lora_targets(self, asked: str | None) -> tuple[str, ...]:
+        """The matrices that are adapted: those of the modules that are `asked` for, as PEFT's target_modules.
+
+        Raises:
+            UsageError: a layer has no such module.
+        """
+        names = {which: _MODULES.get(self.family, {}).get(which, f"{which}_proj") for which in self.matrices()}
+        if asked == "all-linear":
+            return tuple(names)
+        wanted = [part.strip().rpartition(".")[2] for part in (asked or self.lora_modules).split(",")]
+        for name in wanted:
+            if name not in names.values():
+                raise unknown_name("--lora-targets", name, [*dict.fromkeys(names.values()), "all-linear"])
+        return tuple(which for which, name in names.items() if name in wanted)
 
     def matrices(self) -> dict[str, tuple[int, int, bool]]:
         """Inputs, outputs and whether there is a bias, of a layer's linear layers."""
@@ -272,6 +287,8 @@ def _geometry(config: Mapping[str, Any]) -> Geometry:
         fused_qkv=kind == "phi3",
         fused_up=kind == "phi3",
         rotary=float(config.get("partial_rotary_factor", 1.0)) if kind == "phi3" else 1.0,
+        # transformers/models/gemma3/configuration_gemma3.py: five layers with a window, one without.
+        global_every=_positive(config, "sliding_window_pattern", default=6) if kind == "gemma3_text" else 0,
         qkv_bias=True if kind == "qwen2" else bias,
         o_bias=False if kind == "qwen2" else bias,
         mlp_bias=bool(config.get("mlp_bias", False)),

@@ -76,8 +76,9 @@ class Layer(Projections):
         q, k, v = cast
         groups = g.heads != g.kv_heads
         masked = self.setting.masked
-        if groups and masked:
-            # With a mask transformers repeats keys and values itself (integrations/sdpa_attention.py).
+        if groups and masked and g.kv_heads > 1:
+            # With a mask transformers repeats keys and values itself (integrations/sdpa_attention.py); a single head is
+            # a view.
             wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
             tape.drop(k, v)
             k, v = wide
@@ -103,6 +104,10 @@ class Layer(Projections):
                 temporary += 2 * 2 * tape.tokens * g.attention_width
         else:
             temporary = sums
+            if self.setting.masked:
+                # Zeros and minus infinities of the query's dtype, made and kept by each layer (native/transformers/
+                # attention.cpp), its rows aligned to 16 elements.
+                sums += q.item * batch * length * -(-length // 16) * 16
         return tape.op(
             [q, k, v], q.width, q.item, keeps=[q, k, v], keeps_output=True, extra=sums, temporary=temporary,
             name="attention output",

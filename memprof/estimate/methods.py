@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memprof.errors import UsageError
 from memprof.spec import DEFAULT_LORA_RANK
 
 COLUMNS = ("float32", "float16", "bfloat16", "int8", "int4")
 """Dtypes of the weights. int8 is bitsandbytes' LLM.int8, int4 its nf4 with double quantization."""
+
+FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4")
+"""Of checkpoints whose linear layers are stored quantized; they are loaded for inference, and shown if asked for."""
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -30,6 +34,8 @@ class Method:
     def applies(self, column: str) -> bool:
         """Whether this is done with weights of this dtype: quantized ones are not trained, and autocast keeps float32
         weights beside products in half precision."""
+        if column in FORMATS:
+            return self.kind in ("weights", "inference")
         if self.kind in ("full", "adamw-8bit"):
             return column in _ITEM
         if self.kind == "mixed":
@@ -60,11 +66,23 @@ class Plan:
     method: Method
     column: str
     lora_rank: int = DEFAULT_LORA_RANK
+    lora_targets: str | None = None
+    """Modules to adapt; None: those that PEFT chooses."""
+    optimizer: str = "adamw"
+    """Of all rows but those of 8-bit AdamW."""
+    fused: bool = False
+    """The optimizer makes no temporaries."""
+    new_tokens: int = 1
+    """Generated after the prompt; the prompt itself gives the first."""
+    padded: bool = False
+    """Batches have an attention mask."""
+    empties_cache: bool = False
+    """The program gives back what the allocator keeps, or keeps it in expandable segments."""
 
     @property
     def quantized(self) -> str:
-        """int8 or int4, or nothing."""
-        return self.column if self.column in ("int8", "int4") else ""
+        """int8, int4 or a format of stored weights; or nothing."""
+        return "" if self.column in _ITEM else self.column
 
     @property
     def amp(self) -> bool:
@@ -82,15 +100,19 @@ class Plan:
         """The same for the virtual GPU, as fields of TargetSpec."""
         fields: dict[str, object] = {}
         if self.quantized:
+            if self.quantized in FORMATS:
+                hint = "leave out --exact"
+                raise UsageError("the virtual GPU does not run these kernels", value=self.quantized, hint=hint)
             fields["quantize"] = {"int8": "int8", "int4": "nf4"}[self.quantized]
         if self.amp:
             fields["amp"] = "float16" if self.column == "float16" else "bfloat16"
         else:
             fields["dtype"] = "bfloat16" if self.quantized else self.column
         if self.method.kind == "inference":
-            return {**fields, "mode": "inference", "new_tokens": 1}
+            return {**fields, "mode": "inference", "new_tokens": self.new_tokens}
         if self.method.kind == "lora":
-            fields |= {"adapter": "lora", "lora_rank": self.lora_rank}
-        if self.method.kind == "adamw-8bit":
-            fields["optimizer"] = "adamw-8bit"
+            fields |= {"adapter": "lora", "lora_rank": self.lora_rank, "lora_targets": self.lora_targets}
+        fields["optimizer"] = "adamw-8bit" if self.method.kind == "adamw-8bit" else self.optimizer
+        if self.fused:
+            fields["optimizer_impl"] = "fused"
         return {**fields, "activation_checkpointing": self.method.checkpointing}

@@ -6,12 +6,13 @@ categories, so that they can be laid beside the virtual GPU's.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from memprof.estimate.geometry import Geometry, Subject
 from memprof.estimate.layers import Layer, kept_per_layer
-from memprof.estimate.methods import Plan
+from memprof.estimate.methods import FORMATS, Plan
 from memprof.estimate.projections import Setting
 from memprof.estimate.tape import FLOAT32, Tape
 from memprof.units import KIB
@@ -28,6 +29,20 @@ NF4_SCALE_BLOCK = 256
 STATE_BLOCK = 256
 SMALLEST_8BIT = 4096
 """8-bit AdamW: elements per scale, and below how many a tensor's state stays float32 (bitsandbytes/optim)."""
+FORMAT_GROUP = 128
+"""Rows per scale of GPTQ's and AWQ's weights, and the side of a block of float8 ones (their checkpoints'
+quantization_config)."""
+STATES = {
+    "adamw": (2, 1), "adam": (2, 1), "sgd": (0, 0), "sgd-momentum": (1, 0), "adagrad": (1, 2), "rmsprop": (1, 1),
+    "none": (0, 0),
+}  # fmt: skip
+"""Elements of state that an optimizer has per parameter, and of temporaries in its step over all at once
+(torch/optim/*.py, the _multi_tensor functions)."""
+QUANTIZED_STATES = {
+    "adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK, "torchao-adamw-8bit": 2 + 2 * FLOAT32 / STATE_BLOCK,
+    "torchao-adamw-4bit": 1 + 2 * FLOAT32 / 128, "paged-adamw-8bit": 0.0,
+}  # fmt: skip
+"""Bytes of state per parameter, scales included; paged state is in managed memory, which torch does not count."""
 
 Terms = dict[str, int]
 
@@ -83,8 +98,8 @@ def state(subject: Subject, plan: Plan) -> State:
     if not plan.method.trains:
         return State(parameters, 0, 0, 0, 0)
     if kind == "lora":
-        trained = _adapter(g, plan.lora_rank) if g is not None else 0
-        return State(parameters + FLOAT32 * trained, trained, *(FLOAT32 * trained * k for k in (1, 2, 1)))
+        trained = _adapter(g, plan) if g is not None else 0
+        return _with_optimizer(plan, parameters + FLOAT32 * trained, trained, FLOAT32)
     item = plan.item
     if kind == "adamw-8bit":
         optimizer = 2 * count + 2 * FLOAT32 * count // STATE_BLOCK
@@ -92,7 +107,15 @@ def state(subject: Subject, plan: Plan) -> State:
             small = g.norm_parameters if max(g.hidden, g.head_dim) < SMALLEST_8BIT else 0
             optimizer += (2 * FLOAT32 - 2) * small
         return State(parameters, count, item * count, optimizer, 0)
-    return State(parameters, count, item * count, 2 * item * count, item * count)
+    return _with_optimizer(plan, parameters, count, item)
+
+
+def _with_optimizer(plan: Plan, parameters: int, trained: int, item: int) -> State:
+    each = item * trained
+    if plan.optimizer in QUANTIZED_STATES:
+        return State(parameters, trained, each, round(QUANTIZED_STATES[plan.optimizer] * trained), 0)
+    elements, temporaries = STATES[plan.optimizer]
+    return State(parameters, trained, each, elements * each, 0 if plan.fused else temporaries * each)
 
 
 def _weights(g: Geometry, plan: Plan) -> int:
@@ -101,6 +124,14 @@ def _weights(g: Geometry, plan: Plan) -> int:
     matrices = [(rows * columns, columns, bias) for rows, columns, bias in g.matrices().values()]
     quantized = g.layers * sum(size for size, _, _ in matrices)
     rest = (g.num_parameters - quantized) * plan.item
+    if plan.quantized == "fp8":
+        return rest + quantized + FLOAT32 * quantized // FORMAT_GROUP**2
+    if plan.quantized in FORMATS:
+        # Packed integers; per group and column a scale in half precision and a zero; GPTQ's group of each row.
+        bits = 8 if plan.quantized.endswith("8") else 4
+        packed = quantized * bits // 8 + quantized // FORMAT_GROUP * (16 + bits) // 8
+        rows = sum(rows for rows, _, _ in g.matrices().values()) if plan.quantized.startswith("gptq") else 0
+        return rest + packed + FLOAT32 * g.layers * rows
     if plan.quantized == "int8":
         # A byte each, and a float32 scale per row.
         return rest + quantized + g.layers * FLOAT32 * sum(columns for _, columns, _ in matrices)
@@ -111,9 +142,9 @@ def _weights(g: Geometry, plan: Plan) -> int:
     return rest + g.layers * (each + len(matrices) * 4 * BLOCK)
 
 
-def _adapter(g: Geometry, rank: int) -> int:
+def _adapter(g: Geometry, plan: Plan) -> int:
     matrices = g.matrices()
-    return g.layers * rank * sum(sum(matrices[name][:2]) for name in g.lora_targets)
+    return g.layers * plan.lora_rank * sum(sum(matrices[name][:2]) for name in g.lora_targets(plan.lora_targets))
 
 
 def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) -> Setting:
@@ -129,6 +160,8 @@ def setting_of(g: Geometry, plan: Plan, batch_size: int, context_length: int) ->
         amp=plan.amp,
         quantize=plan.quantized,
         lora_rank=plan.lora_rank if lora else 0,
+        lora_targets=g.lora_targets(plan.lora_targets) if lora else (),
+        padded=plan.padded,
         cache=plan.method.kind == "inference",
     )
 
@@ -141,7 +174,7 @@ def moments(subject: Subject, plan: Plan, batch_size: int, context_length: int, 
     assert subject.geometry is not None
     setting = setting_of(subject.geometry, plan, batch_size, context_length)
     if plan.method.kind == "inference":
-        return (_prompt(setting, held),)
+        return (_prompt(setting, held), _decoding(setting, held, plan.new_tokens))
     return tuple(_Training(setting, plan, held, shards).moments())
 
 
@@ -164,6 +197,23 @@ def _prompt(setting: Setting, held: State) -> Moment:
     )
 
 
+def _decoding(setting: Setting, held: State, new_tokens: int) -> Moment:
+    """The last token: the cache is at its longest, and one layer's keys are there twice, as they are joined to it."""
+    g = setting.geometry
+    last = dataclasses.replace(setting, context_length=setting.context_length + new_tokens - 1)
+    copy = g.kv_width * last.tokens * setting.compute_item
+    of_token = setting.batch_size * (g.vocab + 4 * g.hidden + 3 * g.intermediate) * setting.compute_item
+    return Moment(
+        "last token",
+        {
+            "parameters": held.parameters,
+            "KV cache": kv_cache(last),
+            "activations": copy + of_token,
+            "library workspace": CUBLAS_WORKSPACE,
+        },
+    )
+
+
 def kv_cache(setting: Setting) -> int:
     """Keys and values of every token in every layer; right after a prompt, a window does not make them fewer."""
     g = setting.geometry
@@ -178,6 +228,8 @@ def _positions(setting: Setting) -> int:
     length = setting.context_length
     masks = 2 if g.family.startswith("gemma") else 1
     mask = masks * length * length if setting.masked else 0
+    if setting.padded:
+        mask *= setting.batch_size
     return both * rotary + mask
 
 
@@ -238,7 +290,12 @@ class _Training:
             return [self.hidden_bytes] * g.layers
         each = kept_per_layer(self.setting)[1] + self._cast_weights()
         first = kept_per_layer(self.setting, hidden_needs_grad=self.trains_weights)[1] + self._cast_weights()
-        return [first] + [each] * (g.layers - 1)
+        kept = [first] + [each] * (g.layers - 1)
+        if g.global_every and self.setting.masked:
+            without = dataclasses.replace(self.setting, geometry=dataclasses.replace(g, window=0))
+            each = kept_per_layer(without)[1] + self._cast_weights()
+            kept[g.global_every - 1 :: g.global_every] = [each] * (g.layers // g.global_every)
+        return kept
 
     def _head_copy(self) -> int:
         return 2 * self.g.vocab * self.g.hidden if self.plan.amp else 0

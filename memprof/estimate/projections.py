@@ -27,10 +27,13 @@ class Setting:
     amp: bool = False
     """Float32 weights, autocast to half precision."""
     quantize: str = ""
-    """int8 or int4: the linear layers' weights."""
+    """int8, int4 or a stored format: the linear layers' weights."""
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
     cache: bool = False
     """Keys and values go into a KV cache."""
+    padded: bool = False
+    """Sequences of a batch have different lengths."""
 
     @property
     def tokens(self) -> int:
@@ -52,11 +55,15 @@ class Setting:
 
     @property
     def masked(self) -> bool:
-        """Whether a sliding window is shorter than the context, so that a mask is made.
+        """Whether a mask is made: there is padding, or a sliding window is shorter than the context.
 
         transformers/masking_utils.py leaves the mask out while every token is seen.
         """
-        return bool(self.geometry.window) and self.context_length >= self.geometry.window
+        window = self.geometry.window
+        return self.padded or (bool(window) and self.context_length >= window)
+
+
+_LONG_INPUT = 1024
 
 
 class Projections:
@@ -77,9 +84,11 @@ class Projections:
             result = self._linear4(x, rows, columns, name)
         elif setting.quantize == "int8":
             result = self._linear8(x, rows, columns, name)
+        elif setting.quantize:
+            result = self._stored(x, rows, columns, name)
         else:
             result = self._plain(x, rows, columns, bias, name)
-        if setting.lora_rank and which in self.g.lora_targets:
+        if which in setting.lora_targets:
             result = self._adapt(x, result, columns, name)
         return result
 
@@ -114,6 +123,18 @@ class Projections:
         tape.during(tape.tokens * rows * (2 + 1 + 2 + 1))
         tape.during(tape.tokens * (rows + columns * (4 + 2 + x.item)))
         return tape.op([x], columns, x.item, keeps=[x], name=name, temporary=x.item * rows * columns)
+
+    def _stored(self, x: Tensor, rows: int, columns: int, name: str) -> Tensor:
+        """A layer of a quantized checkpoint, in inference.
+
+        Float8: the input is quantized in turn (transformers/integrations/finegrained_fp8.py). Of AWQ and GPTQ a long
+        input is multiplied by a copy of the weight in half precision (awq/modules/linear/gemm.py: from 1,024 tokens).
+        """
+        tape = self.tape
+        fp8 = self.setting.quantize == "fp8"
+        product = tape.tokens * columns * x.item
+        tape.during(product + (tape.tokens * rows if fp8 else 2 * rows * columns * (tape.tokens >= _LONG_INPUT)))
+        return tape.op([x], columns, x.item, name=name)
 
     def _adapt(self, x: Tensor, result: Tensor, columns: int, name: str) -> Tensor:
         """PEFT's LoRA: its matrices are float32, and so is what they are given and give (autocast_adapter_dtype)."""

@@ -2,41 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import islice
+from typing import Any
 
 from memprof.catalog import Gpu
-from memprof.device.context import CONTEXT_BYTES
+from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.errors import UsageError, unknown_name
 from memprof.estimate.geometry import Subject
-from memprof.estimate.methods import COLUMNS, METHODS, Method, Plan
-from memprof.estimate.peaks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, Moment, Shards, moments
-from memprof.spec import DEFAULT_LORA_RANK
+from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, Plan
+from memprof.estimate.peaks import (
+    CUBLAS_WORKSPACE,
+    CUBLAS_WORKSPACE_HOPPER,
+    QUANTIZED_STATES,
+    STATES,
+    Moment,
+    Shards,
+    moments,
+)
+from memprof.spec import DEFAULT_LORA_RANK, MANY_STEPS
+from memprof.workload.lengths import parse_lengths
 
-FITS, CLOSE, NO = "fits", "close", "no"
+FITS, BORDERLINE, NO = "fits", "borderline", "no"
+KINDS = ALLOCATED, RESERVED, DEVICE_USED = "allocated", "reserved", "device used"
+"""Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's."""
 DEFAULT_CONTEXT = 2048
-ENOUGH_RUNS = 20
 _ALIASES = {
     "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
     "bf16": "bfloat16", "nf4": "int4", "4bit": "int4", "8bit": "int8",
 }  # fmt: skip
 
+_NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
+
+VARYING = "varying lengths"
+
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """How far the closed form was from the virtual GPU, over the models of the benchmark.
-
-    Both are relative to the estimate with the CUDA context: `low` to the least card that can hold the run (what is
-    allocated), `high` to what the run reserves on a card that is large enough never to give a cached block back.
-    """
+    """How far published figures of one kind were from the closed form's, as shares of it; beside the CUDA context."""
 
     low: float
     high: float
-    runs: int
-    """Simulated runs behind it."""
+    figures: int = 0
+    """Published ones that were asked for."""
+    sources: int = 0
+    inside: float = 0.0
+    """The share of them that is within the band."""
+    held_out: float = 0.0
+    """The same for sources that did not take part in measuring it, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +63,6 @@ class Cell:
 
     plan: Plan
     moments: tuple[Moment, ...]
-    band: Band
     derived: bool
     """It depends on a shape that was derived from the number of parameters."""
     strategy: str = ""
@@ -55,6 +72,12 @@ class Cell:
     def method(self) -> Method:
         """Its row."""
         return self.plan.method
+
+    @property
+    def title(self) -> str:
+        """Its row's, with the optimizer that was asked for."""
+        name = _NAMES.get(self.plan.optimizer, self.plan.optimizer)
+        return self.method.title.replace(", AdamW", f", {name}")
 
     @property
     def peak(self) -> Moment:
@@ -67,20 +90,63 @@ class Cell:
         return self.peak.num_bytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """What the allocator holds of the driver, blocks that it keeps for later among it."""
+        cached: dict[str, float] = _bands()["cached"]
+        key = self.cached_key
+        whole = self.of_tokens_bytes if key.startswith(VARYING) else self.allocated_bytes
+        return self.allocated_bytes + round(cached[key] * whole)
+
+    @property
+    def of_tokens_bytes(self) -> int:
+        """The most that activations, logits and the loss take together."""
+        return max(moment.terms["activations"] + moment.terms["logits and loss"] for moment in self.moments)
+
+    @property
+    def cached_key(self) -> str:
+        """What the share that the allocator keeps is measured by: how the weights are used, and the highest moment.
+
+        It is a share of what is allocated; where lengths vary, of what depends on tokens.
+        """
+        name = self.method.key.removesuffix("-checkpointing")
+        if not self.method.trains:
+            return name
+        if self.plan.padded and not self.plan.empties_cache:
+            name = VARYING
+        elif name != "lora":
+            name = f"full, {'step' if self.peak.name == 'optimizer step' else 'backward'}"
+        return f"{name}, checkpointing" if self.method.checkpointing else name
+
+    @property
     def device_bytes(self) -> int:
-        """The same with the CUDA context."""
-        return self.allocated_bytes + CONTEXT_BYTES
+        """What is in use on the card: reserved and the CUDA context."""
+        return self.reserved_bytes + CONTEXT_BYTES
+
+    def figures(self, gpu: Gpu | None = None) -> dict[str, tuple[int, int, int]]:
+        """By kind of figure: the estimate, and the least and the most by its band. What weights allocate is counted."""
+        more, workspace = 0, self.peak.terms.get("library workspace", 0)
+        if workspace and gpu is not None and gpu.compute_capability[0] == 9:
+            more = workspace * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
+        allocated, reserved = self.allocated_bytes + more, self.reserved_bytes + more
+        found = {}
+        for kind in KINDS:
+            size = allocated if kind == ALLOCATED else reserved
+            band = band_of(kind)
+            if self.method.kind == "weights":  # they are counted; around them there is no more than in inference
+                band = Band(0.0, 0.0 if kind == ALLOCATED else _bands()["cached"]["inference"])
+            # A program that empties its cache, as the allocator does on a full card, holds what it has allocated.
+            limits = (min(round(size * (1 + band.low)), allocated), round(size * (1 + band.high)))
+            context = (CONTEXT_BYTES, CONTEXT_BYTES, LARGEST_CONTEXT_BYTES) if kind == DEVICE_USED else (0, 0, 0)
+            low, high = (limit + beside for limit, beside in zip(limits, context[1:], strict=True))
+            found[kind] = (size + context[0], low, high)
+        return found
 
     def on(self, gpu: Gpu) -> str:
-        """fits, close or no: by the band."""
-        need = self.device_bytes
-        if "library workspace" in self.peak.terms and gpu.compute_capability[0] == 9:
-            need += (
-                self.peak.terms["library workspace"] * (CUBLAS_WORKSPACE_HOPPER - CUBLAS_WORKSPACE) // CUBLAS_WORKSPACE
-            )
-        if need * (1 + self.band.high) <= gpu.total_bytes:
+        """fits, borderline or no: by the band of what is in use on the card."""
+        _, low, high = self.figures(gpu)[DEVICE_USED]
+        if high <= gpu.total_bytes:
             return FITS
-        return NO if need * (1 + self.band.low) > gpu.total_bytes else CLOSE
+        return NO if low > gpu.total_bytes else BORDERLINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +159,19 @@ class Estimate:
     batch_size: int
     context_length: int
     lora_rank: int
+    lengths: str | None
+    """As they were asked for; `context_length` is then the longest batch's."""
     gpus: int
     cells: dict[tuple[str, str], Cell]
     """By method and dtype; absent where the method is not done in that dtype or cannot be answered."""
     sharded: tuple[Cell, ...]
     """The same column on several cards, by each strategy."""
+
+    def plans(self) -> list[Plan]:
+        """What is done in the rows of the dtype that is looked at, and can be run."""
+        shared = next(iter(self.cells.values())).plan
+        made = (dataclasses.replace(shared, method=method, column=self.dtype) for method in METHODS)
+        return [plan for plan in made if plan.method.kind != "weights" and plan.method.applies(self.dtype)]
 
     def column(self) -> list[Cell]:
         """The cells of the dtype that is looked at."""
@@ -132,8 +206,8 @@ def parse_dtype(text: str) -> str:
         UsageError: there is none.
     """
     name = _ALIASES.get(text.lower(), text.lower())
-    if name not in COLUMNS:
-        raise unknown_name("--dtype", text, COLUMNS)
+    if name not in COLUMNS + FORMATS:
+        raise unknown_name("--dtype", text, COLUMNS + FORMATS)
     return name
 
 
@@ -144,6 +218,12 @@ def build_estimate(
     context_length: int | None = None,
     batch_size: int = 1,
     lora_rank: int = DEFAULT_LORA_RANK,
+    lora_targets: str | None = None,
+    optimizer: str = "adamw",
+    fused: bool = False,
+    new_tokens: int | None = None,
+    lengths: str | None = None,
+    empties_cache: bool = False,
     gpus: int = 1,
 ) -> Estimate:
     """Every method in every dtype.
@@ -152,29 +232,45 @@ def build_estimate(
         dtype: the column to look at; None: bfloat16.
         context_length: tokens per sequence; None: 2,048, or what the model has positions for if that is less.
         batch_size: sequences per micro-batch and card.
+        lora_targets: modules to adapt, as PEFT's target_modules; None: those that PEFT chooses.
+        optimizer: of the rows that have none of their own; one of peaks.STATES.
+        fused: it makes no temporaries.
+        new_tokens: generated after the prompt, in inference.
+        lengths: samples whose lengths vary, as `--lengths` has them; the longest batch is what counts.
+        empties_cache: and the program gives back what the allocator keeps, or keeps it in expandable segments.
         gpus: cards to spread training over.
 
     Raises:
         UsageError: a value is out of range.
     """
-    for flag, value in (("--batch-size", batch_size), ("--lora-rank", lora_rank), ("--gpus", gpus)):
+    new_tokens = 1 if new_tokens is None else new_tokens
+    counts = {"--batch-size": batch_size, "--lora-rank": lora_rank, "--gpus": gpus, "--new-tokens": new_tokens}
+    for flag, value in counts.items():
         if value < 1:
             raise UsageError(f"{flag} must be at least 1", value=value, hint="give a positive whole number")
-    context = _context(subject, context_length)
+    if optimizer not in STATES | QUANTIZED_STATES:
+        raise unknown_name("--optimizer", optimizer, (*STATES, *QUANTIZED_STATES))
+    if lengths is None:
+        context = _context(subject, context_length)
+    else:
+        context = _longest(subject, lengths, context_length, batch_size)
     column = "bfloat16" if dtype is None else parse_dtype(dtype)
+    columns = tuple(dict.fromkeys((*COLUMNS, column)))
 
     def cell(method: Method, column: str, shards: Shards, strategy: str = "") -> Cell | None:
-        plan = Plan(method, column, lora_rank)
+        plan = Plan(
+            method, column, lora_rank, lora_targets, optimizer, fused, new_tokens, lengths is not None, empties_cache
+        )
         if not method.applies(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
             return None
         found = moments(subject, plan, batch_size, context, shards)
         derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
-        return Cell(plan, found, band_of(method.key), derived, strategy)
+        return Cell(plan, found, derived, strategy)
 
     cells = {
         (method.key, name): made
         for method in METHODS
-        for name in COLUMNS
+        for name in columns
         if (made := cell(method, name, Shards())) is not None
     }
     divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
@@ -184,7 +280,14 @@ def build_estimate(
         for strategy, shards in STRATEGIES
         if (made := cell(method, column, shards(gpus), strategy)) is not None
     )
-    return Estimate(subject, column, batch_size, context, lora_rank, gpus, cells, sharded)
+    return Estimate(subject, column, batch_size, context, lora_rank, lengths, gpus, cells, sharded)
+
+
+def _longest(subject: Subject, lengths: str, asked: int | None, batch_size: int) -> int:
+    """The longest of the batches that a profile of these lengths is fed."""
+    limit = subject.geometry.max_positions if subject.geometry is not None else None
+    batches = parse_lengths(lengths).batches(batch_size, asked or limit or 1 << 30)
+    return max(longest for _, longest in islice(batches, MANY_STEPS))
 
 
 def _context(subject: Subject, asked: int | None) -> int:
@@ -207,22 +310,13 @@ def cards(cell: Cell, gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 @cache
-def _bands() -> dict[str, Band]:
+def _bands() -> dict[str, Any]:
+    """What `python -m tests.benchmarks.estimate --write` and `... .estimate_published --write` have measured."""
     text = files("memprof.estimate").joinpath("bands.json").read_text(encoding="utf-8")
-    return {key: Band(**band) for key, band in json.loads(text).items()}
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
-def band_of(key: str) -> Band:
-    """The measured band of a method (`python -m tests.benchmarks.estimate --write`).
-
-    One that was simulated fewer than ENOUGH_RUNS times has the widest of all methods. The weights alone are counted.
-    """
-    bands = _bands()
-    if key == "weights":
-        return Band(0.0, 0.0, 0)
-    found = bands.get(key)
-    if found is not None and found.runs >= ENOUGH_RUNS:
-        return found
-    low = min((band.low for band in bands.values()), default=0.0)
-    high = max((band.high for band in bands.values()), default=0.0)
-    return Band(low, high, 0 if found is None else found.runs)
+def band_of(kind: str) -> Band:
+    """The measured band of one of KINDS."""
+    return Band(**_bands()["published"][kind])

@@ -21,8 +21,10 @@ def simulate(
     subject: Subject,
     plan: Plan,
     batch_size: int,
-    context_length: int,
+    context_length: int | None,
     progress: Callable[[str], None] = lambda doing: None,
+    lengths: str | None = None,
+    steps: int | None = None,
 ) -> Simulated:
     """Run `plan` on a virtual card without limit.
 
@@ -31,13 +33,15 @@ def simulate(
         plan: what is done with it.
         batch_size: sequences of a micro-batch.
         context_length: tokens of each.
+        lengths: as `--lengths` has them; `context_length` then cuts the longest.
+        steps: None: as a profile has them.
 
     Raises:
         MemprofError: the model cannot be built or run.
     """
     fields = plan.spec_fields()
     if plan.method.kind == "lora" and subject.geometry is not None:
-        fields["lora_targets"] = subject.geometry.lora_modules
+        fields["lora_targets"] = plan.lora_targets or subject.geometry.lora_modules
     with tempfile.TemporaryDirectory() as folder:
         model = subject.path or subject.name
         if subject.derived:
@@ -47,6 +51,8 @@ def simulate(
             model=model,
             batch_size=batch_size,
             context_length=context_length,
+            lengths=lengths,
+            steps=steps,  # type: ignore[arg-type]
             gpu_vram_bytes=UNLIMITED,
             alloc_conf="",
             **fields,  # type: ignore[arg-type]

@@ -25,17 +25,32 @@ def test_json_has_bytes_and_cards(memprof):
     for row in found["estimates"]:
         assert sum(row["categories"].values()) == row["allocated_bytes"]
         assert row["at_least_bytes"] <= row["device_used_bytes"] <= row["at_most_bytes"]
-        assert set(row["cards"].values()) <= {"fits", "close", "no"}
+        assert set(row["cards"].values()) <= {"fits", "borderline", "no"}
+        assert row["ranges"].keys() == found["bands"].keys() == {"allocated", "reserved", "device used"}
+        assert row["ranges"]["device used"] == [row["at_least_bytes"], row["at_most_bytes"]]
     assert {row["strategy"] for row in found["sharded"]} == {"DDP", "ZeRO-1", "ZeRO-2", "FSDP, ZeRO-3"}
     assert found["exact"] is None
 
 
 def test_one_card(memprof):
     result = memprof("estimate", "--model-size", "8B", "--gpu", "rtx-4090")
-    lines = {line[:26].strip(): line for line in result.stdout.splitlines() if "%" in line}
+    lines = {line[:26].strip(): f"{line} " for line in result.stdout.splitlines() if " to " in line}
     assert "fits" in lines["inference"]
     assert " no " in lines["full training, AdamW"]
     assert "RTX 4090" in result.stdout
+
+
+def test_lengths_that_vary(memprof):
+    result = memprof("estimate", "--model", "gpt2", "--lengths", "lognormal:100,0.5", "--batch-size", "4", "--explain")
+    assert "batches of 4 with lengths lognormal:100,0.5: " in result.stdout
+    assert "longest of 200 batches" in result.stdout
+    assert memprof("estimate", "--model", "gpt2", "--lengths", "lognormal:0,1").exit_code == 2
+
+
+def test_a_stored_format_has_a_column(memprof):
+    result = memprof("estimate", "--model", "qwen3-8b", "--dtype", "awq-int4", "--new-tokens", "100")
+    assert "awq-int4*" in result.stdout
+    assert "full" not in result.stdout.partition("* awq-int4 on")[2]
 
 
 def test_explain_shows_constants_with_sources_and_assumptions(memprof):

@@ -8,7 +8,7 @@ from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.estimate.explain import assumptions, formula, kept
-from memprof.estimate.table import Cell, Estimate, Simulated, cards
+from memprof.estimate.table import DEVICE_USED, KINDS, RESERVED, Band, Cell, Estimate, Simulated, band_of, cards
 from memprof.trace.plain import Plain
 from memprof.version import __version__
 
@@ -24,6 +24,7 @@ class EstimateTarget:
     batch_size: int
     context_length: int
     lora_rank: int
+    lengths: str | None
     gpus: int
     geometry: dict[str, Any] | None
     geometry_is_derived: bool
@@ -38,9 +39,13 @@ class EstimateRow(Plain):
     dtype: str
     moment: str
     allocated_bytes: int
+    reserved_bytes: int
     device_used_bytes: int
     at_least_bytes: int
+    """Of what is in use on the card, as is the most."""
     at_most_bytes: int
+    ranges: dict[str, tuple[int, int]]
+    """By kind of figure: the least and the most."""
     categories: dict[str, int]
     depends_on_derived_geometry: bool | None = None
     cards: dict[str, str] | None = None
@@ -75,6 +80,8 @@ class EstimateDocument(Plain):
     command: str = "estimate"
     source: str = "closed form"
     target: EstimateTarget
+    bands: dict[str, Band]
+    """By kind of figure, measured against published ones."""
     estimates: tuple[EstimateRow, ...]
     sharded: tuple[EstimateRow, ...]
     exact: tuple[ExactRow, ...] | None
@@ -112,10 +119,12 @@ def estimate_document(
             estimate.batch_size,
             estimate.context_length,
             estimate.lora_rank,
+            estimate.lengths,
             estimate.gpus,
             geometry=None if g is None else {name: getattr(g, name) for name in _GEOMETRY},
             geometry_is_derived=subject.derived,
         ),
+        bands={kind: band_of(kind) for kind in KINDS},
         estimates=tuple(rows),
         sharded=tuple(
             EstimateRow(method=cell.method.key, strategy=cell.strategy, dtype=estimate.dtype, **_sizes(cell))
@@ -127,13 +136,16 @@ def estimate_document(
 
 
 def _sizes(cell: Cell) -> dict[str, Any]:
-    low, high = (round(cell.device_bytes * (1 + share)) for share in (cell.band.low, cell.band.high))
+    figures = cell.figures()
+    device, low, high = figures[DEVICE_USED]
     return {
         "moment": cell.peak.name,
         "allocated_bytes": cell.allocated_bytes,
-        "device_used_bytes": cell.device_bytes,
+        "reserved_bytes": figures[RESERVED][0],
+        "device_used_bytes": device,
         "at_least_bytes": low,
         "at_most_bytes": high,
+        "ranges": {kind: limits for kind, (_, *limits) in figures.items()},
         "categories": {name: size for name, size in cell.peak.terms.items() if size},
     }
 

@@ -7,7 +7,18 @@ from collections.abc import Iterator, Mapping
 from memprof.catalog import Gpu
 from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept
 from memprof.estimate.methods import COLUMNS, METHODS
-from memprof.estimate.table import CLOSE, FITS, NO, Cell, Estimate, Simulated, cards
+from memprof.estimate.table import (
+    BORDERLINE,
+    DEVICE_USED,
+    FITS,
+    KINDS,
+    NO,
+    Cell,
+    Estimate,
+    Simulated,
+    band_of,
+    cards,
+)
 from memprof.units import MIB, format_bytes, gib
 
 _TITLE = 26
@@ -49,7 +60,11 @@ def _heading(estimate: Estimate) -> Iterator[str]:
     else:
         yield name
     tokens = f"context {estimate.context_length:,} tokens, batch size {estimate.batch_size}"
-    yield f"{tokens}. Closed form, in GiB; but for the weights, with the CUDA context."
+    if estimate.lengths is not None:
+        tokens = (
+            f"batches of {estimate.batch_size} with lengths {estimate.lengths}: {estimate.context_length:,} at most"
+        )
+    yield f"{tokens}. Closed form, in GiB; but for the weights, what is in use on the card."
     if subject.derived:
         yield "~ depends on a shape that was derived from the number of parameters: a Llama of this size (--explain)"
     if subject.why_no_geometry:
@@ -65,38 +80,43 @@ def _mark(cell: Cell | None) -> str:
 
 def _table(estimate: Estimate) -> Iterator[str]:
     yield ""
-    names = (f"{name}*" if name == estimate.dtype else name for name in COLUMNS)
+    columns = dict.fromkeys((*COLUMNS, estimate.dtype))
+    names = (f"{name}*" if name == estimate.dtype else name for name in columns)
     yield f"{'':{_TITLE}}" + "".join(f"{name:>{_CELL}}" for name in names)
     for method in METHODS:
-        cells = [estimate.cells.get((method.key, name)) for name in COLUMNS]
+        cells = [estimate.cells.get((method.key, name)) for name in columns]
         if any(cells):
-            yield f"{method.title:{_TITLE}}" + "".join(f"{_mark(cell):>{_CELL}}" for cell in cells)
+            title = next(cell.title for cell in cells if cell is not None)
+            yield f"{title:{_TITLE}}" + "".join(f"{_mark(cell):>{_CELL}}" for cell in cells)
 
 
 def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     yield f"* {estimate.dtype} on the {len(gpus)} card{'s' * (len(gpus) != 1)} looked at:"
-    if len(gpus) == 1:
-        for cell in estimate.column():
-            yield f"{cell.method.title:{_TITLE}}{gib(cell.device_bytes):>{_CELL}}  {cell.on(gpus[0]):6}{_band(cell)}"
-        yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
-        return
-    yield f"{'':{_TITLE}}{'needs':>{_CELL}}  {'band':<16}{FITS:>5}{CLOSE:>7}{NO:>5}  smallest that fits"
+    verdicts = f"{FITS:>6}{BORDERLINE:>12}{NO:>4}  smallest that fits" if len(gpus) > 1 else ""
+    yield f"{'':{_TITLE}}{'allocated':>10}{'reserved':>10}{'device used, band':>26}{verdicts}"
     by_size = sorted(gpus, key=lambda gpu: gpu.total_bytes)
     for cell in estimate.column():
-        verdicts = cards(cell, gpus)
-        counts = [list(verdicts.values()).count(verdict) for verdict in (FITS, CLOSE, NO)]
-        smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if verdicts[gpu.key] == FITS), "none")
+        figures = cell.figures()
+        device, low, high = (gib(size) for size in figures[DEVICE_USED])
+        sizes = "".join(f"{gib(figures[kind][0]):>10}" for kind in KINDS[:2])
+        line = f"{cell.title:{_TITLE}}{sizes}{device:>9}{f'{low} to {high}':>17}"
+        found = cards(cell, gpus)
+        if len(gpus) == 1:
+            yield f"{line}  {found[gpus[0].key]}"
+            continue
+        fits, borderline, no = (list(found.values()).count(verdict) for verdict in (FITS, BORDERLINE, NO))
+        smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if found[gpu.key] == FITS), "none")
+        yield f"{line}{fits:>6}{borderline:>12}{no:>4}  {smallest}"
+    if len(gpus) == 1:
+        yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
+    yield f"Within the band a card is {BORDERLINE}. Bands, measured against published figures (docs/estimate.md):"
+    for kind in KINDS:
+        band = band_of(kind)
+        width = f"{band.low:+.0%} to {band.high:+.0%}"
         yield (
-            f"{cell.method.title:{_TITLE}}{gib(cell.device_bytes):>{_CELL}}  {_band(cell):<16}"
-            f"{counts[0]:>5}{counts[1]:>7}{counts[2]:>5}  {smallest}"
+            f"  {kind:11} {width:14} {band.inside:.0%} of {band.figures} figures within; {band.held_out:.0%} where "
+            "their source had no part in it"
         )
-    yield "band: how far simulated runs were from this, from what they allocate to what they reserve; within it: close"
-
-
-def _band(cell: Cell) -> str:
-    if cell.method.kind == "weights":
-        return "counted"
-    return f"{cell.band.low:+.1%} to {cell.band.high:+.1%}"
 
 
 def _sharded(estimate: Estimate) -> Iterator[str]:
@@ -105,7 +125,8 @@ def _sharded(estimate: Estimate) -> Iterator[str]:
     yield f"{'':{_TITLE}}" + "".join(f"{name:>14}" for name in strategies)
     for method in dict.fromkeys(cell.method for cell in estimate.sharded):
         sizes = [gib(cell.device_bytes) for cell in estimate.sharded if cell.method == method]
-        yield f"{method.title:{_TITLE}}" + "".join(f"{size:>14}" for size in sizes)
+        title = next(cell.title for cell in estimate.sharded if cell.method == method)
+        yield f"{title:{_TITLE}}" + "".join(f"{size:>14}" for size in sizes)
 
 
 def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:
