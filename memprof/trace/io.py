@@ -14,10 +14,12 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memprof.device.host import available_bytes
 from memprof.errors import UsageError
 from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import fields_from_plain, rows_from_plain
+from memprof.units import format_bytes
 
 SCHEMA = 3
 """The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION; a capture is written as
@@ -28,6 +30,11 @@ _FORMAT = "memprof capture"
 CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
 _LONG = ("events", "storages", "owners", "work", "times")
 """As long as the run: read row by row, without a look at each value's type."""
+_MOST_PACKED = 100
+"""Captures unpack to some ten times their size; one that claims more is there to fill the memory."""
+_SMALL_BYTES = 16 << 20
+_MEMORY_PER_BYTE = 25
+"""Python's objects for a byte of JSON, at most: an empty list of 56 bytes, and its place in another, for three."""
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
 _WRITTEN = "give a file that `memprof profile --save` or `memprof run --save` wrote"
 
@@ -70,7 +77,14 @@ def load_trace(path: Path) -> Trace:
     """
     try:
         with gzip.open(path, "rb") as file:
-            document = json.loads(file.read(), parse_constant=_no_number)
+            most = _most_unpacked(path)
+            text = file.read(most + 1)
+        if len(text) > most:
+            raise UsageError(
+                "the capture unpacks to more than memprof reads of it", value=f"{path} (over {format_bytes(most)})",
+                hint="record fewer steps, or read it on a machine with more memory",
+            )  # fmt: skip
+        document = json.loads(text, parse_constant=_no_number)
     except FileNotFoundError:
         raise UsageError(
             "no such file", value=path, hint="give a capture that `memprof profile --save` wrote"
@@ -110,6 +124,12 @@ class _Owned(NamedTuple):
 
 class _Time(NamedTuple):
     time: int
+
+
+def _most_unpacked(path: Path) -> int:
+    available = available_bytes()
+    by_packing = max(_SMALL_BYTES, path.stat().st_size * _MOST_PACKED)
+    return by_packing if available is None else min(by_packing, available // _MEMORY_PER_BYTE)
 
 
 def _trace(document: dict[str, Any]) -> Trace:

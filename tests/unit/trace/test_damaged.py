@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gzip
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -103,6 +104,23 @@ def test_what_is_wrong_is_said(document, tmp_path, path, value) -> None:
     file.write_bytes(gzip.compress(json.dumps(changed).encode()))
     with pytest.raises(MemprofError, match="damaged"):
         load_trace(file)
+
+
+@pytest.mark.parametrize("inside", [b"[],", b"0,", b'"",', b'{"a":[]},', b" "])
+def test_a_small_file_that_unpacks_to_a_large_one(tmp_path, inside) -> None:
+    file = tmp_path / "run"
+    with gzip.open(file, "wb") as packed:
+        packed.write(b"[")
+        for _ in range(64):
+            packed.write(inside * (1 << 20))
+        packed.write(b"0]")
+    tracemalloc.start()
+    try:
+        with pytest.raises(MemprofError, match="unpacks to more"):
+            load_trace(file)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_is_only_depth(tmp_path) -> None:
