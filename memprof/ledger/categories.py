@@ -59,6 +59,9 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     backwards = [span.begin for span in spans if span.kind is PhaseKind.BACKWARD]
     fed = _ForTheNext(trace)
     words = words_of(trace)
+    heads = {index for index, module in enumerate(trace.modules) if module.role is ModuleRole.HEAD}
+    of_heads = (one for one in trace.storages if one.module in heads and len(one.shape) > 1 and not one.hidden)
+    widest = max((one.shape[-1] for one in of_heads), default=words)
     gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
 
     # A script that is measured without --detail has no lines outside its modules: what is made there is its own.
@@ -76,11 +79,13 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
         span = span_at(time)
         if span is None or (storage.shape in weights and trace.op(storage) == "aten._to_copy"):
             return False  # the latter is the head's weight, cast by autocast
-        # A head that is no module of its own (an einsum, a module of the program's): one value for each word.
+        # A head that is no module of its own (an einsum, a module of the program's): one value for each word. And what
+        # a program makes of logits that it was given, as `.float()` does.
+        width = widest if span.is_output else words if span.is_after_layers else None
         return span.is_logits_or_loss or (
-            span.is_after_layers
+            width is not None
             and len(storage.shape) > 1
-            and storage.shape[-1] == words
+            and storage.shape[-1] == width
             and storage.shape not in weights
             and not storage.hidden
         )

@@ -47,6 +47,11 @@ class Span:
         """Whether a model may be here between its last layer and its loss, in no module that has a stage."""
         return self.name.removeprefix(_EVALUATION) in ("final norm", "before the head", "own code")
 
+    @property
+    def is_output(self) -> bool:
+        """Whether a program is here with what a model gave it and does not differentiate."""
+        return self.name.removeprefix(_EVALUATION) == "output"
+
 
 def spans(trace: Trace) -> list[Span]:
     """The stages of a run, in order; stretches in which no memory moved are left out.

@@ -361,3 +361,17 @@ def test_what_follows_a_checkpoint_is_no_embedding(tmp_path: Path) -> None:
         kept = torch.zeros(1 << 20, device="cuda")
     names = [stage.name for stage in gpu.report().stages]
     assert kept.numel() and names.count("evaluation embedding") == 1 and names[-1] == "evaluation loss"
+
+
+@pytest.mark.parametrize("kind", [Speaker, Recurrent])
+def test_what_a_program_makes_of_logits_is_logits(kind: type[nn.Module]) -> None:
+    @torch.no_grad()
+    def program() -> None:
+        model = kind().cuda().eval()
+        for _ in range(3):
+            logits = model(torch.zeros(4, 512, dtype=torch.long, device="cuda"))
+            copied = logits.double()
+            copied.softmax(-1)
+
+    rows = {tensor.category for tensor in run(program).peak.tensors if tensor.shape[:2] == (4, 512)}
+    assert rows == {"logits and loss"}
