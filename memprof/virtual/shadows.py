@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 MOST_STEPS = 64
 """So many operators are put off one after the other; the next is computed at once."""
+MOST_ALONE = 1 << 20
+"""Elements that one thread has gone through before others are awake."""
+
+
+@contextlib.contextmanager
+def threads_for(num_elements: int) -> Iterator[None]:
+    """Inside, torch computes on one thread if there are so few elements."""
+    before = torch.get_num_threads()
+    if num_elements <= MOST_ALONE:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Geometry(NamedTuple):
@@ -38,7 +53,8 @@ class Geometry(NamedTuple):
         # Each element of an expanded tensor is written once.
         sizes = [size if stride else 1 for size, stride in zip(self.size, self.stride, strict=True)]
         once = value[tuple(slice(size) for size in sizes)]
-        flat.as_strided(sizes, self.stride, self.offset).copy_(once)
+        with threads_for(self.num_elements):
+            flat.as_strided(sizes, self.stride, self.offset).copy_(once)
         return flat
 
 

@@ -25,7 +25,7 @@ import torch
 
 from memprof.virtual import stand_ins
 from memprof.virtual.calls import OVERWRITES, tensors_of
-from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow
+from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
 
 _aten = torch.ops.aten
 
@@ -197,7 +197,8 @@ class Values:
             known, kwargs = self._known((args, kwargs))
             if torch.Tag.nondeterministic_seeded in func.tags:
                 return self._draw(func, known, kwargs)
-            result = func(*known, **kwargs)
+            with threads_for(max((tensor.numel() for tensor in tensors_of(known)), default=0)):
+                result = func(*known, **kwargs)
             if self._tokens and func.overloadpacket in _NAMES:
                 return self._unlike(func, args, known, result)
             return result

@@ -272,6 +272,19 @@ def test_what_has_the_shape_of_an_unknown_tensor_is_known(gpu: VirtualGpu) -> No
     assert seen == [True]
 
 
+def test_small_values_are_computed_on_one_thread(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waking the others takes longer."""
+    small, large = (torch.arange(size, device="cuda") for size in (1 << 17, 1 << 21))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    used: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    assert int(small.cumsum(0)[-1]) == sum(range(1 << 17))
+    assert {1, 7} == set(used)
+    used.clear()
+    large.cumsum(0)
+    assert 1 not in used
+
+
 def test_zeros_take_no_memory_until_they_are_written(gpu):
     def resident_bytes() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
