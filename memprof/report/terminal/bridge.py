@@ -64,7 +64,7 @@ def _kept(free: int, cached: int) -> str:
     """What is free where most is reserved: cached for the next step, or never in use."""
     if not cached:
         return "fragmentation"
-    return "cached" + (f", {format_bytes(free - cached)} of it fragmentation" if free > cached else "")
+    return f"{format_bytes(free - cached)} fragmentation, the rest cached" if free > cached else "cached"
 
 
 def _free(moment: BridgeMoment) -> str:

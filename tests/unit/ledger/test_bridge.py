@@ -105,7 +105,7 @@ def test_what_is_free_after_the_peak_is_cached():
     assert (first.reserved_bytes, first.allocated_bytes) == (150 * MIB, 60 * MIB)
     assert (first.fragmentation_bytes, bridge.cached_bytes(first)) == (90 * MIB, 30 * MIB)
     assert bridge.cached_bytes(bridge.peak_allocated) == 0
-    assert "cached, 60.00 MiB of it fragmentation" in view_of(bridge)
+    assert "60.00 MiB fragmentation, the rest cached" in view_of(bridge)
 
 
 def test_simulated_runs_know_nothing_of_libraries_and_others():
