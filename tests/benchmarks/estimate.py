@@ -145,8 +145,12 @@ def table(rows: Sequence[Row]) -> str:
         "| method | dtype | runs | median error | middle 90% | largest | a card needs, by the estimate |",
         "| --- | --- | ---: | ---: | --- | ---: | --- |",
     ]
-    for method, dtype in CASES:
-        mine = [row for row in rows if (row.method, row.dtype) == (method, dtype) and not row.lengths]
+    groups = {
+        (method, dtype): [row for row in rows if (row.method, row.dtype) == (method, dtype) and not row.lengths]
+        for method, dtype in CASES
+    }
+    groups["lengths that vary", "all"] = [row for row in rows if row.lengths]
+    for (method, dtype), mine in groups.items():
         if not mine:
             continue
         errors = sorted(row.error for row in mine)
