@@ -23,6 +23,12 @@ class Block(nn.Module):
         return x + self.proj(self.norm(x))
 
 
+def through(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
 class Speaker(nn.Module):
     """Layers are lists of modules, and the head is a product with the embedding."""
 
@@ -50,13 +56,7 @@ class Painter(nn.Module):
         self.up = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.down:
-            x = block(x)
-        x = self.middle(x)
-        for block in self.up:
-            x = block(x)
-        return x * 2
+        return through(self.up, self.middle(through(self.down, self.first(x)))) * 2
 
 
 class Gated(nn.Module):
@@ -70,10 +70,7 @@ class Gated(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        x = x * self.gate(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(through(self.layers, x * self.gate(x))))
 
 
 class Conditional(nn.Module):
@@ -86,9 +83,7 @@ class Conditional(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x) + self.labels(torch.zeros(len(x), dtype=torch.int64, device=x.device))
-        for block in self.blocks:
-            x = block(x)
-        return x * 2
+        return through(self.blocks, x) * 2
 
 
 class Detector(nn.Module):
