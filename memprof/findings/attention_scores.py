@@ -93,12 +93,13 @@ def score_storages(context: Context) -> dict[int, str]:
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops
     ]
+    multiplies, convolves = [op in _PRODUCTS for op in trace.ops], [op == "aten.convolution" for op in trace.ops]
     products = {
         math.prod(storage.shape)
         for storage in trace.storages
-        if computes[storage.phase] and trace.op(storage) in _PRODUCTS and not storage.hidden
+        if multiplies[storage.op] and computes[storage.phase] and not storage.hidden
     }
-    images = {s.shape[-2:] for s in trace.storages if trace.op(s) == "aten.convolution"}
+    images = {storage.shape[-2:] for storage in trace.storages if convolves[storage.op]}
     candidates: list[tuple[int, Storage]] = []
     attended: set[tuple[int, ...]] = set()
     """Of scores: how many there are, queries and keys."""
