@@ -31,6 +31,7 @@ class Category(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
+_ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
 _BESIDE = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER, PhaseKind.OPTIMIZER_STEP)
 # Where its use is not seen: in a measured run, or before it is used.
 _KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
@@ -52,8 +53,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     outlives = _outlives_its_module(trace)
     first_forward = next((s.begin for s in spans if s.kind is PhaseKind.FORWARD), len(trace.events))
     weights = {trace.storages[index].shape for index, owner in trace.owners.items() if owner.role is Role.PARAMETER}
-    births = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC}
-    deaths = {event.ref: time for time, event in enumerate(trace.events) if event.kind is EventKind.FREE}
+    births = {ref: time for time, (kind, ref) in enumerate(trace.events) if kind is _ALLOC}
+    deaths = {ref: time for time, (kind, ref) in enumerate(trace.events) if kind is _FREE}
     copies = _copies_of_weights(trace, deaths)
     differentiated = {storage.forward_event for storage in trace.storages}
     backwards = [span.begin for span in spans if span.kind is PhaseKind.BACKWARD]
@@ -218,19 +219,20 @@ def _outlives_its_module(trace: Trace) -> set[int]:
     What dies inside the call that made it is a temporary; in the code of no module, everything outlives, and so does
     what is alive when the run is cut short.
     """
-    requests = [time for time, event in enumerate(trace.events) if event.kind is EventKind.ALLOC]
+    requests = [time for time, (kind, _) in enumerate(trace.events) if kind is _ALLOC]
     end = requests[-1] + 1 if trace.cut_short and requests else len(trace.events)
     result: set[int] = set()
     calls: list[set[int]] = [set()]
     maker: dict[int, set[int]] = {}
-    for event in trace.events[:end]:
-        if event.kind is EventKind.ALLOC:
-            calls[-1].add(event.ref)
-            maker[event.ref] = calls[-1]
-        elif event.kind is EventKind.FREE:
-            maker.pop(event.ref, set()).discard(event.ref)
-        elif event.kind is EventKind.ENTER:
+    for kind, ref in trace.events[:end]:
+        if kind is _ALLOC:
+            calls[-1].add(ref)
+            maker[ref] = calls[-1]
+        elif kind is _FREE:
+            if ref in maker:
+                maker.pop(ref).discard(ref)
+        elif kind is EventKind.ENTER:
             calls.append(set())
-        elif event.kind is EventKind.EXIT and len(calls) > 1:
+        elif kind is EventKind.EXIT and len(calls) > 1:
             result |= calls.pop()
     return result.union(*calls) if trace.cut_short else result | calls[0]
