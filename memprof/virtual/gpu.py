@@ -215,6 +215,7 @@ class VirtualGpu(Watch):
         self._stack.enter_context(loaders.collating_here())
         self._stack.enter_context(processes.left_in_children(self._leave_in_child))
         self._stack.enter_context(compiled.eager())
+        patches.set(*quantized.load_error_is_silent())
         self._watch_kernels()
         self._watch_program()
         later = {

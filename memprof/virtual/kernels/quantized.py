@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.abc
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -47,6 +48,11 @@ class NoKernels:
 def is_loaded() -> bool:
     """Whether the program has imported bitsandbytes."""
     return _FUNCTIONS in sys.modules
+
+
+def load_error_is_silent() -> tuple[Any, str, Any]:
+    """The patch for its complaint, twenty lines of traceback, that a machine without CUDA has no library for CUDA."""
+    return logging.getLogger("bitsandbytes.cextension"), "disabled", True
 
 
 def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
