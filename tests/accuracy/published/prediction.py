@@ -45,7 +45,7 @@ RANKS = "needs several ranks: sharded parameters and collectives are not simulat
 COMPILED = "compiled there, eager here"
 VERSIONS = "other releases of torch or transformers"
 UNSAID = "what was measured, or with what, is not said, or contradicted by its source"
-DRAWN = "lengths are drawn: the source has their mean and spread, and not each"
+DRAWN = "lengths are drawn: the source has their mean and spread, and not each (all 5,000 steps: docs/lengths.md)"
 """Why code and versions of a predicted row are not those of its source: `Prediction.differs`. By source and metric, and
 never by whether the figure is met."""
 
