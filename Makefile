@@ -16,6 +16,9 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# The tests start hundreds of processes: without byte code on disk, each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := demo
 .PHONY: demo check quick-tests test lint format docs accuracy truth bench clean
 
