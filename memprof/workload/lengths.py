@@ -26,6 +26,7 @@ from memprof.errors import UsageError
 
 _LOGNORMAL = "lognormal:"
 _HINT = "lognormal:MEAN,SIGMA, alpaca, or a file of lengths; each may be followed by ,bucket=N or ,multiple=N"
+_ALPACA_NAME = "alpaca"
 _ALPACA = (
     (42, 0), (55, 920), (67, 5159), (80, 11239), (92, 18774), (105, 24275), (118, 28235), (130, 32174), (143, 35664),
     (156, 39046), (168, 41872), (181, 44034), (193, 45832), (206, 47159), (219, 48101), (231, 48914), (244, 49450),
@@ -70,7 +71,7 @@ def parse_lengths(text: str) -> Lengths:
         UsageError: it is not written as above, or there is no such file.
     """
     text, options = _options(text)
-    if text == "alpaca":
+    if text == _ALPACA_NAME:
         return Lengths(_alpaca, **options)
     if text.startswith(_LOGNORMAL):
         return Lengths(_lognormal(text), **options)
@@ -79,7 +80,7 @@ def parse_lengths(text: str) -> Lengths:
 
 def is_distribution(text: str) -> bool:
     """Whether `text` asks for lengths that are drawn, of any number of samples."""
-    return text.startswith((_LOGNORMAL, "alpaca"))
+    return text.startswith(_LOGNORMAL) or text.partition(",")[0] == _ALPACA_NAME
 
 
 def _options(text: str) -> tuple[str, dict[str, int]]:

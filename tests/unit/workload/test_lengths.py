@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memprof.errors import UsageError
-from memprof.workload.lengths import parse_lengths
+from memprof.workload.lengths import is_distribution, parse_lengths
 
 
 def taken(text: str, batch_size: int, count: int, longest: int = 10**9) -> list[tuple[list[int], int]]:
@@ -81,6 +81,14 @@ def test_a_list_needs_no_file() -> None:
     assert sorted(length for batch, _ in taken("[30, 10, 20],multiple=8", 1, 3) for length in batch) == [10, 20, 30]
     with pytest.raises(UsageError, match="has to hold lengths"):
         parse_lengths("[30, x]")
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [("alpaca", True), ("alpaca,bucket=4", True), ("lognormal:9,1", True), ("alpaca.txt", False), ("alpaca/a", False)],
+)
+def test_a_file_may_begin_like_a_distribution(text: str, drawn: bool) -> None:
+    assert is_distribution(text) is drawn
 
 
 @pytest.mark.parametrize(
