@@ -26,6 +26,7 @@ import torch
 from memprof.virtual import stand_ins
 from memprof.virtual.calls import OVERWRITES, tensors_of
 from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
+from memprof.virtual.tokens import ChosenTokens
 
 _aten = torch.ops.aten
 
@@ -57,8 +58,7 @@ class Values:
         """The value of every element."""
         self._shares: dict[int, float] = {}
         """Of masks too large to compute: the part that is true, spread evenly."""
-        self._tokens: dict[int, range] = {}
-        """Of tensors with chosen tokens in them: the numbers that stand for those."""
+        self.tokens = ChosenTokens()
         self.ends: set[int] = set()
         """Tokens that end or pad a text, as far as the program has said so."""
         self._held_bytes = 0
@@ -75,7 +75,7 @@ class Values:
             self._held_bytes -= shadow.num_bytes
         self._uniform.pop(address, None)
         self._shares.pop(address, None)
-        self._tokens.pop(address, None)
+        self.tokens.drop(address)
 
     def knows(self, address: int) -> bool:
         """Whether something is known of the storage at `address`."""
@@ -150,20 +150,20 @@ class Values:
         make: Callable[[], torch.Tensor | None] | None = None,
     ) -> Shadow:
         self.drop(storage._cdata)
-        shadow = self._shadows[storage._cdata] = Shadow(0 if make else storage.nbytes(), flat, make)
+        return self._hold(storage, Shadow(0 if make else storage.nbytes(), flat, make))
+
+    def _hold(self, storage: torch.UntypedStorage, shadow: Shadow) -> Shadow:
+        self._shadows[storage._cdata] = shadow
         self._held_bytes += shadow.num_bytes
         return shadow
 
     def _spell_out(self, storage: torch.UntypedStorage) -> None:
         """One value for all elements becomes a value for each; zeros take no memory until they are written."""
-        value = self._uniform[storage._cdata]
+        value = self._uniform.pop(storage._cdata)
         flat = _untouched(storage.nbytes() // value.element_size(), value.dtype)
         if value != 0:
             flat.fill_(value)
-        tokens = self._tokens.get(storage._cdata)
-        self._keep(storage, flat)
-        if tokens:
-            self._tokens[storage._cdata] = tokens
+        self._hold(storage, Shadow(storage.nbytes(), flat))
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of this dtype and size is worth keeping, and there is room for it."""
@@ -199,27 +199,10 @@ class Values:
                 return self._draw(func, known, kwargs)
             with threads_for(max((tensor.numel() for tensor in tensors_of(known)), default=0)):
                 result = func(*known, **kwargs)
-            if self._tokens and func.overloadpacket in _NAMES:
-                return self._unlike(func, args, known, result)
-            return result
+            return self.tokens.compared(func, args, known, result)
         except (LookupError, RuntimeError, NotImplementedError):
             # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.
             return None
-
-    def tokens_in(self, value: Any) -> range:
-        """The numbers in `value`, one tensor or several, that stand for chosen tokens; none for most."""
-        found = [self._tokens.get(t.untyped_storage()._cdata) for t in tensors_of(value) if t.is_meta]
-        ranges = [tokens for tokens in found if tokens]
-        return range(min(r.start for r in ranges), max(r.stop for r in ranges)) if ranges else range(0)
-
-    def _unlike(self, func: Any, args: Any, known: Any, result: Any) -> Any:
-        """What comparing gave, but that a chosen token is equal to none that the program names."""
-        left, right = (self.tokens_in([arg]) for arg in args[:2])
-        if bool(left) == bool(right):
-            return result
-        number, chosen = torch.as_tensor(known[0]), left or right
-        unknown = (number >= chosen.start) & (number < chosen.stop)
-        return result | unknown if func.overloadpacket is _aten.ne else result & ~unknown
 
     def _affords(self, func: Any, tensors: list[torch.Tensor]) -> bool:
         """Whether the work is little, or linear and within what is left for the run."""
@@ -324,17 +307,7 @@ class Values:
     def learn(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         """Give the new tensors `outputs` of `func` their values, if they can be known or assumed."""
         self._learn(func, args, kwargs, outputs)
-        self._hand_on(func, args, kwargs, outputs)
-
-    def _hand_on(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor]) -> None:
-        """Integers made of chosen tokens have such among them."""
-        if not self._tokens:
-            return
-        given = args[1:] if func.overloadpacket in stand_ins.UNIFORM else args
-        tokens = self.tokens_in([*given, *kwargs.values()])
-        for tensor in made if tokens else ():
-            if _is_integer(tensor) and tensor.dtype is not torch.bool:
-                self._tokens[tensor.untyped_storage()._cdata] = tokens
+        self.tokens.hand_on(func, args, kwargs, outputs)
 
     def _learn(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         packet = func.overloadpacket
@@ -425,8 +398,7 @@ class Values:
             if chosen is not None:
                 self.assume(stand_ins.CHOICES)
                 self.set(outputs[-1], chosen.indices)
-                if chosen.tokens:
-                    self._tokens[outputs[-1].untyped_storage()._cdata] = chosen.tokens
+                self.tokens.mark(outputs[-1], chosen.tokens)
 
     def _share(self, tensor: torch.Tensor) -> float | None:
         """The part of a mask's elements that is true, where not more is known; None if this is no such mask."""
@@ -438,7 +410,7 @@ class Values:
         """`func` changes `target` in place: follow it, or forget what `target` holds."""
         if target.numel():  # else nothing changes
             self._write(func, args, kwargs, target)
-            self._hand_on(func, args, kwargs, [target])
+            self.tokens.hand_on(func, args, kwargs, [target])
 
     def _write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         address, packet = target.untyped_storage()._cdata, func.overloadpacket
@@ -504,10 +476,6 @@ class Values:
             return stand_ins.spread(mask.shape, share)
         self.assume("A selection by a mask whose values are not known keeps every element.")
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
-
-
-_NAMES = frozenset({_aten.eq, _aten.ne, _aten.isin, _aten.equal})
-"""Operators by which a program asks whether a token is one that it names."""
 
 
 def is_small(tensor: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ def to_copy(launch: Launch) -> Any:
     several = source.numel() > 1 and torch._C._current_graph_task_id() == -1
     unknown = launch.values.get(source) is None
     virtual = (unknown and (large or several)) or (large and launch.values.is_uniform(source))
-    if virtual or launch.values.tokens_in([source]):
+    if virtual or launch.values.tokens.among([source]):
         result = torch.empty_like(source, dtype=dtype)
         launch.record(result, device=HOST)
         launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
