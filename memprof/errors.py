@@ -76,6 +76,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
+def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:
+    """The error for a library that is not there, or not with what else is; the extra `extra` of memprof brings it."""
+    return UsageError(problem, value=value, hint=f"pip install 'memprof[{extra}]'{otherwise}")
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice that looks most like `name`, or None if nothing is close."""
     by_folded = {choice.lower(): choice for choice in choices}

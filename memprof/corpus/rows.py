@@ -12,7 +12,7 @@ from memprof.corpus import text as texts
 from memprof.corpus.sources import opened, size_of
 from memprof.corpus.tally import ERRORS, Tally, Undecodable
 from memprof.corpus.text import NoTextError, Progress, codec_name
-from memprof.errors import UsageError
+from memprof.errors import UsageError, not_installed
 
 DEFAULT_COLUMN = "text"
 MAX_ROW_CHARACTERS = 1 << 26
@@ -112,9 +112,7 @@ def parquet_rows(path: Path, column: str | None, tally: Tally, progress: Progres
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UsageError(
-            "the package pyarrow is not installed", value=path, hint="pip install pyarrow, or write JSON Lines"
-        ) from None
+        raise not_installed("Parquet needs pyarrow", path, "parquet", ", or write JSON Lines") from None
     name = column or DEFAULT_COLUMN
     size = size_of(path)
     with opened(path) as (raw, _):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memprof.errors import UsageError
+from memprof.errors import not_installed
 from memprof.remedies.applied import Changes
 from memprof.remedies.optimizers import trained_parameters
 from memprof.remedy_catalog.remedy import Numerics, Remedy, Tier
@@ -49,8 +49,4 @@ def _find() -> tuple[str, Callable[..., Any]]:
             return package, importlib.import_module(f"{package}.optim").AdamW8bit
         except (ImportError, AttributeError):
             continue
-    raise UsageError(
-        "8-bit-optimizer needs bitsandbytes or torchao",
-        value="neither is installed",
-        hint="pip install bitsandbytes, or pip install torchao",
-    )
+    raise not_installed("8-bit-optimizer needs bitsandbytes or torchao", "neither is installed", "quantization")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError, first_line
+from memprof.errors import UsageError, first_line, not_installed
 from memprof.remedies.applied import Changes
 from memprof.remedies.chunked_loss import find_head
 from memprof.remedies.optimizers import refuse_gradients
@@ -180,6 +180,4 @@ def _bitsandbytes(remedy: str) -> Any:
     try:
         return import_quietly("bitsandbytes")
     except ImportError as error:
-        raise UsageError(
-            f"{remedy} needs bitsandbytes", value=first_line(error), hint="pip install bitsandbytes"
-        ) from None
+        raise not_installed(f"{remedy} needs bitsandbytes", first_line(error), "quantization") from None

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, not_installed
 from memprof.remedy_catalog import Remedy
 from memprof.spec import Mode, TargetSpec
 
@@ -77,11 +77,7 @@ def eight_bit_optimizer(spec: TargetSpec, remedy: Remedy, value: Any, target: Ta
         raise useless(remedy, f"--optimizer {spec.optimizer}", "it stands for AdamW")
     optimizer = installed_eight_bit_optimizer()
     if optimizer is None:
-        raise UsageError(
-            f"{remedy.name} needs bitsandbytes or torchao",
-            value="neither is installed",
-            hint="pip install bitsandbytes",
-        )
+        raise not_installed(f"{remedy.name} needs bitsandbytes or torchao", "neither is installed", "quantization")
     return spec.edit(optimizer=optimizer, optimizer_impl=None)
 
 

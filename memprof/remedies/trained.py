@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from memprof.errors import UsageError, first_line
+from memprof.errors import UsageError, first_line, not_installed
 from memprof.remedies.applied import Changes, at_least
 from memprof.remedy_catalog.remedy import LORA, VALUE, Numerics, Remedy, Tier
 from memprof.workload.adapters import adapting, named_parameters, target_modules
@@ -56,7 +56,7 @@ def install_lora(
     try:
         peft = import_quietly("peft")
     except ImportError as error:
-        raise UsageError("lora needs PEFT", value=first_line(error), hint="pip install peft") from None
+        raise not_installed("lora needs PEFT", first_line(error), "adapters") from None
     at_least(1, "lora_rank", lora_rank)
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UsageError("lora is already on", value=type(model).__name__)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from memprof.errors import UsageError, first_line
+from memprof.errors import UsageError, first_line, not_installed
 from memprof.spec import TargetSpec
 from memprof.workload.models import ModelSource
 from memprof.workload.quantization import import_quietly
@@ -29,10 +29,8 @@ def require_peft() -> None:
     try:
         import_quietly("peft")
     except ImportError as error:
-        raise UsageError(
-            "--adapter needs PEFT",
-            value=f"{type(error).__name__}: {first_line(error)}",
-            hint="pip install peft",
+        raise not_installed(
+            "--adapter needs PEFT", f"{type(error).__name__}: {first_line(error)}", "adapters"
         ) from None
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memprof.spec import TargetSpec
-from memprof.workload.quantization import require_optim
+from memprof.workload.quantization import require
 
 _LEARNING_RATE = 1e-4
 _MOMENTUM = 0.9
@@ -47,7 +47,7 @@ def require_optimizer(name: str) -> Callable[..., Optimizer] | None:
     """
     if name in _OF_LIBRARIES:
         package, kind = _OF_LIBRARIES[name]
-        return getattr(require_optim(package), kind)
+        return getattr(require(f"{package}.optim"), kind)
     return _OPTIMIZERS.get(name)
 
 

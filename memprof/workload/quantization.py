@@ -10,21 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import UsageError, first_line
+from memprof.errors import first_line, not_installed
 from memprof.spec import TargetSpec
 
 
-def require_optim(package: str) -> Any:
-    """`bitsandbytes.optim` or `torchao.optim`, imported; to be called before a virtual GPU is there to watch.
+def require(module: str) -> Any:
+    """`module` of a library for quantized numbers, imported; to be called before a virtual GPU is there to watch.
 
     Raises:
         UsageError: the package is not installed, or does not go with this torch.
     """
     try:
-        return import_quietly(f"{package}.optim")
+        return import_quietly(module)
     except ImportError as error:
-        raise UsageError(
-            f"{package} is needed", value=f"{type(error).__name__}: {first_line(error)}", hint=f"pip install {package}"
+        package = module.partition(".")[0]
+        raise not_installed(
+            f"{package} is needed", f"{type(error).__name__}: {first_line(error)}", "quantization"
         ) from None
 
 

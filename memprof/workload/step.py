@@ -54,7 +54,8 @@ class Workload:
         self.sequence_lengths: list[int] = []
         self._lengths = None if spec.lengths is None else parse_lengths(spec.lengths)
         if spec.quantize is not None:
-            quantization.require_optim("bitsandbytes")
+            quantization.require("bitsandbytes.optim")
+            quantization.require("accelerate")  # by which transformers loads quantized weights
         if spec.adapter is not None:
             adapters.require_peft()
         if spec.mode is Mode.TRAIN:

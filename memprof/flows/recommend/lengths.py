@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, not_installed
 from memprof.report.documents.recommendation import Lengths
 from memprof.workload.lengths import is_distribution, parse_lengths
 
@@ -145,7 +145,7 @@ def _parquet(path: Path, column: str | None, read: _Read) -> str:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UsageError("Parquet needs pyarrow", value=path, hint="pip install pyarrow") from None
+        raise not_installed("Parquet needs pyarrow", path, "parquet", ", or write JSON Lines") from None
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:

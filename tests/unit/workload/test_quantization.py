@@ -85,6 +85,7 @@ def test_a_factory_quantizes_itself():
     ("package", "fields"),
     [
         ("bitsandbytes", {"quantize": "nf4", "mode": "inference"}),
+        ("accelerate", {"quantize": "nf4", "mode": "inference"}),
         ("bitsandbytes", {"optimizer": "paged-adamw-8bit"}),
         ("torchao", {"optimizer": "torchao-adamw-4bit"}),
     ],
@@ -95,4 +96,4 @@ def test_a_package_that_lacks(monkeypatch, package, fields):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError, match=f"{package} is needed") as raised:
         profile(**fields)
-    assert raised.value.hint == f"pip install {package}"
+    assert raised.value.hint == "pip install 'memprof[quantization]'"
