@@ -44,9 +44,18 @@ DEVICES = ("virtual", "cpu", "cuda")
 STEADY_STEPS = 2
 MANY_STEPS = 200
 """Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md)."""
+_ABBREVIATED = {
+    "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
+    "bf16": "bfloat16",
+}  # fmt: skip
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 _T = TypeVar("_T")
+
+
+def parse_dtype(text: str) -> str:
+    """A dtype's name as torch has it, of a usual abbreviation such as bf16."""
+    return _ABBREVIATED.get(text.lower(), text)
 
 
 class Mode(StrEnum):
@@ -61,7 +70,7 @@ class Option:
     """What the command line says of a field, and what values it may have.
 
     Args:
-        panel: the heading that it stands under in --help.
+        panel: the heading that it stands under in --help; empty: it is not shown.
         help: what it is for; the choices take the place of {choices}.
         metavar: stands for the value; None: its type does.
         choices: all values that there are; none: any.
@@ -162,15 +171,17 @@ class TargetSpec:
     )
     vocab_size: int | None = option(None, "Model", "Replace the model's vocabulary.", is_count=True)
     dtype: str | None = option(
-        None, "Precision", "{choices}.", metavar="DTYPE", choices=DTYPES, unset="the checkpoint's"
-    )
+        None, "Precision", "Of parameters and activations: {choices}.", metavar="DTYPE", choices=DTYPES,
+        unset="the checkpoint's", parse=parse_dtype,
+    )  # fmt: skip
     """Of parameters and activations; None: the published checkpoint's (float16 is trained as bfloat16)."""
     amp: str | None = option(
-        None, "Precision", "Autocast to {choices}, with float32 weights.", metavar="DTYPE", choices=AMP_DTYPES
-    )
+        None, "Precision", "Autocast to {choices}, with float32 weights.", metavar="DTYPE", choices=AMP_DTYPES,
+        parse=parse_dtype,
+    )  # fmt: skip
     """Forward and loss under torch.autocast; with float16, a GradScaler."""
     quantize: str | None = option(
-        None, "Precision", "Quantize the linear layers with bitsandbytes: {choices}.", metavar="NAME",
+        None, "Precision", "Weights of the linear layers are quantized: {choices}.", metavar="NAME",
         choices=QUANTIZATIONS,
     )  # fmt: skip
     """Weights of the linear layers but the head: int8 (LLM.int8), nf4 or fp4."""
@@ -184,13 +195,13 @@ class TargetSpec:
         None, "Adapters", "Train an adapter of PEFT on the frozen model: {choices}.", metavar="NAME", choices=ADAPTERS
     )
     lora_rank: int | None = option(
-        None, "Adapters", "With --adapter lora.", metavar="RANK", is_count=True, unset=str(DEFAULT_LORA_RANK)
+        None, "Adapters", "Of LoRA's matrices.", metavar="RANK", is_count=True, unset=str(DEFAULT_LORA_RANK)
     )
     lora_targets: str | None = option(
         None, "Adapters", "Modules to adapt, such as q_proj,v_proj, or all-linear.", metavar="NAMES",
         unset="PEFT's for the architecture",
     )  # fmt: skip
-    lora_dropout: float = option(0.0, "Adapters", "With --adapter lora.")
+    lora_dropout: float = option(0.0, "Adapters", "Before LoRA's matrices.")
     npt: str | None = option(
         None, "NPT", "Train NPT components, a weight delta for each token, on the frozen model: {choices}.",
         metavar="MODE", choices=NPT_MODES,
@@ -259,7 +270,7 @@ class TargetSpec:
     device: str = option("virtual", "Card", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)
     """virtual: simulated on `gpu`."""
     detail: bool = option(False, "Card", "Measured: the line of every allocation as well, which makes steps longer.")
-    gpu: str = option("h100-80gb", "Card", "The virtual card (`memprof gpus` lists them).")
+    gpu: str = option("h100-80gb", "Card", "The card (`memprof gpus` lists them).")
     gpu_vram_bytes: int | None = option(
         None, "Card", "Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB", flag="--gpu-vram",
         instead_of="gpu", parse=parse_gib,

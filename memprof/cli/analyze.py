@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from memprof.cli.options import again
 from memprof.cli.output import Tabled, print_json
 from memprof.cli.progress import long_work
 
@@ -21,8 +23,17 @@ class By(enum.StrEnum):
     SIZE = "size"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Tabled):
+    """What is looked at."""
+
+    top: int = again("top")
+    shown_card: int | None = again("shown_card", unset="all of them")
+    alloc_conf: str | None = again("alloc_conf", note="The requests are replayed under them.", unset="those of the run")
+
+
 def analyze(
-    output: Tabled,
+    request: Request,
     file: Annotated[
         Path, typer.Argument(help="A snapshot of torch.cuda.memory._dump_snapshot, or a capture of memprof.")
     ],
@@ -30,15 +41,9 @@ def analyze(
         str, typer.Option(help="The moment to show: peak, end, oom, or the number of an event.", metavar="MOMENT")
     ] = "peak",
     by: Annotated[By, typer.Option(help="What to group the blocks alive by.")] = By.FRAME,
-    top: Annotated[int, typer.Option(help="Rows of each table.", min=1)] = 10,
-    device: Annotated[int | None, typer.Option(help="One device of several.", min=0, metavar="N")] = None,
     replay: Annotated[
         bool, typer.Option("--replay", help="Compare every address and the final layout with memprof's own allocator.")
     ] = False,
-    what_if: Annotated[
-        str | None,
-        typer.Option(help='Replay the requests under other settings, as "expandable_segments:True".', metavar="CONF"),
-    ] = None,
 ) -> None:
     """Say what a recorded run held at its peak, who made it, what is fragmented, and why it ran out of memory.
 
@@ -48,18 +53,18 @@ def analyze(
     from memprof.allocator import parse_config
     from memprof.report.documents.analysis_build import Question
 
-    other = None if what_if is None else parse_config(what_if, origin="--what-if")
-    question = Question(at=at, by=by.value, top=top, what_if=other)
+    other = None if request.alloc_conf is None else parse_config(request.alloc_conf, origin="--alloc-conf")
+    question = Question(at=at, by=by.value, top=request.top, what_if=other)
     with long_work() as progress:
         from memprof.flows.recordings import analyze_file
 
-        document = analyze_file(file, question, device, progress)
-    if output.as_json:
+        document = analyze_file(file, question, request.shown_card, progress)
+    if request.as_json:
         print_json(document)
     else:
         from memprof.report.terminal.analysis import view
         from memprof.report.terminal.console import show
 
         show(view(document, replay=replay), pipe_width=None)
-    output.write_tables(document)
+    request.write_tables(document)
     raise typer.Exit(3 if document.ran_out else 0)

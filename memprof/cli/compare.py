@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from memprof.cli.options import again
 from memprof.cli.output import Told, print_json
 from memprof.cli.progress import long_work
+from memprof.spec import option
 
 _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch."
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Told):
+    """How far apart they may be, and how much is shown."""
+
+    tolerance: str = option(
+        "0", "Comparison", "How much totals may differ: 0.1%, 16MiB or a number of bytes.", metavar="AMOUNT"
+    )
+    top: int = again("top")
+
+
 def compare(
-    output: Told,
+    request: Request,
     a: Annotated[Path, typer.Argument(help=_FILE)],
     b: Annotated[Path, typer.Argument(help="The other one, of any of these kinds.")],
-    tolerance: Annotated[
-        str, typer.Option(help="How much totals may differ: 0.1%, 16MiB or a number of bytes.", metavar="AMOUNT")
-    ] = "0",
-    top: Annotated[int, typer.Option(help="Rows of each table.", min=1)] = 10,
 ) -> None:
     """Say what differs between two runs: simulated and measured, before and after, one torch release and another.
 
@@ -29,17 +38,17 @@ def compare(
     """
     from memprof.report.matching.tolerance import parse_tolerance
 
-    allowed = parse_tolerance(tolerance)
+    allowed = parse_tolerance(request.tolerance)
     with long_work() as progress:
         from memprof.flows.compare import compare_files
 
         comparison = compare_files(a, b, allowed, progress)
-    if output.as_json:
+    if request.as_json:
         print_json(comparison)
     else:
         from memprof.report.terminal.comparison import view
         from memprof.report.terminal.console import show
 
-        show(view(comparison, top=top, explain=output.explain))
-    output.write_tables(comparison)
+        show(view(comparison, top=request.top, explain=request.explain))
+    request.write_tables(comparison)
     raise typer.Exit(0 if comparison.within else 1)

@@ -4,42 +4,45 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
 import typer
 
+from memprof.cli.options import again
 from memprof.cli.output import Output, print_json
 from memprof.cli.streams import say
 from memprof.errors import UsageError
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Output):
+    """The run that died, as far as it is known: its dimensions name the tensor."""
+
+    model: str | None = again("model", default=None, note="The one that ran. Here no code: its sizes alone are read.")
+    batch_size: int | None = again("batch_size", default=None, unset="not known")
+    context_length: int | None = again("context_length", unset="not known")
+
+
 def doctor(
-    output: Output,
+    request: Request,
     file: Annotated[
         str | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
     ] = None,
     env: Annotated[bool, typer.Option("--env", help="Check this installation instead.")] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="The model that ran, of the catalog or a config.json: its dimensions name the tensor.", metavar="NAME"
-        ),
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Sequences of its batch.", min=1, metavar="N")] = None,
-    context_length: Annotated[int | None, typer.Option(help="Tokens of each.", min=1, metavar="TOKENS")] = None,
 ) -> None:
     """Say why a run died for memory, or for tensors on two devices, which tensor it was, and what to do in order.
 
     Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 2: no such error is in it.
     """
     if env:
-        _check(output, [("FILE", file), ("--model", model), ("--batch-size", batch_size)])
+        _check(request, [("FILE", file), ("--model", request.model), ("--batch-size", request.batch_size)])
         return
     from memprof.doctor import Known, diagnose
     from memprof.report.terminal.doctor import render_diagnoses
 
-    known = Known(model, batch_size, context_length)
+    known = Known(request.model, request.batch_size, request.context_length)
     with _open(file) as stream:
         found = diagnose(stream, _name(file), known)
     if not found:
@@ -48,7 +51,7 @@ def doctor(
             value=_name(file),
             hint="paste the whole traceback; of a process that vanished, its exit code (137 is a kill)",
         )
-    if output.as_json:
+    if request.as_json:
         print_json({"file": _name(file), "diagnoses": [diagnosis.to_json() for diagnosis in found]})
     else:
         say(render_diagnoses(found), nl=False)

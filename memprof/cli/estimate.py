@@ -10,7 +10,8 @@ from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
-from memprof.spec import DEFAULT_LORA_RANK, OPTIMIZERS, option
+from memprof.estimate.methods import FORMATS
+from memprof.spec import DEFAULT_LORA_RANK, OPTIMIZERS, QUANTIZATIONS, option
 
 if TYPE_CHECKING:
     from memprof.estimate.table import Estimate, Simulated
@@ -23,31 +24,28 @@ CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor
 class Request(Explained):
     """What is asked: a model by one of three descriptions, how it is used, and the cards to judge by."""
 
-    params: str | None = option(None, "Model", "A number of parameters, such as 1.2B.", metavar="COUNT")
-    model: str | None = again(
-        "model", default=None, help="Instead of --params: a catalog name (gpt2), a folder or a config.json."
-    )
-    model_size: str | None = option(
-        None, "Model", "Instead of --params: the model known by a size such as 4B.", metavar="SIZE"
-    )
-    dtype: str | None = option(
-        None, "Precision", "The column to look at: float32, float16, bfloat16, int8, int4; or, for inference, a stored "
-        "checkpoint's fp8, gptq-int8, gptq-int4 or awq-int4.", unset="bfloat16",
+    params: str | None = again("params")
+    model: str | None = again("model", default=None, note="Here no code: its sizes alone are read.")
+    model_is_size: bool = again("model_is_size")
+    dtype: str | None = again("dtype", note="The column to look at.", unset="bfloat16")
+    quantize: str | None = again(
+        "quantize", note="The same; fp8, gptq and awq are stored checkpoints', for inference.",
+        choices=(*QUANTIZATIONS, *FORMATS),
     )  # fmt: skip
     context_length: int | None = again("context_length")
-    batch_size: int = again("batch_size", help="Sequences per micro-batch, and per card.")
+    batch_size: int = again("batch_size", note="On each card.")
     lengths: str | None = again("lengths")
     empties_cache: bool = option(
         False, "Memory", "With --lengths: torch.cuda.empty_cache() is called in the loop, or segments are expandable."
     )
     new_tokens: int | None = again("new_tokens", unset="1: the prompt alone")
-    lora_rank: int = again("lora_rank", default=DEFAULT_LORA_RANK, help="Of LoRA and QLoRA.")
+    lora_rank: int = again("lora_rank", default=DEFAULT_LORA_RANK)
     lora_targets: str | None = again("lora_targets")
-    optimizer: str = again("optimizer", help="{choices}.", choices=CLOSED_FORM_OPTIMIZERS)
+    optimizer: str = again("optimizer", choices=CLOSED_FORM_OPTIMIZERS)
     optimizer_impl: str | None = again("optimizer_impl", choices=("foreach", "fused"))
-    gpu: str | None = again("gpu", default=None, help="Judge by this card alone.", unset="the whole catalog")
+    gpu: str | None = again("gpu", default=None, unset="each of the catalog")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
-    gpus: int = option(1, "Card", "Cards to spread training over: DDP, ZeRO stages and FSDP.", is_count=True)
+    gpus: int = again("gpus", note="Training is spread over them: DDP, ZeRO stages and FSDP.")
     exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
 
 
@@ -62,18 +60,24 @@ def estimate(request: Request) -> None:
     from memprof.report.documents.estimate import estimate_document
     from memprof.report.terminal.estimate import render_text
 
-    if sum(given is not None for given in (request.params, request.model, request.model_size)) != 1:
+    if (request.params is None) == (request.model is None):
         raise UsageError(
             "give one of --params, --model and --model-size",
             hint="for instance: memprof estimate --params 1.2B --dtype float16",
         )
+    if request.quantize is not None and request.dtype not in (None, "bfloat16"):
+        raise UsageError(
+            "quantized weights are reckoned beside bfloat16",
+            value=f"--quantize {request.quantize} --dtype {request.dtype}",
+            hint="leave out --dtype",
+        )
     if request.params is not None:
         subject = from_params(request.params)
     else:
-        subject = from_model(request.model) if request.model is not None else from_size(str(request.model_size))
+        subject = (from_size if request.model_is_size else from_model)(str(request.model))
     answer = build_estimate(
         subject,
-        dtype=request.dtype,
+        dtype=request.quantize or request.dtype,
         context_length=request.context_length,
         batch_size=request.batch_size,
         lora_rank=request.lora_rank,

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from memprof.cli.options import again
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What may be replaced."""
+
+    force: bool = again("force")
+
+
 def export(
+    request: Request,
     file: Annotated[
         Path, typer.Argument(help="A capture of memprof, or a snapshot of torch.cuda.memory._dump_snapshot.")
     ],
@@ -19,7 +29,6 @@ def export(
         Path,
         typer.Option(help="name.pickle for pytorch.org/memory_viz, name.json for ui.perfetto.dev.", metavar="FILE"),
     ],
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that memprof has not written, too.")] = False,
 ) -> None:
     """Write a run, simulated or recorded, as a snapshot for pytorch.org/memory_viz or as a trace for Perfetto.
 
@@ -28,5 +37,5 @@ def export(
     with long_work() as progress:
         from memprof.flows.recordings import export_file
 
-        viewer = export_file(file, to, progress, force=force)
+        viewer = export_file(file, to, progress, force=request.force)
     say(f"Wrote {to}: open it at {viewer}", err=True)

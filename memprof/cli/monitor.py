@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from memprof.cli.options import again
 from memprof.cli.output import Output
 from memprof.errors import MemprofError, UsageError
 
@@ -17,8 +19,15 @@ SETTINGS = {"allow_interspersed_args": False}
 MIN_INTERVAL = 0.05
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Output):
+    """What may be replaced."""
+
+    force: bool = again("force")
+
+
 def monitor(
-    output: Output,
+    request: Request,
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- COMMAND", help="What to start and watch. [default: the cards alone]"),
@@ -26,7 +35,6 @@ def monitor(
     interval: Annotated[float, typer.Option(help="Between two samples.", metavar="SECONDS")] = 1.0,
     log: Annotated[Path | None, typer.Option(help="Write a line per sample to this CSV file.", metavar="FILE")] = None,
     once: Annotated[bool, typer.Option("--once", help="One sample of the cards, and no more.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a log that memprof has not written, too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no samples: what is said at the end, alone.")] = False,
 ) -> None:
     """Watch the cards, and the memory of a PyTorch command: allocated, reserved, resident, and their peaks.
@@ -46,8 +54,8 @@ def monitor(
     from memprof.trace.files import check_place
 
     if log is not None:
-        check_place(log, FORM, force=force)
+        check_place(log, FORM, force=request.force)
     stream = sys.stderr if command else sys.stdout
-    view = make_view(stream, has_command=bool(command), as_json=output.as_json, quiet=quiet)
+    view = make_view(stream, has_command=bool(command), as_json=request.as_json, quiet=quiet)
     outcome = watch(command or (), view, interval=interval, log=log, once=once)
     raise typer.Exit(outcome.exit_code)

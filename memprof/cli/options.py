@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -41,19 +41,43 @@ class Remedies:
         return self.fix is not None and self.fix.strip() == "auto"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Options that several commands have, and `TargetSpec` has not."""
+
+    params: str | None = option(
+        None, "Model", "A number of parameters, such as 1.2B: reckoned, nothing is run.", metavar="COUNT"
+    )
+    gpus: int = option(1, "Card", "How many such cards.", is_count=True)
+    shown_card: int | None = option(
+        None, OUTPUT, "Of several cards, the one to show in full.", flag="--card", metavar="INDEX", unset="the fullest"
+    )
+    top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
+    force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
+
+
 def again(
     name: str,
     *,
     default: object = dataclasses.MISSING,
-    help: str | None = None,
+    note: str = "",
     unset: str | None = None,
     choices: tuple[str, ...] | None = None,
+    hidden: bool = False,
 ) -> Any:
-    """An option of `TargetSpec` as a field of another dataclass, but for what is given here."""
-    field: dataclasses.Field[Any] = TargetSpec.__dataclass_fields__[name]
+    """An option of `TargetSpec` or `Shared` as a field of another dataclass.
+
+    It means the same: `note` says what else it does there, and `unset` what is taken if it is not given. One that is
+    `hidden` is there to be refused with a reason.
+    """
+    field: dataclasses.Field[Any] = (TargetSpec.__dataclass_fields__ | Shared.__dataclass_fields__)[name]
     about: Option = field.metadata["option"]
     about = dataclasses.replace(
-        about, help=help or about.help, unset=unset or about.unset, choices=choices or about.choices
+        about,
+        help=f"{about.help} {note}".strip(),
+        unset=unset or about.unset,
+        choices=choices or about.choices,
+        panel="" if hidden else about.panel,
     )
     default = field.default if default is dataclasses.MISSING else default
     return dataclasses.field(default=default, metadata={"option": about})
@@ -66,8 +90,49 @@ def spec_of(request: object, **others: object) -> TargetSpec:
     return TargetSpec(**{name: value for name, value in known.items() if value is not None})
 
 
+OLD_SPELLINGS: Mapping[str, Mapping[str, str]] = {
+    "analyze": {"--device": "--card", "--what-if": "--alloc-conf"},
+    "estimate": {
+        "--dtype int8": "--quantize int8", "--dtype 8bit": "--quantize int8", "--dtype int4": "--quantize nf4",
+        "--dtype nf4": "--quantize nf4", "--dtype 4bit": "--quantize nf4", "--dtype fp8": "--quantize fp8",
+        "--dtype gptq-int8": "--quantize gptq-int8", "--dtype gptq-int4": "--quantize gptq-int4",
+        "--dtype awq-int4": "--quantize awq-int4",
+    },
+    "recommend": {
+        "--infer": "--mode inference", "--train full": "--mode train", "--train lora": "--adapter lora",
+        "--train qlora": "--adapter lora --quantize nf4", "--precision half": "--dtype bfloat16",
+        "--precision amp": "--amp bfloat16", "--precision float32": "--dtype float32",
+        "--precision int8": "--quantize int8", "--precision nf4": "--quantize nf4",
+    },
+}  # fmt: skip
+"""What options were called, some with a certain value, by command. To be removed with the release after 0.1."""
+
+
+def respell(words: Sequence[str], old: Mapping[str, str]) -> list[str]:
+    """A command's arguments with today's options in place of old ones; says so on stderr."""
+    found, left = [], list(words)
+    while left and left[0] != "--":
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        pair = f"{flag} {value if equals else left[0] if left else ''}"
+        if pair in old:
+            was, now, left = pair, old[pair], left if equals else left[1:]
+        elif flag in old:
+            was, now = flag, old[flag] + equals + value
+        else:
+            found.append(word)
+            continue
+        say(f"memprof: {was} is now {old[was]}; the old spelling goes with the next release", err=True)
+        found += now.split()
+    return found + left
+
+
 class Command(typer.core.TyperCommand):
     """A command whose --help has a section for each panel; typer's own needs rich, which takes as long as the rest."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the command's arguments, old spellings among them."""
+        return super().parse_args(ctx, respell(args, OLD_SPELLINGS.get(str(self.name), {})))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options."""
@@ -138,6 +203,7 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
         help=text if unset is None else f"{text} [default: {unset}]",
         metavar=about.metavar,
         rich_help_panel=about.panel,
+        hidden=not about.panel,
     )
     kind = str if about.parse or kind is bool else kind
     annotation = Annotated[bool, info] if is_flag else Annotated[kind | None, info]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memprof.cli.options import OUTPUT
+from memprof.cli.options import OUTPUT, again
 from memprof.cli.streams import say
 from memprof.spec import option
 
@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from memprof.report.documents.report import Document
     from memprof.report.documents.shown import Shown
     from memprof.trace.events import Trace
-
-
-SHOWN_CARD = option(
-    None,
-    OUTPUT,
-    "Of a run on several cards, the one to show in full.",
-    flag="--card",
-    metavar="INDEX",
-    unset="the fullest",
-)
-FORCE = option(False, OUTPUT, "Replace files that memprof has not written, too.")
 
 
 class _HasJson(Protocol):
@@ -62,7 +51,7 @@ class Tabled(Output):
         "Write every table into this folder too, each a CSV file; those of an earlier run there are replaced.",
         metavar="FOLDER",
     )
-    force: bool = FORCE
+    force: bool = again("force")
     folder: Path | None = dataclasses.field(default=None, init=False)
     """The same, also once the script has gone to another folder."""
 

@@ -25,8 +25,7 @@ class How(Remedies):
 
     device: str = again(
         "device", default="auto", choices=("auto", *DEVICES),
-        help="virtual: simulate; cuda or cpu: measure there; auto: cuda if there is one and the run fits what is "
-        "free there, else virtual.",
+        note="auto: cuda if there is one and the run fits what is free there, else virtual.",
     )  # fmt: skip
 
 

@@ -13,12 +13,12 @@ from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
-from memprof.spec import TargetSpec, option
+from memprof.spec import Mode, TargetSpec, option
 
 if TYPE_CHECKING:
     from memprof.report.documents.recommendation import Recommendation
 
-_GOALS = ("full", "lora", "qlora")
+_SEARCHED = "what gives up least and fits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,30 +28,28 @@ class Request(Explained):
     model: str | None = again("model", default=None)
     model_is_size: bool = again("model_is_size")
     trust_remote_code: bool = again("trust_remote_code")
-    train: str | None = option(None, "Goal", "The goal is to train: {choices}.", metavar="WHAT", choices=_GOALS)
-    infer: bool = option(False, "Goal", "The goal is to generate.")
-    precision: str | None = option(
-        None, "Goal", "This alone: {choices}.", metavar="NAME",
-        choices=("half", "amp", "float32", "int8", "nf4"), unset="what gives up least and fits",
-    )  # fmt: skip
+    mode: Mode = again("mode")
+    adapter: str | None = again("adapter")
+    dtype: str | None = again("dtype", unset=_SEARCHED)
+    amp: str | None = again("amp", unset=_SEARCHED)
+    quantize: str | None = again("quantize", note="With --adapter lora: QLoRA.", unset=_SEARCHED)
     context_length: int | None = again("context_length")
     effective_batch: int | None = option(
-        None, "Batch", "Sequences in an optimizer step; of --infer, sequences at a time.", metavar="COUNT",
-        is_count=True, unset="8; 1",
+        None, "Batch", "Sequences in an optimizer step, all its micro-batches together.", metavar="COUNT",
+        is_count=True, unset="8",
     )  # fmt: skip
-    batch_size: int | None = again("batch_size", default=None, help="This micro-batch alone.", unset="searched")
-    lora_rank: int | None = again("lora_rank", help="Of adapters.")
+    batch_size: int | None = again("batch_size", default=None, unset="searched; 1 in inference")
+    lora_rank: int | None = again("lora_rank")
     lora_targets: str | None = again("lora_targets")
-    lengths: str | None = option(
-        None, "Data", "The data set's lengths: one a line, or a column of a .jsonl or .parquet file; "
-        "lognormal:MEAN,SIGMA or alpaca. Foretells the step at which it runs out of memory.", metavar="FILE",
+    lengths: str | None = again(
+        "lengths", note="A file may be .jsonl or .parquet. Foretells the step at which memory runs out.",
     )  # fmt: skip
     lengths_column: str | None = option(None, "Data", "Which column has the lengths, or the tokens.", metavar="NAME")
     batches: int | None = option(
         None, "Data", "Run what was found over so many batches of --lengths: whether all fit, and what they reserve.",
         metavar="COUNT", is_count=True,
     )  # fmt: skip
-    gpu: str | None = again("gpu", default=None, help="A card of the catalog.", unset="the one that is present")
+    gpu: str | None = again("gpu", default=None, unset="the one that is present")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
     snippet: str | None = option(
         None, OUTPUT, "Print this script alone: {choices}.", metavar="NAME", choices=("pytorch", "transformers")
@@ -60,7 +58,23 @@ class Request(Explained):
     @property
     def goal(self) -> str | None:
         """What the model is for; None: it is not said."""
-        return "infer" if self.infer else self.train
+        if self.model is None:
+            return None
+        if self.mode is Mode.INFERENCE:
+            return "infer"
+        return "full" if self.adapter is None else "lora" if self.quantize in (None, "int8") else "qlora"
+
+    @property
+    def half(self) -> str | None:
+        """The half precision that is asked for."""
+        return self.amp or (None if self.dtype == "float32" else self.dtype)
+
+    @property
+    def precision(self) -> str | None:
+        """What plans call the precision that is asked for (flows/recommend/plans.py)."""
+        if self.quantize is not None or self.amp is not None:
+            return self.quantize or "amp"
+        return self.dtype if self.dtype in (None, "float32") else "half"
 
     def check(self) -> None:
         """Whether it is one question.
@@ -68,51 +82,41 @@ class Request(Explained):
         Raises:
             UsageError: options exclude each other, or one is missing.
         """
-        if self.train is not None and self.infer:
-            raise UsageError(
-                "give --train or --infer, not both",
-                value=f"--train {self.train} --infer",
-                hint="ask for each by itself",
-            )
         if self.model is None:
-            for name, value in (
-                ("--train or --infer", self.goal),
-                ("--effective-batch", self.effective_batch),
-                ("--batch-size", self.batch_size),
-                ("--lengths", self.lengths),
-                ("--snippet", self.snippet),
-            ):
+            for name in (
+                "adapter", "dtype", "amp", "quantize", "effective_batch", "batch_size", "lengths", "snippet",
+            ):  # fmt: skip
+                value = getattr(self, name)
                 if value is not None:
-                    raise UsageError(f"{name} needs a model", value=value, hint="add --model NAME or --model-size 4B")
-        elif self.goal is None:
-            raise UsageError(
-                "what is the model for?", value=self.model, hint=f"add --train {'|'.join(_GOALS)}, or --infer"
-            )
+                    flag = "--" + name.replace("_", "-")
+                    raise UsageError(f"{flag} needs a model", value=value, hint="add --model NAME or --model-size 4B")
         if self.lengths_column is not None and self.lengths is None:
             raise UsageError("--lengths-column needs --lengths", value=self.lengths_column, hint="add --lengths FILE")
         if self.batches is not None and self.lengths is None:
             raise UsageError("--batches needs --lengths", value=self.batches, hint="add --lengths FILE")
-        if self.lengths is not None and self.infer:
-            raise UsageError("--lengths is for training", value=self.lengths, hint="add --train full, lora or qlora")
+        for name in ("lengths", "adapter"):
+            if self.mode is Mode.INFERENCE and getattr(self, name) is not None:
+                raise UsageError(f"--{name} is for training", value=getattr(self, name), hint=f"leave out --{name}")
         if self.effective_batch is not None and self.batch_size and self.effective_batch % self.batch_size:
             raise UsageError(
                 "--batch-size must divide --effective-batch",
                 value=f"{self.effective_batch} in micro-batches of {self.batch_size}",
                 hint="leave out --batch-size, and it is searched",
             )
-        if self.train not in ("lora", "qlora") and (self.lora_rank is not None or self.lora_targets is not None):
-            raise UsageError("--lora-rank and --lora-targets are for adapters", hint="add --train lora or qlora")
 
     def spec(self) -> TargetSpec:
-        """Model and card; the rest is searched."""
+        """Model and card; the rest is searched.
+
+        Raises:
+            UsageError: what is asked is no run of `memprof profile` either.
+        """
         spec = spec_of(
             self,
             model=self.model or "-",
             lengths=None,  # a file for the odds; of `memprof profile` they are the batches themselves
             batch_size=1,
             gpu=None if self.gpu is None else find_gpu(self.gpu).key,
-            adapter="lora" if self.train in ("lora", "qlora") else None,
-        )
+        ).edit(dtype=None, amp=None, quantize=None)
         return _on_present_card(spec) if self.gpu is None and self.gpu_vram_bytes is None else spec
 
 
@@ -159,7 +163,9 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     from memprof.flows.recommend.search import Question
     from memprof.flows.recommend.search import recommend as search
 
-    question = Question(Goal(request.goal), request.effective_batch, request.precision, request.batch_size)
+    question = Question(
+        Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half
+    )
     if request.lengths is not None:
         return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column, request.batches)
     return search(spec, question, progress)[0]

@@ -13,7 +13,7 @@ import typer
 
 from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.cli.options import Remedies, again
-from memprof.cli.output import SHOWN_CARD, Saved, exit_code, print_document
+from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output
 from memprof.errors import MemprofError, UsageError
@@ -34,17 +34,15 @@ class Request(Saved, Remedies):
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
     beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
-    steps: int | None = option(None, "Stopping", "Stop after so many optimizer steps.", metavar="COUNT", unset="2")
+    steps: int | None = again("steps", note="The script is stopped then.", unset="2; up to 4 while memory grows")
     until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
     timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
-    lengths: str | None = again(
-        "lengths", help="Refused: a script's batches are its own, and are told from --steps 5 on."
-    )
+    lengths: str | None = again("lengths", hidden=True)
     alloc_conf: str | None = again("alloc_conf")
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
-    gpus: int = option(1, "Card", "So many of it, as cuda:0, cuda:1 and so on in one process.", is_count=True)
-    shown_card: int | None = SHOWN_CARD
+    gpus: int = again("gpus", note="cuda:0, cuda:1 and so on, in one process.")
+    shown_card: int | None = again("shown_card")
     device: str = again("device")
     detail: bool = again("detail")
 
@@ -62,8 +60,6 @@ class Request(Saved, Remedies):
             )
         if self.steps is not None and self.until_exit:
             raise UsageError("give --steps or --until-exit, not both", value=self.steps)
-        if self.steps is not None and self.steps < 1:
-            raise UsageError("--steps counts from 1", value=self.steps, hint="--until-exit stops after none")
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError("--timeout must be longer", value=self.timeout, hint="give seconds, more than 0")
         if self.until_exit:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import again
-from memprof.cli.output import SHOWN_CARD, Told, exit_code, print_document
+from memprof.cli.output import Told, exit_code, print_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Shown(Told):
     """How the report is made anew."""
 
     alloc_conf: str | None = again("alloc_conf", unset="those of the run")
-    shown_card: int | None = SHOWN_CARD
+    shown_card: int | None = again("shown_card")
 
 
 def show(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import OUTPUT, again, spec_of
+from memprof.cli.options import again, spec_of
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import long_work
 from memprof.errors import UsageError
@@ -32,14 +32,10 @@ class Request(Output):
     cap: int | None = option(None, "Vocabulary", "A cap of this many tokens as well.", metavar="TOKENS")
     trust_remote_code: bool = again("trust_remote_code")
     vocab_size: int | None = again(
-        "vocab_size", help="The vocabulary before.", unset="all words; with a tokenizer the model's"
+        "vocab_size", note="It is the one before.", unset="all words; with a tokenizer the model's"
     )
-    model: str | None = again(
-        "model", default=None, help="Simulate what the caps save in training this model (see memprof profile)."
-    )
-    params: str | None = option(
-        None, "Model", "Instead of --model: a size such as 1.2B, by arithmetic alone.", metavar="SIZE"
-    )
+    model: str | None = again("model", default=None, note="What the caps save in training it is simulated.")
+    params: str | None = again("params")
     context_length: int | None = again("context_length")
     batch_size: int = again("batch_size")
     dtype: str | None = again("dtype")
@@ -47,6 +43,7 @@ class Request(Output):
     optimizer: str = again("optimizer")
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    top: int = again("top")
 
 
 def vocab(
@@ -58,7 +55,6 @@ def vocab(
             metavar="CORPUS...",
         ),
     ],
-    top: Annotated[int, typer.Option(help="Most frequent tokens to name.", min=0, rich_help_panel=OUTPUT)] = 10,
 ) -> None:
     """Count the tokens of a corpus in bounded memory, and say what a smaller vocabulary would cover and save.
 
@@ -83,7 +79,12 @@ def vocab(
         flow.check_model(spec)
     with long_work() as progress:
         counted = flow.read_corpus(
-            corpus, request.tokenizer, encoding=request.encoding, column=request.column, show=top, progress=progress
+            corpus,
+            request.tokenizer,
+            encoding=request.encoding,
+            column=request.column,
+            show=request.top,
+            progress=progress,
         )
         caps = flow.caps_of(counted, shares, request.cap)
         if model is not None:

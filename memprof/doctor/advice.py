@@ -155,7 +155,7 @@ def steps(
             Advice(
                 "sizes that change from batch to batch leave gaps: pad lengths to multiples of 64, or sort by length"
             ),
-            Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --what-if {_SEGMENTS.alloc_conf}"),
+            Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --alloc-conf {_SEGMENTS.alloc_conf}"),
             *_smaller(run, tensors),
         )
     return _for_tensor(tensors, run) + _smaller(run, tensors)

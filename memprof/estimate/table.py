@@ -32,10 +32,8 @@ FITS, BORDERLINE, NO = "fits", "borderline", "no"
 KINDS = ALLOCATED, RESERVED, DEVICE_USED = "allocated", "reserved", "device used"
 """Kinds of figures that are published: torch.cuda.max_memory_allocated, max_memory_reserved, and nvidia-smi's."""
 DEFAULT_CONTEXT = 2048
-_ALIASES = {
-    "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
-    "bf16": "bfloat16", "nf4": "int4", "4bit": "int4", "8bit": "int8",
-}  # fmt: skip
+_OF_BITSANDBYTES = {"nf4": "int4", "fp4": "int4"}
+"""The columns of what --quantize names; one of 4 bits takes as much as the other."""
 
 _NAMES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 
@@ -199,15 +197,15 @@ STRATEGIES: tuple[tuple[str, Callable[[int], Shards]], ...] = (
 )
 
 
-def parse_dtype(text: str) -> str:
-    """The column that a dtype names.
+def column_of(dtype: str) -> str:
+    """The column of a dtype, or of what weights are quantized to.
 
     Raises:
         UsageError: there is none.
     """
-    name = _ALIASES.get(text.lower(), text.lower())
+    name = _OF_BITSANDBYTES.get(dtype, dtype)
     if name not in COLUMNS + FORMATS:
-        raise unknown_name("--dtype", text, COLUMNS + FORMATS)
+        raise unknown_name("dtype", dtype, COLUMNS + FORMATS)
     return name
 
 
@@ -229,7 +227,7 @@ def build_estimate(
     """Every method in every dtype.
 
     Args:
-        dtype: the column to look at; None: bfloat16.
+        dtype: the column to look at, or what weights are quantized to; None: bfloat16.
         context_length: tokens per sequence; None: 2,048, or what the model has positions for if that is less.
         batch_size: sequences per micro-batch and card.
         lora_targets: modules to adapt, as PEFT's target_modules; None: those that PEFT chooses.
@@ -254,7 +252,7 @@ def build_estimate(
         context = _context(subject, context_length)
     else:
         context = _longest(subject, lengths, context_length, batch_size)
-    column = "bfloat16" if dtype is None else parse_dtype(dtype)
+    column = "bfloat16" if dtype is None else column_of(dtype)
     columns = tuple(dict.fromkeys((*COLUMNS, column)))
 
     def cell(method: Method, column: str, shards: Shards, strategy: str = "") -> Cell | None:

@@ -191,7 +191,7 @@ def analyze_file(
         known = ", ".join(str(one.device) for one in opened.recordings)
         chosen = [one for one in chosen if one.device == device]
         if not chosen:
-            raise UsageError("the file has nothing of this device", value=f"--device {device}", hint=f"known: {known}")
+            raise UsageError("the file has nothing of this card", value=f"--card {device}", hint=f"known: {known}")
     if question.at == "oom" and device is None:
         # Of several devices seldom all run out.
         chosen = [one for one in chosen if any(event.action is Action.OOM for event in one.events)] or chosen

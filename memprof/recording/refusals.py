@@ -74,7 +74,7 @@ def _explain(recording: Recording, index: int) -> Refusal:
     if fragmented:
         reasons.append(
             "fragmentation: free memory was enough in sum, but in no single piece"
-            + ("" if expandable else f"; {EXPANDABLE_SEGMENTS} can use it (see --what-if)")
+            + ("" if expandable else f"; {EXPANDABLE_SEGMENTS} can use it (see --alloc-conf)")
         )
     else:
         reasons.append(

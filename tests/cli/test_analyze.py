@@ -44,7 +44,7 @@ def test_text(memprof, snapshot):
 
 
 def test_json(memprof, snapshot):
-    result = memprof("analyze", snapshot, "--json", "--replay", "--top", 2, "--what-if", "expandable_segments:True")
+    result = memprof("analyze", snapshot, "--json", "--replay", "--top", 2, "--alloc-conf", "expandable_segments:True")
     found = result.json
     assert found["replay"] == {
         "allocations": 33,
@@ -94,10 +94,10 @@ def test_several_devices(memprof, tmp_path):
     file = tmp_path / "two.pickle"
     file.write_bytes(pickle.dumps(data))
     assert [device["device"] for device in memprof("analyze", file, "--json").json["devices"]] == [0, 2]
-    (device,) = memprof("analyze", file, "--json", "--device", 2).json["devices"]
+    (device,) = memprof("analyze", file, "--json", "--card", 2).json["devices"]
     assert device["allocations"] == 4 * 4 + 3
     assert "Device 2" in memprof("analyze", file).stdout
-    assert_refused(memprof("analyze", file, "--device", 1), "nothing of this device", "known: 0, 2")
+    assert_refused(memprof("analyze", file, "--card", 1), "nothing of this card", "known: 0, 2")
     assert memprof("export", file, "--to", tmp_path / "two.json").exit_code == 0
 
 
@@ -189,9 +189,9 @@ def test_a_file_that_memory_does_not_hold(memprof, snapshot, monkeypatch):
         (("--at", "noon"), ("no such moment", "peak, end, oom")),
         (("--at", "99999"), ("no such event",)),
         (("--at", "oom"), ("no out-of-memory error",)),
-        (("--device", "3"), ("nothing of this device",)),
-        (("--what-if", "expandable:True"), ("unknown allocator setting", "expandable_segments")),
-        (("--what-if", "backend:cudaMallocAsync"), ("only torch's native allocator",)),
+        (("--card", "3"), ("nothing of this card",)),
+        (("--alloc-conf", "expandable:True"), ("unknown allocator setting", "expandable_segments")),
+        (("--alloc-conf", "backend:cudaMallocAsync"), ("only torch's native allocator",)),
         (("--by", "line"), ("frame",)),
         (("--top", "0"), ("--top",)),
     ],

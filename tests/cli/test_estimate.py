@@ -48,7 +48,7 @@ def test_lengths_that_vary(memprof):
 
 
 def test_a_stored_format_has_a_column(memprof):
-    result = memprof("estimate", "--model", "qwen3-8b", "--dtype", "awq-int4", "--new-tokens", "100")
+    result = memprof("estimate", "--model", "qwen3-8b", "--quantize", "awq-int4", "--new-tokens", "100")
     assert "awq-int4*" in result.stdout
     assert "full" not in result.stdout.partition("* awq-int4 on")[2]
 

@@ -54,10 +54,10 @@ def test_what_fits_a_card(memprof):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "goal", [("--infer",), ("--train", "full"), ("--train", "lora"), ("--train", "qlora")], ids=" ".join
+    "goal", ["--mode inference", "--mode train", "--adapter lora", "--adapter lora --quantize nf4"]
 )
 def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
-    result = memprof("recommend", *TINY, *goal, "--effective-batch", "1", "--batch-size", "1", "--json")
+    result = memprof("recommend", *TINY, *goal.split(), "--effective-batch", "1", "--batch-size", "1", "--json")
     assert result.exit_code == 0, result.stderr
     answer = result.json
     for choice in [answer["chosen"], *answer["choices"][1:3]]:

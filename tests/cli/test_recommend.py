@@ -15,14 +15,16 @@ from memprof.report.terminal.recommendation import print_recommendation
         (["--gpu-vram", "-8"], "not an amount of memory"),
         (["--gpu", "rtx-4090", "--gpu-vram", "8"], "not both"),
         (["--gpu", "rtx-4091"], "unknown GPU"),
-        (["--model", "gpt2", "--gpu-vram", "8"], "what is the model for"),
-        (["--train", "lora", "--gpu-vram", "8"], "needs a model"),
-        (["--model", "gpt2", "--train", "lorra", "--gpu-vram", "8"], "unknown --train"),
-        (["--model", "gpt2", "--train", "full", "--infer", "--gpu-vram", "8"], "not both"),
-        (["--model", "gpt2", "--train", "full", "--lengths", "none.txt", "--gpu-vram", "8"], "no such file"),
-        (["--model", "gpt2", "--train", "full", "--batches", "9", "--gpu-vram", "8"], "--batches needs --lengths"),
-        (["--model", "gpt2", "--train", "full", "--lengths", "lognormal:9", "--gpu-vram", "8"], "a mean and a sigma"),
-        (["--model", "gpt2", "--train", "full", "--effective-batch", "0", "--gpu-vram", "8"], "at least 1"),
+        (["--adapter", "lora", "--gpu-vram", "8"], "needs a model"),
+        (["--model", "gpt2", "--adapter", "lorra", "--gpu-vram", "8"], "unknown --adapter"),
+        (["--model", "gpt2", "--adapter", "lora", "--mode", "inference", "--gpu-vram", "8"], "is for training"),
+        (["--model", "gpt2", "--quantize", "nf4", "--gpu-vram", "8"], "add --adapter lora, or --mode inference"),
+        (["--model", "gpt2", "--adapter", "lora", "--quantize", "fp4", "--gpu-vram", "8"], "give --quantize nf4"),
+        (["--model", "gpt2", "--lora-rank", "4", "--gpu-vram", "8"], "add --adapter lora"),
+        (["--model", "gpt2", "--lengths", "none.txt", "--gpu-vram", "8"], "no such file"),
+        (["--model", "gpt2", "--batches", "9", "--gpu-vram", "8"], "--batches needs --lengths"),
+        (["--model", "gpt2", "--lengths", "lognormal:9", "--gpu-vram", "8"], "a mean and a sigma"),
+        (["--model", "gpt2", "--effective-batch", "0", "--gpu-vram", "8"], "at least 1"),
     ],
 )
 def test_wrong_use(memprof, arguments, problem):
@@ -35,7 +37,7 @@ def test_wrong_use(memprof, arguments, problem):
 @pytest.mark.slow
 def test_the_limit_was_run_on_both_sides(memprof):
     """The configuration is confirmed by `memprof profile`; a batch more does not fit."""
-    arguments = ["--model-size", "1M", "--train", "lora", "--context-length", "256", "--gpu-vram", "0.6"]
+    arguments = ["--model-size", "1M", "--adapter", "lora", "--context-length", "256", "--gpu-vram", "0.6"]
     result = memprof("recommend", *arguments, "--effective-batch", "2", "--json")
     assert result.exit_code == 0, result.stderr
     answer = result.json
@@ -54,7 +56,7 @@ def test_the_limit_was_run_on_both_sides(memprof):
 @pytest.mark.slow
 def test_over_batches_of_the_data(memprof, capsys):
     """What was found, over batches: as `memprof profile` has it with the same lengths."""
-    arguments = ["--model-size", "1M", "--train", "lora", "--context-length", "256", "--gpu-vram", "0.6"]
+    arguments = ["--model-size", "1M", "--adapter", "lora", "--context-length", "256", "--gpu-vram", "0.6"]
     data = ["--lengths", "lognormal:100,0.5"]
     result = memprof("recommend", *arguments, *data, "--batches", 12, "--batch-size", 2, "--json")
     assert result.exit_code == 0, result.stderr
@@ -69,7 +71,9 @@ def test_over_batches_of_the_data(memprof, capsys):
 def test_a_way_that_could_not_be_run_is_named(memprof, monkeypatch):
     for package in ("bitsandbytes", "bitsandbytes.optim"):
         monkeypatch.setitem(sys.modules, package, None)
-    result = memprof("recommend", "--gpu-vram", 0.5, "--model", "pythia-70m", "--infer", "--context-length", 128)
+    result = memprof(
+        "recommend", "--gpu-vram", 0.5, "--model", "pythia-70m", "--mode", "inference", "--context-length", 128
+    )
     assert result.exit_code == 3
     assert "1 sequence at a time" in result.stdout
     said = " ".join(result.stdout.split())

@@ -21,7 +21,7 @@ SHOWN = {
 }
 ELSEWHERE = {
     "memprof recommend --gpu-vram 8": "test_printed_commands.py, on a smaller card",
-    "memprof recommend --model llama-3.1-8b --train lora --gpu rtx-4090 --context-length 8192": "likewise",
+    "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192": "likewise",
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
     **dict.fromkeys(_commands("memprof recipes run"), "tests/recipes"),
 }
@@ -85,7 +85,7 @@ def _small(command: str) -> list[str]:
             if word in SMALL and not (word == "--model" and ":" in words[at + 1]):
                 words[at + 1] = SMALL[word]
     if words[0] == "recommend":
-        words += ["--effective-batch", "1", "--precision", "amp"]
+        words += ["--effective-batch", "1", "--amp", "bfloat16"]
     if "oom" in words:  # not every snapshot has an error
         words[1] = "oom.pickle"
     return words

@@ -130,15 +130,22 @@ def half_of(gpu: Gpu) -> str:
     return "bfloat16" if gpu.compute_capability >= (8, 0) or "bfloat16" in gpu.peak_flops else "float16"
 
 
-def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
+_OPTIONS = {
+    "half": "--dtype {half}", "amp": "--amp {half}", "float32": "--dtype float32", "int8": "--quantize int8",
+    "nf4": "--quantize nf4",
+}  # fmt: skip
+"""What asks for each precision."""
+
+
+def tiers(goal: Goal, gpu: Gpu, precision: str | None = None, half: str | None = None) -> list[Plan]:
     """Kinds of runs for a goal, those that give up nothing first; each is to be searched through its `variants`.
 
-    A `precision` (half, amp, int8, nf4 or float32) leaves those of it alone.
+    A `precision` (half, amp, int8, nf4 or float32) leaves those of it alone; `half` is the card's if it is not given.
 
     Raises:
         UsageError: the goal has no such precision.
     """
-    half = half_of(gpu)
+    half = half or half_of(gpu)
     rounded = f"weights in {half} are updated in {half}: small updates are lost"
     states = "states of the optimizer in 8 bits"
     eight = installed_eight_bit_optimizer()
@@ -167,9 +174,9 @@ def tiers(goal: Goal, gpu: Gpu, precision: str | None = None) -> list[Plan]:
     kept = [plan for plan in found if plan.precision == precision]
     if not kept:
         raise UsageError(
-            f"{goal.value} has no such precision",
-            value=precision,
-            hint="one of " + ", ".join(dict.fromkeys(plan.precision for plan in found)),
+            f"the goal {goal.value} is not searched with this precision",
+            value=_OPTIONS.get(precision, f"--quantize {precision}").format(half=half),
+            hint="give " + " or ".join(dict.fromkeys(_OPTIONS[plan.precision].format(half=half) for plan in found)),
         )
     return kept
 

@@ -37,12 +37,14 @@ class Question:
             that is given (inference: 1).
         precision: half, amp, float32, int8 or nf4 alone.
         micro_batch: this micro-batch alone.
+        half: the half precision; None: the card's.
     """
 
     goal: Goal
     effective_batch: int | None = None
     precision: str | None = None
     micro_batch: int | None = None
+    half: str | None = None
 
     @property
     def batch(self) -> int:
@@ -77,7 +79,7 @@ class Search:
         self.runs = runs
         self.goal, self.effective_batch, self.micro_batch = question.goal, question.batch, question.micro_batch
         self.base = base_spec(self.goal, base)
-        self.tiers = tiers(self.goal, runs.gpu, question.precision)
+        self.tiers = tiers(self.goal, runs.gpu, question.precision, question.half)
         self.tried: dict[tuple[Plan, int], Tried] = {}
 
     def search(self) -> Found:

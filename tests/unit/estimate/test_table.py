@@ -18,7 +18,7 @@ from memprof.estimate.table import (
     NO,
     band_of,
     build_estimate,
-    parse_dtype,
+    column_of,
 )
 from memprof.units import GIB
 
@@ -220,9 +220,9 @@ def test_all_cards_have_a_verdict():
     assert {cell.on(gpu) for gpu in list_gpus()} == {NO}
 
 
-@pytest.mark.parametrize(("given_name", "column"), [("fp16", "float16"), ("BF16", "bfloat16"), ("nf4", "int4")])
-def test_other_names_of_dtypes(given_name, column):
-    assert parse_dtype(given_name) == column
+@pytest.mark.parametrize(("asked", "column"), [("float16", "float16"), ("nf4", "int4"), ("awq-int4", "awq-int4")])
+def test_the_column_of_what_is_asked(asked, column):
+    assert column_of(asked) == column
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,168 @@
+"""One meaning, one option: what an option is called says what it means, in every command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections import defaultdict
+from typing import get_type_hints
+
+import pytest
+import typer
+
+from memprof.cli.main import COMMANDS, app
+from memprof.cli.options import OLD_SPELLINGS, Shared, respell
+from memprof.spec import TargetSpec, options_of
+
+ANOTHER_DEFAULT = {
+    ("doctor", "--batch-size"): "the run is over: what is not said is not known",
+    ("doctor", "--context-length"): "likewise",
+    ("recommend", "--batch-size"): "it is what is searched for",
+    ("recommend", "--dtype"): "likewise",
+    ("recommend", "--amp"): "likewise",
+    ("recommend", "--quantize"): "likewise",
+    ("vocab", "--vocab-size"): "the corpus has one of its own",
+    ("estimate", "--dtype"): "every dtype is shown, and one is looked at more closely",
+    ("estimate", "--new-tokens"): "a prompt alone gives a token already",
+    ("estimate", "--gpu"): "a closed form can ask all cards",
+    ("recommend", "--gpu"): "the card that is here",
+    ("run", "--steps"): "a script may grow for longer than a model",
+    ("profile", "--device"): "a model is simulated first, and then measured if it fits; a script is run once",
+    ("analyze", "--card"): "a recording of several cards is short enough to be shown in full",
+    ("analyze", "--alloc-conf"): "a recorded run had its own",
+    ("show", "--alloc-conf"): "likewise",
+}
+OTHER_CHOICES = {
+    ("estimate", "--optimizer"): "adafactor's state has no closed form",
+    ("estimate", "--optimizer-impl"): "single and foreach take the same",
+    ("estimate", "--quantize"): "stored checkpoints' formats have a closed form, and are not run",
+    ("profile", "--device"): "see above",
+}
+MEANINGS = {
+    # What is run.
+    "--model": "which model", "--model-size": "the published model of this size", "--params": "a number of parameters",
+    "--trust-remote-code": "foreign code may run", "--vocab-size": "rows of the embedding", "-m": "SCRIPT is a module",
+    "--attention": "transformers' implementation of attention", "--sdpa-backend": "torch's kernel of attention",
+    "--mode": "training or inference", "--evaluate": "a forward without gradients after each step",
+    "--tokenizer": "what splits text into tokens", "--encoding": "of text files",
+    "--column": "of a table of texts", "--lengths-column": "of a table of lengths",
+    # How much of it.
+    "--context-length": "tokens of a sequence", "--batch-size": "sequences of a micro-batch",
+    "--gradient-accumulation": "micro-batches of a step", "--effective-batch": "sequences of a step",
+    "--lengths": "of samples that vary", "--new-tokens": "tokens that are generated",
+    "--dataset-batches": "batches in host memory", "--batches": "batches that are tried one after another",
+    "--steps": "optimizer steps", "--seeds": "repetitions with other random numbers",
+    "--until-exit": "until the script ends by itself", "--timeout": "seconds until a script is stopped",
+    "--interval": "seconds between two looks", "--once": "one look", "--worst-batch": "the largest batch comes first",
+    # Numbers and their formats.
+    "--dtype": "format of parameters and activations", "--amp": "format of autocast", "--quantize": "format of weights",
+    "--no-double-quant": "scales of 4-bit weights in float32",
+    # What is trained.
+    "--optimizer": "which optimizer", "--optimizer-impl": "how it steps", "--zero-grad": "what is left of gradients",
+    "--freeze": "parameters that are not trained", "--adapter": "what is trained beside the frozen model",
+    "--lora-rank": "of the adapter's matrices", "--lora-targets": "modules with an adapter",
+    "--lora-dropout": "before the adapter", "--activation-checkpointing": "activations are computed again",
+    "--npt": "a weight delta for each token", "--npt-rank": "of it", "--npt-layers": "where", "--npt-chunk": "tokens",
+    "--npt-num-ranks": "updates of rank 1", "--npt-combine": "how they are summed", "--npt-init": "how they begin",
+    # On what.
+    "--gpu": "which card", "--gpu-vram": "a card of this capacity", "--gpus": "how many cards",
+    "--card": "which card of several is shown", "--device": "simulated, or measured where",
+    "--detail": "lines of allocations when measured", "--alloc-conf": "the allocator's settings",
+    "--no-workspaces": "tensors alone are counted", "--beyond": "on past a full card",
+    "--empties-cache": "the program gives back what the allocator keeps",
+    "--present": "the cards that are here", "--env": "this installation",
+    # What is tried, looked at and compared.
+    "--fix": "remedies", "--ladder": "remedies one after another", "--exact": "a simulation beside the closed form",
+    "--snippet": "a script alone", "--coverage": "shares of a text", "--cap": "a vocabulary's size to be tried",
+    "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",
+    "--tolerance": "by how much totals may differ",
+    # What is written, and how.
+    "--json": "as JSON", "--csv": "as tables", "--explain": "what it rests on", "--top": "rows of tables",
+    "--save": "a capture is kept", "--to": "a file for another viewer", "--log": "a line for each look",
+    "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
+    "--help": "help",
+}  # fmt: skip
+"""What each option means, in a few words. No two may mean the same: a new one stands here beside what it is near to."""
+
+
+def options():
+    """Every option that is made from a field, with its command: name, flag, what is said of it, default."""
+    for command in COMMANDS:
+        module = importlib.import_module(f"memprof.cli.{command}")
+        if hasattr(module, "app"):
+            continue
+        for kind in get_type_hints(getattr(module, command), include_extras=True).values():
+            if dataclasses.is_dataclass(kind):
+                for name, about in options_of(kind).items():
+                    yield command, about, kind.__dataclass_fields__[name].default
+
+
+def parameters():
+    """The same of every command as click has it, options that are no fields among them."""
+    for command, made in typer.main.get_command(app).commands.items():
+        for parameter in getattr(made, "commands", {"": made}).values():
+            yield from ((command, one) for one in parameter.get_params(typer.Context(parameter)))
+
+
+def test_an_option_means_the_same_in_all_commands():
+    found = defaultdict(list)
+    for command, about, default in options():
+        found[about.flag].append((command, about, default))
+    shared = {about.flag: about.help for kind in (TargetSpec, Shared) for about in options_of(kind).values()}
+    different, others = set(), set()
+    for flag, uses in found.items():
+        help = shared.get(flag, uses[0][1].help)
+        command, first, default = uses[0]
+        assert all(about.help.startswith(help) for _, about, _ in uses), flag
+        assert {(about.metavar, about.is_count, about.parse) for _, about, _ in uses} == {
+            (first.metavar, first.is_count, first.parse)
+        }, flag
+        defaults = [(name, about.unset or str(value or None)) for name, about, value in uses]
+        usual = max((one for _, one in defaults), key=[one for _, one in defaults].count)
+        different |= {(name, flag) for name, one in defaults if one != usual}
+        others |= (
+            {(name, flag) for name, about, _ in uses if about.choices != first.choices} if len(uses) > 1 else set()
+        )
+    assert different == ANOTHER_DEFAULT.keys()
+    assert others == OTHER_CHOICES.keys()
+
+
+def test_no_two_options_mean_the_same():
+    flags = {flag for _, one in parameters() if one.param_type_name == "option" for flag in one.opts}
+    assert flags == MEANINGS.keys()
+    assert len(set(MEANINGS.values())) == len(MEANINGS)
+
+
+def test_what_several_commands_have_is_made_in_one_place():
+    """An option that is not a field is one command's own, but for those that all have."""
+    fields = {about.flag for _, about, _ in options()}
+    users = defaultdict(set)
+    for command, one in parameters():
+        if one.param_type_name == "option":
+            users[one.opts[0]].add(command)
+    alone = {flag for flag, commands in users.items() if len(commands) > 1} - fields
+    assert alone == {"--debug", "--help"}
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "now"),
+    [(command, old, now) for command, table in OLD_SPELLINGS.items() for old, now in table.items()],
+)
+def test_an_old_spelling_goes_on(command, old, now, capsys):
+    value = [] if " " in old or old == "--infer" else ["7"]
+    words = [*old.split(), *value]
+    assert respell([*words, "--json"], OLD_SPELLINGS[command]) == [*now.split(), *value, "--json"]
+    joined = [f"{words[0]}={words[1]}"] if len(words) > 1 else words
+    assert " ".join(respell(joined, OLD_SPELLINGS[command])).replace("=", " ") == " ".join([*now.split(), *value])
+    said = capsys.readouterr().err
+    assert said == f"memprof: {old} is now {now}; the old spelling goes with the next release\n" * 2
+    known = {flag for name, one in parameters() if name == command for flag in one.opts}
+    assert {word for word in now.split() if word.startswith("--")} <= known
+
+
+def test_an_old_spelling_is_run(memprof):
+    now = memprof("estimate", "--params", "1.2B", "--quantize", "nf4")
+    old = memprof("estimate", "--params", "1.2B", "--dtype", "int4")
+    assert now.exit_code == old.exit_code == 0 and now.stdout == old.stdout
+    assert now.stderr == "" and "--dtype int4 is now --quantize nf4" in old.stderr
+    assert respell(["a", "--", "--infer"], OLD_SPELLINGS["recommend"]) == ["a", "--", "--infer"]
