@@ -92,7 +92,7 @@ class CachingAllocator:
         Raises:
             OutOfMemory: the driver refused, and nothing that is cached could be given back to make room.
         """
-        if self.pending.waiting:
+        if self.pending.queues:
             self.pending.poll()
         if self.divisions:
             size = self._rounded.get(num_bytes, 0) or self._round(num_bytes)

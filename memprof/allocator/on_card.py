@@ -10,6 +10,7 @@ from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
 from memprof.allocator.replay import CardMemory, FirstOom, Timeline, TimelinePeak, TraceReplay
+from memprof.allocator.streams import Completion
 from memprof.trace.events import EventKind, Trace
 
 Layout = tuple[list[SegmentLayout], dict[int, int]]
@@ -23,6 +24,15 @@ class Needs(NamedTuple):
     """As in OnCard."""
     fits: bool
     """True without a card."""
+
+
+class StreamBounds(NamedTuple):
+    """The most that is reserved if what other streams used is free as soon, and as late, as it can be."""
+
+    soonest_bytes: int
+    """It is free at once."""
+    latest_bytes: int
+    """It is free only once the host has waited for those streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,8 @@ class OnCard:
     that the program was refused and went on without are not in it."""
     rounds: bool = True
     """Whether requests are rounded to blocks; in host memory they are not."""
+    bounds: StreamBounds | None = None
+    """Of `required_reserved_bytes`; None: no stream uses another's memory."""
     _layouts: dict[int, Layout] = field(default_factory=dict, repr=False, compare=False)
     """By event: those that were asked for, since each takes a replay."""
 
@@ -107,22 +119,35 @@ def replay_on_card(
         UsageError: settings that ask for another allocator.
     """
     config = AllocatorConfig() if config is None else config
+    bounds = _bounds(trace, config, release)
     first = TraceReplay(trace, card, config, release)
     first.advance(stop_at_oom=True)
     timeline = first.finish()
     oom, retries = timeline.first_oom, timeline.retries
     # A card without limit would have done the same, but for what it was asked for in vain when the program ran.
     if card is None or not (first.was_limited or trace.refused):
-        return OnCard(trace, card, config, release, timeline, None, 0, timeline.peak_reserved.num_bytes)
+        required = timeline.peak_reserved.num_bytes
+        return OnCard(trace, card, config, release, timeline, None, 0, required, bounds=bounds)
     free = TraceReplay(trace, None, config, release)
     free.advance()
     unlimited = free.finish()
     required = unlimited.peak_reserved.num_bytes
     if oom is None:
-        return OnCard(trace, card, config, release, timeline, None, retries, required)
+        return OnCard(trace, card, config, release, timeline, None, retries, required, bounds=bounds)
     report = oom.report.of_process(card.context_bytes)
     oom = FirstOom(oom.event, report, report.message(release))
-    return OnCard(trace, card, config, release, unlimited, oom, max(retries - 1, 0), required)
+    return OnCard(trace, card, config, release, unlimited, oom, max(retries - 1, 0), required, bounds=bounds)
+
+
+def _bounds(trace: Trace, config: AllocatorConfig, release: Release) -> StreamBounds | None:
+    if not any(trace.storages[use.storage].device == trace.device for use in trace.uses):
+        return None
+    most: list[int] = []
+    for completion in (Completion.IMMEDIATE, Completion.AT_SYNC):
+        replay = TraceReplay(trace, None, config, release, completion)
+        replay.skip()
+        most.append(replay.allocator.counters.reserved_bytes_peak)
+    return StreamBounds(*most)
 
 
 def _layout(replay: TraceReplay) -> Layout:

@@ -7,6 +7,7 @@ first out-of-memory error, on a card that has no limit from there, so that its w
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memprof.allocator.blocks import Block
@@ -16,8 +17,9 @@ from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OomReport, OutOfMemory
 from memprof.allocator.pools import SegmentLayout
 from memprof.allocator.releases import LATEST, Release
+from memprof.allocator.streams import Completion
 from memprof.errors import MemprofError
-from memprof.trace.events import EventKind, Trace, card_index
+from memprof.trace.events import Event, EventKind, Trace, card_index
 from memprof.trace.facts import DeviceFacts
 
 
@@ -83,6 +85,28 @@ class CardMemory:
         return cls(total, device.context_bytes if usable is None else total - usable)
 
 
+def order_streams(
+    trace: Trace, allocator: CachingAllocator, live: Mapping[int, Block], time: int, event: Event
+) -> None:
+    """What event `time` of `trace` says on work of several streams, for `allocator`; most events say nothing.
+
+    Args:
+        live: blocks by storage.
+    """
+    kind, ref = event
+    if kind is EventKind.USE:
+        storage, stream = trace.uses[ref]
+        if storage in live:
+            allocator.record_stream(live[storage], stream)
+    elif kind is EventKind.WAIT:
+        by_host, done = trace.waits[ref]
+        for device, stream, before in done:
+            if device == trace.device:
+                allocator.pending.order(stream, before, by_host=by_host)
+    elif kind is EventKind.PHASE:
+        allocator.pending.end_phase(time)
+
+
 class TraceReplay:
     """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
 
@@ -96,9 +120,10 @@ class TraceReplay:
         card: CardMemory | None = None,
         config: AllocatorConfig | None = None,
         release: Release = LATEST,
+        completion: Completion = Completion.ORDERED,
     ) -> None:
         self.driver = SimulatedDriver(None) if card is None else SimulatedDriver(card.total_bytes, card.context_bytes)
-        self.allocator = CachingAllocator(self.driver.total_bytes, config, release, self.driver)
+        self.allocator = CachingAllocator(self.driver.total_bytes, config, release, self.driver, completion=completion)
         self.allocator.device = card_index(trace.device)
         self.trace = trace
         self.timeline = Timeline()
@@ -138,7 +163,7 @@ class TraceReplay:
         """Write down what is held after the event; peaks can only move when something was requested (`grew`)."""
         counters = self.allocator.statistics.all
         timeline = self.timeline
-        timeline.requested.append(counters.requested_bytes)
+        timeline.requested.append(counters.requested_bytes - self.allocator.pending.requested_bytes)
         timeline.allocated.append(counters.allocated_bytes)
         timeline.reserved.append(counters.reserved_bytes)
         if grew and counters.reserved_bytes_peak > timeline.peak_reserved.num_bytes:
@@ -181,6 +206,7 @@ class TraceReplay:
         storages, refused, live, blocks = self.trace.storages, self.trace.refused, self.live, self.timeline.blocks
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
         alloc, dead, emptied, moved = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
+        several, pending = self.trace.uses, self.allocator.pending
         begin, device = self.event, self.trace.device
         events = self.trace.events[begin:end]
         for time, (kind, ref) in enumerate(events, begin):
@@ -198,11 +224,14 @@ class TraceReplay:
                             blocks[ref] = block.size
             elif kind is dead:
                 if ref in live:
+                    pending.now = time
                     free(live.pop(ref))
             elif kind is emptied:
                 self.allocator.empty_cache()
             elif kind is moved:
                 self.stream = ref
+            elif several:
+                order_streams(self.trace, self.allocator, live, time, Event(kind, ref))
             if writes:
                 end_event(grew=asked)
                 if stop_at_oom and self.timeline.first_oom is not None:

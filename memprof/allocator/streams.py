@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from memprof.allocator.blocks import Block
 
@@ -16,7 +17,15 @@ class Completion(enum.StrEnum):
     """When the work of other streams (record_stream) is done: no allocator can know, so it is a parameter."""
 
     IMMEDIATE = "immediate"  # before the next malloc looks: the most reuse that is possible
-    AT_SYNC = "at sync"  # only when the allocator waits for it, or `complete` is called: the least
+    ORDERED = "ordered"  # once the host or another stream has been made to wait for it, or a phase of the run has ended
+    AT_SYNC = "at sync"  # only when the host, or the allocator itself, has waited for it: the least
+
+
+class _Marker(NamedTuple):
+    """An event on a stream, behind the last use of a freed block."""
+
+    time: int
+    block: Block
 
 
 class PendingFrees:
@@ -25,43 +34,74 @@ class PendingFrees:
     def __init__(self, release: Callable[[Block], None], completion: Completion) -> None:
         self.release = release
         self.completion = completion
-        self.queues: dict[int, deque[Block]] = {}
-        self.waiting = False
-        """False: nothing to poll for."""
+        self.queues: dict[int, deque[_Marker]] = {}
+        self.passed: dict[int, int] = {}
+        """Of each stream, the time before which all its work is known to be done."""
+        self.now = 0
+        """When what is freed is freed: the caller's own clock."""
+        self.requested_bytes = 0
+        """Of the blocks that wait, as they were asked for."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is anything to poll for."""
+        return bool(self.queues)
 
     def add(self, block: Block) -> None:
         """`block` is freed and has stream uses."""
-        self.waiting = True
         streams = sorted(block.uses or ())
         block.events = len(streams)
         for stream in streams:
-            self.queues.setdefault(stream, deque()).append(block)
+            self.queues.setdefault(stream, deque()).append(_Marker(self.now, block))
         block.uses = None
+        self.requested_bytes += block.requested
+
+    def order(self, stream: int, time: int, *, by_host: bool) -> None:
+        """The host, or another stream, has been made to wait for what `stream` was given before `time`."""
+        if by_host or self.completion is not Completion.AT_SYNC:
+            self.passed[stream] = max(self.passed.get(stream, 0), time)
+
+    def end_phase(self, time: int) -> None:
+        """A phase of the run has ended."""
+        for stream in self.queues:
+            self.order(stream, time, by_host=False)
 
     def poll(self) -> None:
-        """What every malloc does: look which events are done."""
+        """What every malloc does: look which events are done, of each stream the oldest first."""
         if self.completion is Completion.IMMEDIATE:
             self.synchronize()
+            return
+        for stream in self.queues.keys() & self.passed.keys():
+            self._look(stream, self.passed[stream])
 
     def synchronize(self) -> None:
         """Wait for all of them."""
-        for queue in self.queues.values():
-            while queue:
-                block = queue.popleft()
-                block.events -= 1
-                if not block.events:
-                    self._done(block)
-        self.queues.clear()
-        self.waiting = False
+        for stream in list(self.queues):
+            self._look(stream, None)
 
     def complete(self, block: Block) -> None:
         """All work on `block` is done, whatever `completion` says."""
-        for queue in self.queues.values():
-            while block in queue:
-                queue.remove(block)
+        for stream, queue in list(self.queues.items()):
+            left = deque(marker for marker in queue if marker.block is not block)
+            if left:
+                self.queues[stream] = left
+            else:
+                del self.queues[stream]
         self._done(block)
+
+    def _look(self, stream: int, before: int | None) -> None:
+        """Take the events of `stream` from before a time as done; None: all."""
+        queue = self.queues[stream]
+        while queue and (before is None or queue[0].time < before):
+            block = queue.popleft().block
+            block.events -= 1
+            if not block.events:
+                self._done(block)
+        if not queue:
+            del self.queues[stream]
 
     def _done(self, block: Block) -> None:
         block.uses = None
         block.events = 0
+        self.requested_bytes -= block.requested
         self.release(block)

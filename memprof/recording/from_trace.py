@@ -12,13 +12,22 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from memprof.allocator import AllocatorConfig, Block, CachingAllocator, CardMemory, OutOfMemory, SimulatedDriver
+from memprof.allocator import (
+    AllocatorConfig,
+    Block,
+    CachingAllocator,
+    CardMemory,
+    Completion,
+    OutOfMemory,
+    SimulatedDriver,
+)
 from memprof.allocator.blocks import DEFAULT_POOL
 from memprof.allocator.caching import UNKNOWN_SPACE
+from memprof.allocator.replay import order_streams
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
 from memprof.recording.origins import OUTSIDE_MODULES, Origin, Part
-from memprof.trace.events import NONE, EventKind, PhaseKind, Storage, Trace
+from memprof.trace.events import NONE, Event, EventKind, PhaseKind, Storage, Trace
 from memprof.trace.snapshot import (
     Action,
     BlockState,
@@ -121,7 +130,7 @@ def snapshot_of(trace: Trace, config: AllocatorConfig, card: CardMemory | None) 
 def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, endless: bool) -> Converted:
     events: list[SnapshotEvent] = []
     driver = _WritingDriver(card, events)
-    allocator = CachingAllocator(driver.total_bytes, config, driver=driver)
+    allocator = CachingAllocator(driver.total_bytes, config, driver=driver, completion=Completion.ORDERED)
     if endless:
         allocator.segment_store.address_space = UNKNOWN_SPACE
     writer = _Origins(trace)
@@ -130,6 +139,18 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
     live: dict[int, Block] = {}
     stacks: dict[int, Stack] = {}
     begun: set[int] = set()
+    pending = allocator.pending
+    release = pending.release
+
+    def write(action: Action, block: Block) -> None:
+        size, stream = block.requested, block.owner.stream
+        events.append(SnapshotEvent(action, block.address, size, stream, DEFAULT_POOL, driver.time, ()))
+
+    def complete(block: Block) -> None:
+        write(Action.FREE_COMPLETED, block)
+        release(block)
+
+    pending.release = complete
     for time, (kind, ref) in enumerate(trace.events):
         driver.time = time
         if kind is EventKind.PHASE and trace.phases[ref].step and trace.phases[ref].step not in begun:
@@ -160,16 +181,18 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
         elif kind is EventKind.FREE and ref in live:
             driver.stack = ()
             block = live.pop(ref)
-            events += [
-                SnapshotEvent(action, block.address, block.requested, block.owner.stream, DEFAULT_POOL, time, ())
-                for action in (Action.FREE_REQUESTED, Action.FREE_COMPLETED)
-            ]
+            write(Action.FREE_REQUESTED, block)
+            if not block.uses:
+                write(Action.FREE_COMPLETED, block)
+            pending.now = time
             allocator.free(block)
         elif kind is EventKind.EMPTY_CACHE:
             driver.stack = ()
             allocator.empty_cache()
         elif kind is EventKind.STREAM:
             driver.stream = ref
+        else:
+            order_streams(trace, allocator, live, time, Event(kind, ref))
     found.slices = slices(trace)
     found.snapshot = Snapshot(
         segments=_segments(allocator, stacks),

@@ -47,6 +47,8 @@ class EventKind(enum.IntEnum):
     EXIT = 4  # Trace.modules: a module's forward ends
     EMPTY_CACHE = 5  # nothing, 0: torch.cuda.empty_cache() was called
     STREAM = 6  # nothing, the stream's own number (0: the default one): memory is taken on it from here on
+    USE = 7  # Trace.uses: Tensor.record_stream was called
+    WAIT = 8  # Trace.waits
 
 
 class Event(NamedTuple):
@@ -184,6 +186,29 @@ class Workspace(NamedTuple):
     num_bytes: int
     most_bytes: int
     """The bound of what it may be."""
+
+
+class Use(NamedTuple):
+    """A stream works on memory that was taken on another (Tensor.record_stream): once freed, it waits for that."""
+
+    storage: int
+    stream: int
+
+
+class Done(NamedTuple):
+    """What a stream of a card was given before an event."""
+
+    device: str
+    stream: int
+    before: int
+
+
+class Wait(NamedTuple):
+    """The host, or a stream, was made to wait for work of streams. Noted once a trace has a `Use`."""
+
+    by_host: bool
+    done: tuple[Done, ...]
+    """Also what the awaited streams themselves had waited for."""
 
 
 class Sample(NamedTuple):
@@ -331,6 +356,8 @@ class Trace:
     """Empty if it was not counted."""
     workspaces: list[Workspace] = field(default_factory=list)
     """Of a simulated run."""
+    uses: list[Use] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
     failure: Failure | None = None

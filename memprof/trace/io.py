@@ -21,10 +21,10 @@ from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import fields_from_plain, rows_from_plain
 from memprof.units import format_bytes
 
-SCHEMA = 3
-"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION; a capture is written as
-the first that has what is in it, which earlier releases read too."""
-_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3}
+SCHEMA = 4
+"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT; a
+capture is written as the first that has what is in it, which earlier releases read too."""
+_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4}
 
 _FORMAT = "memprof capture"
 CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
@@ -158,6 +158,8 @@ def _check(trace: Trace) -> None:
         EventKind.EXIT: len(trace.modules),
         EventKind.EMPTY_CACHE: 1,
         EventKind.STREAM: 1 << 63,
+        EventKind.USE: len(trace.uses),
+        EventKind.WAIT: len(trace.waits),
     }
     fresh, live = set(range(len(trace.storages))), set()
     for kind, ref in trace.events:
@@ -173,8 +175,9 @@ def _check(trace: Trace) -> None:
     for device in (trace.device, *trace.cards):
         if not _DEVICE.fullmatch(device):
             raise ValueError(f"{device!r} is no device")
-    if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners)):
-        raise ValueError("a refused request or an owner points outside the table")
+    used = (use.storage for use in trace.uses)
+    if any(not 0 <= index < len(trace.storages) for index in (*trace.refused, *trace.owners, *used)):
+        raise ValueError("a refused request, an owner or a use points outside the table")
     if trace.times and len(trace.times) != len(trace.events):
         raise ValueError("there is not one time for each event")
     for work in trace.work:

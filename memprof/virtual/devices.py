@@ -334,11 +334,12 @@ class DeviceMode(TorchFunctionMode):
             dtype: Any = other.dtype
             rest = {name: kwargs[name] for name in ("copy", "memory_format") if name in kwargs}
             copy = kwargs.get("copy", False)
+            non_blocking = kwargs.get("non_blocking", args[1] if len(args) > 1 else False)
         else:
             # Two flags by position are non_blocking and copy, and torch's parser does not take the second.
             both = len(args) > 1 and isinstance(args[-1], bool) and isinstance(args[-2], bool)
             copy = args[-1] if both else bool(kwargs.get("copy", False))
-            device, dtype, _, memory_format = _parse_to(
+            device, dtype, non_blocking, memory_format = _parse_to(
                 *(args[:-1] if both else args), **{name: value for name, value in kwargs.items() if name != "copy"}
             )
             rest = {"memory_format": memory_format} if memory_format is not None else {}
@@ -356,6 +357,8 @@ class DeviceMode(TorchFunctionMode):
             return _Tensor.to(tensor, dtype, copy=copy, **{k: v for k, v in rest.items() if k != "copy"})
         device_argument = _CPU if wanted == HOST else _META
         kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
+        if non_blocking:
+            kwargs["non_blocking"] = True
         made = self._on(
             wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs}
         )
@@ -364,7 +367,7 @@ class DeviceMode(TorchFunctionMode):
         return made
 
     def _to_cuda(self, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        return self._to(tensor, "cuda" if device is None else device, **kwargs)
+        return self._to(tensor, "cuda" if device is None else device, non_blocking=non_blocking, **kwargs)
 
     def _sending_back(self, device: str) -> Callable[..., Any]:
         """A hook on a copy from one device to another: the gradient goes where the copied tensor is. C++ compares the

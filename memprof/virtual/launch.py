@@ -95,6 +95,10 @@ class Launch:
         """Memory that a library takes for one call: a rule's size, and the bound of what it may be instead."""
         self._machine.workspace(num_bytes, most_bytes, self.operator.name, self.place, self.call.card)
 
+    def wait(self) -> None:
+        """The host waits until the card has done what was launched before."""
+        self._machine.recorder.streams.wait_for_current(self.call.card)
+
     def run(self) -> Any:
         """The operator run and recorded as one without a kernel of its own."""
         return self._machine.allocating(self.operator, self.call, self.place)

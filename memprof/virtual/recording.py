@@ -382,7 +382,7 @@ class RecordingMode(Machine):
             self.transients([self._workspace.num_bytes], operator.name, place, card)
             return
         # One for each handle, of which a thread has its own on each card, and stream.
-        thread = f"{'backward' if in_backward() else 'forward'} {card} {self.recorder.streams.get(card, 0)}"
+        thread = f"{'backward' if in_backward() else 'forward'} {card} {self.recorder.streams.current(card)}"
         if thread not in self._taken_workspaces:
             self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, card, keep=True)
             self._taken_workspaces.add(thread)

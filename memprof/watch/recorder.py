@@ -30,6 +30,7 @@ from memprof.trace.events import (
     Trace,
 )
 from memprof.watch.modules import ModuleTracker
+from memprof.watch.streams import Streams
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
 _TORCH_DIR = str(torch.__path__[0])
@@ -85,8 +86,7 @@ class Recorder:
         self.refusal: Callable[[str], str | None] | None = None
         """Asked after each request for memory on a card, by its device: what torch.OutOfMemoryError is to say, or
         None."""
-        self.streams: dict[str, int] = {}
-        """Of each card, on which the program takes memory now, if that is not the default stream."""
+        self.streams = Streams(self.trace)
         self._stream_of_trace = 0
         self.communicates = False
         """Whether the program has joined a group of processes: then what torch takes for it is told apart."""
@@ -213,7 +213,7 @@ class Recorder:
                 ),
             )
         )
-        if device != "cpu" and (stream := self.streams.get(device, 0)) != self._stream_of_trace:
+        if device != "cpu" and (stream := self.streams.current(device)) != self._stream_of_trace:
             self._stream_of_trace = stream
             trace.events.append(Event(EventKind.STREAM, stream))
         trace.events.append(_new(Event, (_ALLOC, index)))
@@ -250,6 +250,7 @@ class Recorder:
     def stop(self) -> None:
         """Record nothing from now on, and still know which storages were living."""
         self._closed = True
+        self.streams.close()
 
     def close(self) -> None:
         """Stop watching: what dies from now on (the caller's own clean-up) is not part of the run."""

@@ -27,6 +27,7 @@ def nonzero(launch: Launch) -> Any:
         return NotImplemented
     result = launch.known(launch.values.selected(mask))
     if launch.call.on_gpu:
+        launch.wait()
         launch.transients(*sorting.nonzero(mask))
     return result
 
@@ -63,6 +64,7 @@ def index(launch: Launch) -> Any:
         if _writes_fewer(launch, index, columns):
             columns = columns[: launch.args[2].shape[0]]
         if launch.device != HOST:
+            launch.wait()
             launch.transients(*sorting.nonzero(index))
         # One tensor of all coordinates, whose columns are the indices (IndexingUtils.h, expandTensors).
         virtual = torch.empty(tuple(columns.shape)[::-1], dtype=torch.int64, device=_META)

@@ -18,6 +18,8 @@ _META = torch.device("meta")
 @kernel(_aten._local_scalar_dense, on_host=True)
 def local_scalar(launch: Launch) -> Any:
     """`item()`."""
+    if launch.args[0].is_meta:
+        launch.wait()
     return launch.values.read(launch.args[0]).item()
 
 
@@ -38,6 +40,8 @@ def to_copy(launch: Launch) -> Any:
     """`to` another device: values go to the card as far as they are known, and come back as far as they are."""
     source = launch.args[0]
     device = launch.kwargs.get("device")
+    if device is not None and launch.call.on_gpu == (device.type == "cpu"):
+        _wait(launch, launch.kwargs.get("non_blocking", False))
     if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
         made = launch.run()
         _between_cards(launch, made, source, launch.kwargs.get("non_blocking", False))
@@ -73,6 +77,8 @@ def to_copy(launch: Launch) -> Any:
 def copy_(launch: Launch) -> Any:
     """`copy_` from one device to another."""
     target, source = launch.args[0], launch.args[1]
+    if launch.call.on_gpu and (launch.call.on_host or launch.call.real):
+        _wait(launch, launch.argument(2, "non_blocking", False))
     if target.is_meta == source.is_meta and target.is_meta:
         if launch.lacks_peers:
             _between_cards(launch, target, source, launch.argument(2, "non_blocking", False))
@@ -84,6 +90,13 @@ def copy_(launch: Launch) -> Any:
         target.copy_(launch.values.read(source))
         return target
     return NotImplemented
+
+
+def _wait(launch: Launch, non_blocking: bool) -> None:
+    """A copy between host and card has the host wait for the current stream, unless it was told not to
+    (native/cuda/Copy.cu, copy_kernel_cuda)."""
+    if not non_blocking:
+        launch.wait()
 
 
 def _between_cards(launch: Launch, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:

@@ -12,13 +12,14 @@ import torch
 import torch.backends.cudnn.rnn
 
 from memprof.catalog import Gpu
-from memprof.trace.events import Trace
+from memprof.trace.events import NONE, Trace
 from memprof.virtual.card import cuda_version, cudnn_version, max_threads_per_sm, torch_release
 from memprof.virtual.cards import Cards
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
 from memprof.virtual.torch_cuda import streams
 from memprof.virtual.torch_cuda.driver import Properties, driver_patches, rng_state, shared_memory_bytes
 from memprof.watch.recorder import Recorder
+from memprof.watch.wrappers import parts_of_sparse
 
 _OF_MEMORY = (
     "empty_cache", "mem_get_info", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
@@ -256,7 +257,7 @@ def cuda_facade(
         cards.select(device)
 
     def synchronize(device: Any = None) -> None:
-        cards.use(device)
+        recorder.streams.wait_for_all(cards.devices[cards.use(device)])
 
     def of_card(value: Any) -> Callable[..., Any]:
         def answer(device: Any = None) -> Any:
@@ -290,12 +291,18 @@ def cuda_facade(
 
     def set_stream(stream: Any) -> None:
         if stream is not None:
-            recorder.streams[cards.named(stream.device)] = stream.stream_id
+            recorder.streams.select(cards.named(stream.device), stream.stream_id)
             cards.select(stream.device)
 
     def current_stream(device: Any = None) -> streams.CudaStream:
         card = cards.named(device)
-        return streams.CudaStream(card, stream_id=recorder.streams.get(card, 0))
+        return streams.CudaStream(card, stream_id=recorder.streams.current(card))
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        for part in parts_of_sparse(tensor) or [tensor]:
+            index = recorder.index_of(part)
+            if index != NONE:
+                recorder.streams.use(index, stream.stream_id)
 
     fraction = 1.0
 
@@ -359,7 +366,7 @@ def cuda_facade(
                 yield module, name, _distinct(value)
         if name in _OF_RANDOM:
             yield torch.cuda.random, name, _distinct(value)
-    yield torch.Tensor, "record_stream", _distinct(nothing)
+    yield torch.Tensor, "record_stream", _distinct(record_stream)
     yield from driver_patches(cards)
     accelerator: dict[str, Any] = {
         "is_available": returning(True),
@@ -396,7 +403,7 @@ def cuda_facade(
     ):
         if hasattr(torch._C, name):  # releases differ
             yield torch._C, name, value
-    yield from streams.patches()
+    yield from streams.patches(recorder.streams)
     yield torch.cuda, "device_of", Device
     if torch.version.cuda is None:  # a CPU build; programs read off it whether bfloat16 can be
         yield torch.version, "cuda", cuda_version(torch_release())

@@ -1,6 +1,7 @@
 """Streams and events on the virtual GPU, where everything happens at once and in order.
 
-A stream matters all the same: it has memory of its own in torch's caching allocator.
+They matter all the same: a stream has memory of its own in torch's caching allocator, and what was lent to others is
+free only when their work is done, of which a program knows by waiting.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ from typing import Any
 
 import torch
 
+from memprof.trace.events import Trace
+from memprof.watch.streams import Clock, Streams
+
 _HostStream, _HostEvent = torch.Stream, torch.Event
 _POOL = 32
 """Streams of one priority."""
 _PRIORITIES = 4
 _MADE: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(itertools.count)
 """Of each card and priority, how many were made."""
+_log = Streams(Trace())
+"""Who is told of waits: of the run that goes on."""
 
 
 def _is_host(device: Any) -> bool:
@@ -27,20 +33,29 @@ def _is_host(device: Any) -> bool:
 
 
 class _InOrder:
-    """What a stream and an event have in common: there is nothing to wait for."""
+    """What a stream and an event have in common: all that they stand for has happened."""
 
     def __init__(self, device: Any = None) -> None:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
+    def _work(self) -> Clock:
+        """What is done when this is."""
+        raise NotImplementedError
+
     def query(self) -> bool:
-        """Everything has completed."""
+        """Everything has completed, of which the program knows now."""
+        self.synchronize()
         return True
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def synchronize(self) -> None:
+        """The host waits."""
+        _log.wait(self._work(), None)
 
-    record = synchronize = wait = _nothing
+    def wait(self, stream: Any = None) -> None:
+        """A stream waits, the current one unless given."""
+        waiter = torch.cuda.current_stream(self.device) if stream is None else stream
+        _log.wait(self._work(), _key(waiter))
 
 
 class Stream(_InOrder):
@@ -82,11 +97,20 @@ class Stream(_InOrder):
         """No graph is being captured."""
         return False
 
+    def _work(self) -> Clock:
+        return _log.now(*_key(self))
+
     def record_event(self, event: Any = None) -> Any:
         """The event, or a new one."""
-        return CudaEvent() if event is None else event
+        event = CudaEvent() if event is None else event
+        event.record(self)
+        return event
 
-    wait_stream = wait_event = _InOrder._nothing
+    def wait_stream(self, stream: Any) -> None:
+        """For all that `stream` was given."""
+        stream.wait(self)
+
+    wait_event = wait_stream
 
 
 class Event(_InOrder):
@@ -96,6 +120,15 @@ class Event(_InOrder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+        self._recorded: Clock = {}
+
+    def _work(self) -> Clock:
+        return self._recorded
+
+    def record(self, stream: Any = None) -> None:
+        """Behind what a stream was given until now, the current one unless given."""
+        behind: Any = torch.cuda.current_stream() if stream is None else stream
+        self._recorded = behind._work()
 
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return (
@@ -126,8 +159,19 @@ class ExternalStream(CudaStream):
         super().__init__(device, stream_id=stream_ptr)
 
 
-def patches() -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement): classes stay classes, each under the names that torch gives it."""
+def _key(stream: Any) -> tuple[str, int]:
+    """The card of a stream, as the trace has it, and its number."""
+    return str(stream.device), stream.stream_id
+
+
+def patches(log: Streams) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement): classes stay classes, each under the names that torch gives it.
+
+    Args:
+        log: who is told of waits.
+    """
+    global _log
+    _log = log
     _MADE.clear()
     yield torch, "Stream", Stream
     yield torch, "Event", Event

@@ -13,6 +13,7 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import (
     NONE,
     DeviceMismatch,
+    Done,
     Event,
     EventKind,
     Forward,
@@ -26,6 +27,8 @@ from memprof.trace.events import (
     Role,
     Storage,
     Trace,
+    Use,
+    Wait,
     Workspace,
 )
 from memprof.trace.facts import DeviceFacts, Facts, Target
@@ -67,11 +70,14 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_what_is_new_in_it_decides_the_schema(tmp_path: Path) -> None:
-    plain, emptied, streams, buckets = sample(), sample(), sample(), sample()
+    plain, emptied, streams, buckets, lent = (sample() for _ in range(5))
+    lent.uses.append(Use(0, 33))
+    lent.waits.append(Wait(True, (Done("cuda:0", 33, 1),)))
+    lent.events += [Event(EventKind.USE, 0), Event(EventKind.WAIT, 0)]
     buckets.owners[0] = Owner(Role.COMMUNICATION, "")
     emptied.events.append(Event(EventKind.EMPTY_CACHE, 0))
     streams.events += [Event(EventKind.EMPTY_CACHE, 0), Event(EventKind.STREAM, 33)]
-    for trace, schema in ((plain, 1), (emptied, 2), (streams, 3), (buckets, 3)):
+    for trace, schema in ((plain, 1), (emptied, 2), (streams, 3), (buckets, 3), (lent, 4)):
         save_trace(trace, tmp_path / "a")
         with gzip.open(tmp_path / "a") as file:
             assert json.load(file)["schema"] == schema <= SCHEMA

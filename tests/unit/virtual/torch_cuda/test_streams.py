@@ -98,3 +98,146 @@ def test_a_workspace_of_cublas_for_each_stream():
     with torch.cuda.stream(torch.cuda.Stream()):
         x @ x
     assert torch.cuda.memory_allocated() == before + 2 * 32 * MIB
+
+
+def figures():
+    """MiB that are in use, also by streams that other memory was lent to; and MiB reserved."""
+    torch.empty(1, device="cuda")  # each request looks which work is done
+    stats = torch.cuda.memory_stats()
+    return stats["active_bytes.all.current"] // MIB, stats["reserved_bytes.large_pool.current"] // MIB
+
+
+def lend(side):
+    """Take memory on a side stream, lend it to the current one, and give it up."""
+    with torch.cuda.stream(side):
+        made = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+    made.record_stream(torch.cuda.current_stream())
+
+
+WAITS = {
+    "synchronize": lambda side: torch.cuda.synchronize(),
+    "stream": lambda side: torch.cuda.current_stream().synchronize(),
+    "event": lambda side: torch.cuda.current_stream().record_event().synchronize(),
+    "query": lambda side: torch.cuda.current_stream().query(),
+    "item": lambda side: torch.zeros(1, device="cuda").item(),
+    "from the card": lambda side: torch.ones(3, device="cuda").cpu(),
+    "to the card": lambda side: torch.ones(3).to("cuda"),
+    "into the card": lambda side: torch.ones(3, device="cuda").copy_(torch.ones(3)),
+    "mask": lambda side: torch.ones(3, device="cuda")[torch.ones(3, dtype=torch.bool, device="cuda")],
+    "another stream": lambda side: side.wait_stream(torch.cuda.current_stream()),
+    "another stream's event": lambda side: torch.cuda.current_stream().record_event().wait(side),
+    "a wait for it": lambda side: (side.wait_stream(torch.cuda.current_stream()), side.synchronize()),
+    "empty_cache": lambda side: torch.cuda.empty_cache(),
+}
+IN_VAIN = {
+    "nothing": lambda side: None,
+    "side stream": lambda side: side.synchronize(),
+    "not blocking": lambda side: torch.ones(3).to("cuda", non_blocking=True),
+    "on the card": lambda side: torch.ones(3, device="cuda").to(torch.float64),
+    "new event": lambda side: torch.cuda.Event().synchronize(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_lent_memory_is_free_once_the_borrower_was_waited_for(wait):
+    side = torch.cuda.Stream()
+    lend(side)
+    assert figures() == (40, 40)
+    WAITS[wait](side)
+    assert figures()[0] == 0
+
+
+@pytest.mark.parametrize("wait", IN_VAIN)
+def test_what_waits_for_something_else_frees_nothing(wait):
+    side, early = torch.cuda.Stream(), torch.cuda.current_stream().record_event()
+    lend(side)
+    IN_VAIN[wait](side)
+    early.synchronize()
+    assert figures() == (40, 40)
+    lend(side)
+    assert figures() == (80, 80)
+
+
+def test_lent_to_its_own_stream_it_is_free_at_once():
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        lend(side)
+    assert figures() == (0, 40)
+
+
+class Prefetcher:
+    """NVIDIA's: the next batch is copied on a stream of its own."""
+
+    def __init__(self, batches, *, records):
+        self.batches, self.records, self.stream = iter(batches), records, torch.cuda.Stream()
+        self.preload()
+
+    def preload(self):
+        self.batch = next(self.batches, None)
+        if self.batch is not None:
+            with torch.cuda.stream(self.stream):
+                self.batch = self.batch.cuda(non_blocking=True)
+
+    def next(self):
+        torch.cuda.current_stream().wait_stream(self.stream)
+        batch = self.batch
+        if batch is not None and self.records:
+            batch.record_stream(torch.cuda.current_stream())
+        self.preload()
+        return batch
+
+
+@pytest.mark.parametrize(("records", "reads", "most"), [(False, False, 2), (True, True, 3), (True, False, 6)])
+def test_a_prefetcher(records, reads, most):
+    """Two batches at a time; a lent one is there until the next wait, and where nobody ever waits, until the end."""
+    prefetcher = Prefetcher([torch.empty(10 * MIB, dtype=torch.uint8) for _ in range(6)], records=records)
+    batch = prefetcher.next()
+    while batch is not None:
+        total = batch.float().sum()
+        if reads:
+            total.item()
+        del batch
+        batch = prefetcher.next()
+    torch.cuda.synchronize()
+    held = [segment for segment in torch.cuda.memory_snapshot() if segment["stream"] == prefetcher.stream.stream_id]
+    assert sum(segment["total_size"] for segment in held) == most * 10 * MIB
+
+
+def test_a_backward_node_takes_memory_on_the_stream_of_its_forward():
+    """torch/csrc/autograd/engine.cpp, evaluate_function; so do its hooks, and recomputation inside it."""
+    side, seen = torch.cuda.Stream(), []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(torch.cuda.current_stream())
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                seen.append(torch.cuda.current_stream())
+            return gradient
+
+    x = torch.ones(8, device="cuda", requires_grad=True)
+    with torch.cuda.stream(side):
+        y = Looks.apply(x)
+        checkpointed = torch.utils.checkpoint.checkpoint(Looks.apply, y, use_reentrant=False)
+    (Looks.apply(checkpointed)).sum().backward()
+    default = torch.cuda.default_stream()
+    assert seen == [default, default, side, default, side, default]
+    assert torch.cuda.current_stream() == default
+
+
+def test_gradients_of_a_side_stream_are_of_that_stream():
+    side = torch.cuda.Stream()
+    x = torch.ones(10 * MIB, dtype=torch.uint8, device="cuda").half().requires_grad_()
+    with torch.cuda.stream(side):
+        y = x * 2
+    y.sum().backward()
+    own = {segment["stream"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]
+           if block["state"] == "active_allocated" and block["size"] == 20 * MIB}  # fmt: skip
+    assert own == {0, side.stream_id}
+    del y
+    held = [segment for segment in torch.cuda.memory_snapshot() if segment["stream"] == side.stream_id]
+    assert [block["size"] for s in held for block in s["blocks"] if block["state"] == "active_allocated"] == [20 * MIB]

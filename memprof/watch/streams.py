@@ -1,0 +1,133 @@
+"""On which streams a program works, and who waits for whom.
+
+The current stream decides whose memory is taken; a backward node runs on the stream that its forward ran on
+(`Engine::evaluate_function` of torch/csrc/autograd/engine.cpp). The nodes of parameters (AccumulateGrad) have no number
+by which to tell when they were made: they are taken to run on the stream of the node before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+
+import torch
+
+from memprof.trace.events import Done, Event, EventKind, Trace, Use, Wait
+
+_current_node = torch._C._current_autograd_node
+_sequence_number = torch._C._autograd._get_sequence_nr
+_NO_NUMBER = (1 << 64) - 1
+"""Of an AccumulateGrad."""
+
+Clock = dict[tuple[str, int], int]
+"""What is known to be done: of a card's stream, all from before an event of the trace."""
+
+
+class _Made:
+    """On which stream of a card autograd nodes were made: from the number on that stands in `numbers`."""
+
+    __slots__ = ("numbers", "streams")
+
+    def __init__(self) -> None:
+        self.numbers = [0]
+        self.streams = [0]
+
+    def note(self, stream: int) -> None:
+        """Nodes are made on `stream` from here on."""
+        if stream != self.streams[-1]:
+            number = _sequence_number()
+            if number == self.numbers[-1]:
+                self.streams[-1] = stream
+            else:
+                self.numbers.append(number)
+                self.streams.append(stream)
+
+    def of(self, number: int) -> int:
+        """The stream of a node."""
+        return self.streams[bisect_right(self.numbers, number) - 1]
+
+
+class Streams:
+    """Keeps track of them for one trace; a program that stays on the default stream is never asked for anything."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._several = False
+        self._closed = False
+        self._current: dict[str, int] = {}
+        self._node = -1
+        self._in_node: dict[str, int] = {}
+        """Set by the program while a backward node runs, and until it ends."""
+        self._made: defaultdict[str, _Made] = defaultdict(_Made)
+        self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)
+        """What each stream has waited for."""
+
+    def current(self, card: str) -> int:
+        """The stream of `card` that is current now; 0 is the default one."""
+        if not self._several:
+            return 0
+        made, node = self._made[card], _current_node()
+        if node is None:
+            stream = self._current.get(card, 0)
+        else:
+            self._enter(node._sequence_nr())
+            stream = self._in_node.get(card, made.of(self._node))
+        made.note(stream)
+        return stream
+
+    def select(self, card: str, stream: int) -> None:
+        """Make `stream` the current one of `card`."""
+        self._several = self._several or stream != 0
+        node = _current_node()
+        if node is None:
+            self._current[card] = stream
+        else:
+            self._enter(node._sequence_nr())
+            self._in_node[card] = stream
+        self._made[card].note(stream)
+
+    def _enter(self, number: int) -> None:
+        if number not in (self._node, _NO_NUMBER):
+            self._node = number
+            self._in_node = {}
+
+    def use(self, storage: int, stream: int) -> None:
+        """`stream` works on a storage of another (Tensor.record_stream)."""
+        if not self._closed:
+            self._append(EventKind.USE, len(self._trace.uses))
+            self._trace.uses.append(Use(storage, stream))
+
+    def now(self, card: str, stream: int) -> Clock:
+        """What is done once all that `stream` was given until now is. Nothing that was freed before the first `use`
+        waits for a stream: until then, nothing need be known."""
+        if not self._trace.uses:
+            return {}
+        return {**self._clocks[card, stream], (card, stream): len(self._trace.events)}
+
+    def wait(self, done: Clock, waiter: tuple[str, int] | None) -> None:
+        """A stream of a card, or the host (None), has been made to wait."""
+        if not done or self._closed:
+            return
+        self._append(EventKind.WAIT, len(self._trace.waits))
+        self._trace.waits.append(Wait(waiter is None, tuple(Done(*stream, time) for stream, time in done.items())))
+        if waiter is not None:
+            known = self._clocks[waiter]
+            for stream, time in done.items():
+                known[stream] = max(time, known.get(stream, 0))
+
+    def wait_for_current(self, card: str) -> None:
+        """The host waits for the current stream of `card`, as a read of a value or a copy makes it."""
+        if self._trace.uses:
+            self.wait(self.now(card, self.current(card)), None)
+
+    def wait_for_all(self, card: str) -> None:
+        """The host waits for all of `card`."""
+        streams = sorted({use.stream for use in self._trace.uses})
+        self.wait({(card, stream): len(self._trace.events) for stream in streams}, None)
+
+    def close(self) -> None:
+        """Note nothing from now on."""
+        self._closed = True
+
+    def _append(self, kind: EventKind, ref: int) -> None:
+        self._trace.events.append(Event(kind, ref))
