@@ -20,6 +20,7 @@ from memprof.flows.cards import virtual_card
 from memprof.flows.profile import profile
 from memprof.ledger.categories import Category
 from memprof.ledger.ledger import build_ledger
+from memprof.remedy_catalog import check_package
 from memprof.report.documents.report import Document
 from memprof.report.documents.vocabulary import ARITHMETIC, SIMULATED, Cap, Memory, Savings
 from memprof.spec import Mode, TargetSpec
@@ -45,7 +46,10 @@ def read_corpus(
     Raises:
         UsageError: as `count_corpus`; or nothing in it is a token.
     """
-    total = sum(source.num_bytes for source in find_sources(corpus, column))
+    sources = find_sources(corpus, column)
+    if any(source.path.suffix.lower() == ".parquet" for source in sources):
+        check_package("Parquet", "pyarrow")
+    total = sum(source.num_bytes for source in sources)
 
     def tell(done: int) -> None:
         progress(

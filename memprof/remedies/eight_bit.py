@@ -19,7 +19,7 @@ from memprof.remedy_catalog.remedy import Numerics, Remedy, Tier
     changes="AdamW whose two states take one byte per parameter each",
     cost="states are quantized in blocks",
     options={"learning_rate": "1e-4 if not given"},
-    packages=("bitsandbytes", "torchao"), training_only=True, bench="optimizer",
+    packages=("bitsandbytes or torchao",), training_only=True, bench="optimizer",
     conflicts={"optimizer-in-backward": "give that the 8-bit optimizer: optimizer=bitsandbytes.optim.AdamW8bit"},
     edit="memprof.remedies.spec_edits:eight_bit_optimizer", on=lambda spec: "8bit" in spec.optimizer,
     ladder=110, search=110, tiers=(Tier.QUANTIZED_STATES,),

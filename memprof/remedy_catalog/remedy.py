@@ -74,7 +74,7 @@ class Remedy:
         main_type: of this value: a whole number, or text in which "+" stands for a comma.
         required: options without which it cannot be applied.
         conflicts: remedies that it does not go with, each with the reason.
-        packages: what is needed beside torch: of two that do the same, either.
+        packages: what is needed beside torch: each of them, and of "one or other" either.
         training_only: it is of no use where nothing is trained.
         trains_another: what is learnt changes: it is asked only where nothing else is enough.
         accumulates: whether it goes with gradients that add up over micro-batches.

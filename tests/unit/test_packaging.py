@@ -7,6 +7,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from memprof.remedy_catalog import packages
+
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 NAMED = re.compile(r"memprof\[([a-z,]+)\]")
@@ -22,13 +24,14 @@ def test_every_extra_that_a_text_names_exists():
 
 
 def test_every_extra_that_an_error_names_exists():
-    calls = [
+    named = [
         node.args[2]
         for path in ROOT.glob("memprof/**/*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "not_installed"
     ]
-    assert {ast.literal_eval(extra) for extra in calls} == set(EXTRAS) - {"all", "dev"}
+    literal = {extra.value for extra in named if isinstance(extra, ast.Constant)}
+    assert literal | set(packages.EXTRAS.values()) == set(EXTRAS) - {"all", "dev"}
 
 
 def test_all_is_every_extra_but_dev():
