@@ -6,7 +6,7 @@ import shlex
 
 from memprof.errors import UsageError
 from memprof.spec import TargetSpec, options_of
-from memprof.units import spell_size
+from memprof.units import parse_gib, spell_size
 
 
 def profile_command(spec: TargetSpec, *, names_card: bool = True) -> str:
@@ -18,10 +18,10 @@ def profile_command(spec: TargetSpec, *, names_card: bool = True) -> str:
         value = getattr(spec, name)
         other, otherwise = instead.get(name, ("", None))
         if otherwise is not None and getattr(spec, other):
-            one = otherwise
-            value = spell_size(getattr(spec, other)) if one.parse else value
+            one, value = otherwise, getattr(spec, other) if otherwise.parse else value
         elif one.instead_of or (not (name == "gpu" and names_card) and _is_so_anyway(spec, name)):
             continue
+        value = spell_size(value) if one.parse is parse_gib else value
         words += [str(one.flag)] if isinstance(value, bool) else [str(one.flag), str(value)]
     words += ["--fix", ",".join(spec.fixes)] if spec.fixes else []
     return shlex.join(words)

@@ -276,6 +276,10 @@ class TargetSpec:
         instead_of="gpu", parse=parse_gib,
     )  # fmt: skip
     """Capacity of a card that is in no catalog."""
+    host_memory_bytes: int | None = option(
+        None, "Card", "Of the machine, in GiB or as 64GB: a run that keeps more than this in it does not fit.",
+        metavar="GIB", flag="--host-memory", unset="256 for what is searched; else it is not asked", parse=parse_gib,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -11,6 +11,7 @@ from memprof.catalog import DEFAULT_GPU
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress, long_work
+from memprof.cost import HOST_BYTES
 from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, TargetSpec
 
@@ -41,6 +42,11 @@ def profile(spec: TargetSpec, how: How, output: Saved) -> None:
             value=f"--fix {how.fix}",
             hint="--fix auto shows a ladder of its own",
         )
+    from memprof.remedies.fixes import parse_fixes
+    from memprof.remedy_catalog import check_installed
+
+    named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix)]
+    check_installed(spec, named)
     failed: RunFailedError | None = None
     with long_work() as progress:
         try:
@@ -74,6 +80,8 @@ def _run(spec: TargetSpec, how: How, progress: Progress) -> tuple[Trace, Documen
     from memprof.remedies.fixes import parse_fixes
 
     fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix)
+    if how.searches and spec.host_memory_bytes is None:
+        spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated)
     if how.fix is None:
         return climb(runs)

@@ -12,6 +12,7 @@ from memprof.cli.options import OUTPUT, again, spec_of
 from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
+from memprof.cost import HOST_BYTES
 from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec, option
 
@@ -51,6 +52,7 @@ class Request(Explained):
     )  # fmt: skip
     gpu: str | None = again("gpu", default=None, unset="the one that is present")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    host_memory_bytes: int = again("host_memory_bytes", default=HOST_BYTES, unset="256")
     snippet: str | None = option(
         None, OUTPUT, "Print this script alone: {choices}.", metavar="NAME", choices=("pytorch", "transformers")
     )

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,10 +16,14 @@ from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output
+from memprof.cost import HOST_BYTES
 from memprof.errors import MemprofError, UsageError
 from memprof.script import Ended, Program, StopRule
 from memprof.spec import option
 from memprof.trace.events import FailureKind
+
+if TYPE_CHECKING:
+    from memprof.remedies.fixes import Fix
 
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the script's name is the script's, whatever it looks like."""
@@ -41,6 +45,7 @@ class Request(Saved, Remedies):
     alloc_conf: str | None = again("alloc_conf")
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    host_memory_bytes: int | None = again("host_memory_bytes")
     gpus: int = again("gpus", note="cuda:0, cuda:1 and so on, in one process.")
     shown_card: int | None = again("shown_card")
     device: str = again("device")
@@ -106,15 +111,14 @@ def run(
 
 def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     from memprof.flows.script import run_script
-    from memprof.remedies.fixes import parse_fixes
 
     before = frozenset(threading.enumerate())
-    fixes = () if request.fix is None else tuple(map(str, parse_fixes(request.fix)))
+    fixes = () if request.fix is None else tuple(map(str, _installed(request.fix)))
     with script_output(to_stderr=request.as_json):
         found = run_script(
             program, rule, gpu=card, gpus=request.gpus, card=request.shown_card, device=request.device,
             alloc_conf=request.alloc_conf, beyond=request.beyond, fixes=fixes, worst_batch=request.worst_batch,
-            detail=request.detail,
+            detail=request.detail, host_memory_bytes=request.host_memory_bytes,
         )  # fmt: skip
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
@@ -147,6 +151,16 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     return code
 
 
+def _installed(text: str) -> list[Fix]:
+    """The remedies of `--fix`, whose packages are there."""
+    from memprof.remedies.fixes import parse_fixes
+    from memprof.remedy_catalog import check_installed
+
+    fixes = parse_fixes(text)
+    check_installed(None, [fix.remedy for fix in fixes])
+    return fixes
+
+
 def _leave_threads(before: Collection[threading.Thread], code: int) -> None:
     """End the process here if a script that was stopped leaves threads that go on: Python would wait for them."""
     left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
@@ -168,7 +182,8 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
             hint="leave out --device, or --ladder",
         )
     program.check()
-    asked = scripts.Request(program, rule, card, request.alloc_conf, request.worst_batch)
+    host_memory = request.host_memory_bytes or (HOST_BYTES if request.searches else None)
+    asked = scripts.Request(program, rule, card, request.alloc_conf, request.worst_batch, host_memory)
     with Progress() as progress:
         search = scripts.script_search if request.searches else scripts.script_ladder
         trace, document = search(asked, progress)

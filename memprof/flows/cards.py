@@ -45,9 +45,10 @@ def virtual_card(spec: TargetSpec) -> Gpu:
     return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
 
 
-def device_facts(gpu: Gpu) -> DeviceFacts:
+def device_facts(gpu: Gpu, host_memory_bytes: int | None = None) -> DeviceFacts:
     """What the report says of a card: capacity, and what is left of it for tensors."""
-    return DeviceFacts(gpu.name, gpu.total_bytes, gpu.total_bytes - CONTEXT_BYTES, CONTEXT_BYTES)
+    usable = gpu.total_bytes - CONTEXT_BYTES
+    return DeviceFacts(gpu.name, gpu.total_bytes, usable, CONTEXT_BYTES, host_memory_bytes)
 
 
 def measured_device_facts(name: str) -> DeviceFacts:

@@ -46,6 +46,7 @@ def profile(
 
     gpu = virtual_card(spec)
     device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)
+    device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
     in_force = SettingsInForce(allocator_settings(spec.alloc_conf))
     source = find_source(spec)
     progress("importing torch and the model's code")

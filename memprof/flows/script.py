@@ -50,6 +50,7 @@ def run_script(
     fixes: tuple[str, ...] = (),
     worst_batch: bool = False,
     detail: bool = False,
+    host_memory_bytes: int | None = None,
 ) -> DryRun:
     """Run `program` until `rule` stops it.
 
@@ -62,6 +63,7 @@ def run_script(
         fixes: remedies to switch on in the script's models, as NAME or NAME=VALUE.
         worst_batch: feed the largest batch of each data loader first.
         detail: with a measured run, the line of every allocation.
+        host_memory_bytes: of the machine; what keeps more in it does not fit. None: it is not asked.
 
     Raises:
         UsageError: there is no such script, or a remedy cannot be switched on from outside.
@@ -102,7 +104,7 @@ def run_script(
         program=ProgramFacts(
             tuple(program.command), outcome.ended.value, outcome.exit_code, _training_steps(trace, outcome.ended), fixes
         ),
-        device=on,
+        device=dataclasses.replace(on, host_memory_bytes=host_memory_bytes),
         allocator=settings.read().facts,
     )
     document = None

@@ -87,6 +87,8 @@ class DeviceFacts:
     """What is left for the allocator beside the CUDA context, and beside other processes where that was measured."""
     context_bytes: int = 0
     """Of the CUDA context; 0 on a CPU."""
+    host_memory_bytes: int | None = None
+    """Of its machine, where it counts (`--host-memory`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ ANOTHER_DEFAULT = {
     ("estimate", "--new-tokens"): "a prompt alone gives a token already",
     ("estimate", "--gpu"): "a closed form can ask all cards",
     ("recommend", "--gpu"): "the card that is here",
+    ("recommend", "--host-memory"): "what is searched may put much there",
     ("run", "--steps"): "a script may grow for longer than a model",
     ("profile", "--device"): "a model is simulated first, and then measured if it fits; a script is run once",
     ("analyze", "--card"): "a recording of several cards is short enough to be shown in full",
@@ -66,6 +67,7 @@ MEANINGS = {
     "--npt-num-ranks": "updates of rank 1", "--npt-combine": "how they are summed", "--npt-init": "how they begin",
     # On what.
     "--gpu": "which card", "--gpu-vram": "a card of this capacity", "--gpus": "how many cards",
+    "--host-memory": "what the machine beside the card has",
     "--card": "which card of several is shown", "--device": "simulated, or measured where",
     "--detail": "lines of allocations when measured", "--alloc-conf": "the allocator's settings",
     "--no-workspaces": "tensors alone are counted", "--beyond": "on past a full card",

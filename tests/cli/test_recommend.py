@@ -77,4 +77,4 @@ def test_a_way_that_could_not_be_run_is_named(memprof, monkeypatch):
     assert result.exit_code == 3
     assert "1 sequence at a time" in result.stdout
     said = " ".join(result.stdout.split())
-    assert "Could not be run: nf4 weights" in said and "bitsandbytes is needed" in said
+    assert "Could not be run: nf4 weights" in said and "needs bitsandbytes" in said

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memprof.catalog import Gpu
-from memprof.cost import HOST_BYTES, StepWork, bottleneck_of, cost_of, step_work
+from memprof.cost import StepWork, bottleneck_of, cost_of, step_work
 from memprof.flows.account import analyze, with_settings
 from memprof.flows.cards import virtual_card
 from memprof.flows.profile import profile
@@ -38,18 +38,13 @@ class LadderRun:
 
     @property
     def fits(self) -> bool:
-        """It came to its end on the card, as a real one would."""
+        """It came to its end on the card, and on its host if that was asked, as a real one would."""
         return bool(self.document.verdict.fits) and not self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
         """Whatever the card has, a real run ends where tensors of two devices meet."""
         return any(finding.id == "device-mismatch" for finding in self.document.findings)
-
-    @property
-    def is_answer(self) -> bool:
-        """It fits, and what waits in host memory does too, as hosts of such cards go."""
-        return self.fits and self.document.host_peak_bytes <= HOST_BYTES
 
     @property
     def seconds(self) -> float:

@@ -26,6 +26,7 @@ from memprof.report.documents.report import Document
 from memprof.script import Program, StopRule
 from memprof.trace.events import Trace
 from memprof.trace.io import load_trace
+from memprof.units import spell_size
 
 _SAID = "memprof: "
 
@@ -41,6 +42,8 @@ class Request:
     """None: the environment's."""
     worst_batch: bool = False
     """Feed the largest batches first."""
+    host_memory_bytes: int | None = None
+    """None: it is not asked."""
 
     def options(self) -> list[str]:
         """Of `memprof run`, before the script."""
@@ -53,6 +56,8 @@ class Request:
         found += [] if rule.seconds is None else ["--timeout", repr(rule.seconds)]
         found += [] if self.alloc_conf is None else ["--alloc-conf", self.alloc_conf]
         found += ["--worst-batch"] if self.worst_batch else []
+        host = self.host_memory_bytes
+        found += [] if host is None else ["--host-memory", spell_size(host)]
         return found
 
 

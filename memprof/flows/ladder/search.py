@@ -39,14 +39,14 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
         everything, run = _all_of(runs, left, not_applied)
         # What does not go with the rest may save more, or be cheaper, than what it does not go with.
         others = [name for name in left if _conflict(name, everything)]
-        if run is not None and others and not run.is_answer:
+        if run is not None and others and not run.fits:
             instead = _all_of(runs, sorted(left, key=lambda name: name not in others), not_applied)
             if instead[1] is not None and instead[1].needed_bytes < run.needed_bytes:
                 everything, run = instead
                 others = [name for name in left if _conflict(name, everything)]
         if run is None:
             continue
-        if run.is_answer:
+        if run.fits:
             all_of_it = [*everything, *(Fix(REMEDIES[name]) for name in others)]
             chosen = _cheaper(runs, _needed(runs, _enough(runs, everything, all_of_it, not_applied)), all_of_it)
             for fix in chosen:
@@ -87,7 +87,7 @@ def _enough(runs: Runs, everything: list[Fix], among: list[Fix], not_applied: di
     fixes: list[Fix] = []
     run = runs.original
     asked: dict[str, int] = {}
-    while not run.is_answer:
+    while not run.fits:
         step = next_step(runs, run, fixes, left, asked, not_applied)
         if step is None:
             return everything
@@ -140,7 +140,7 @@ def _answers(runs: Runs, fixes: list[Fix]) -> LadderRun | None:
         run = runs.with_fixes(fixes)
     except MemprofError:
         return None
-    return run if run.is_answer else None
+    return run if run.fits else None
 
 
 def _reason(runs: Runs, chosen: list[Fix], given_up: str) -> str:

@@ -8,53 +8,70 @@ from memprof.report.documents.recommendation import Bound
 
 
 def find_limit(
-    needed: Callable[[int], int], available: int, *, low: int, high: int, grain: int = 1, begin: int | None = None
+    needed: Callable[[int], int],
+    available: int,
+    *,
+    low: int,
+    high: int,
+    grain: int = 1,
+    begin: int | None = None,
+    beyond: int = 0,
 ) -> Bound:
-    """The largest multiple of `grain` from `low` to `high` for which no more than `available` is needed.
+    """The largest number from `low` to `high` for which no more than `available` is needed.
 
-    What comes back was tried, both sides: `largest` and `largest + grain`. Where the need is nearly a straight line, as
-    memory is in the batch, that takes about three runs; at the worst, twice as many as bisection.
+    What comes back was tried, both sides: `largest` and the next number. Numbers are multiples of `grain`, or one of
+    the three that are given. Where the need is nearly a straight line, as memory is in the batch, that takes about
+    three runs; at the worst, twice as many as bisection.
 
     Args:
-        needed: tried at each number; grows with it.
+        needed: tried at each number; grows with it, but for what the allocator rounds.
         available: bytes.
-        low: the least number; a multiple of `grain`, as `high`.
+        low: the least number.
         high: the largest number.
         grain: the step between two numbers.
         begin: where to look first.
+        beyond: so many numbers past the first that does not fit are tried as well, and the search goes on from one
+            that fits: rounding may make a number need less than the one before it.
     """
     known: dict[int, int] = {}
 
-    def fits(place: int) -> bool:
-        number = place * grain
+    def fits(number: int) -> bool:
         if number not in known:
             known[number] = needed(number)
         return known[number] <= available
 
-    first, last = low // grain, high // grain
-    place = min(max((begin or low) // grain, first), last)
-    if not fits(place):
-        if place == first or not fits(first):
-            return Bound(None, low)
-        below, above = first, place
+    begin = min(max(begin or low, low), high)
+    if fits(begin):
+        below, above = begin, high + 1
+    elif begin > low and fits(low):
+        below, above = low, begin
     else:
-        below, above = place, last + 1
+        return Bound(None, low)
     tries = 0
-    while above - below > 1:
+    while True:
+        first, last = (below // grain + 1) * grain, (above - 1) // grain * grain
+        if above > high:
+            first, last = min(first, high), high
+        if below >= last:
+            further = [above + grain * place for place in range(1, beyond + 1)]
+            later = next((number for number in further if number <= high and fits(number)), None)
+            if later is None:
+                return Bound(below, above if above <= high else None)
+            # The next that is known not to fit, or all that there is.
+            below, above = later, min((n for n in known if n > later and known[n] > available), default=high + 1)
+            continue
         tries += 1
-        middle = (below + above) // 2 if above <= last else min(2 * max(below, 1), last)
-        place = middle
+        number = (first + last) // 2 // grain * grain if above <= high else min(2 * below, high)
         if tries % 3:  # every third by halves, so that a bend cannot hold it up
-            place = _by_slope(known, available, grain, middle)
-        place = min(max(place, below + 1), above - 1)
-        if fits(place):
-            below = place
+            number = _by_slope(known, available, number)
+        number = min(max(number if number >= last else number // grain * grain, first), last)
+        if fits(number):
+            below = number
         else:
-            above = place
-    return Bound(below * grain, above * grain if above <= last else None)
+            above = number
 
 
-def _by_slope(known: dict[int, int], available: int, grain: int, otherwise: int) -> int:
+def _by_slope(known: dict[int, int], available: int, otherwise: int) -> int:
     """Where the line through the two known points next to `available` meets it."""
     nearest = sorted(known, key=lambda number: abs(known[number] - available))[:2]
     if len(nearest) < 2:
@@ -63,4 +80,4 @@ def _by_slope(known: dict[int, int], available: int, grain: int, otherwise: int)
     rise = known[two] - known[one]
     if rise <= 0:
         return otherwise
-    return int(one + (available - known[one]) * (two - one) / rise) // grain
+    return int(one + (available - known[one]) * (two - one) / rise)

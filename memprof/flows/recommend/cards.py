@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memprof.catalog import list_gpus
 from memprof.errors import MemprofError
 from memprof.flows.recommend.plans import Goal, tiers
-from memprof.flows.recommend.simulator import SimulatedRun, Simulator
+from memprof.flows.recommend.simulator import HOST_MEMORY, SimulatedRun, Simulator
 from memprof.report.documents.recommendation import Alternative
 from memprof.units import gib
 
@@ -21,12 +21,20 @@ LESS_TRAINED = {Goal.FULL: (Goal.LORA, Goal.QLORA), Goal.LORA: (Goal.QLORA,), Go
 
 def alternatives(search: Search, least: Tried) -> tuple[Alternative, ...]:
     """What would do instead; `least` is what needs the least of all that was run."""
+    on_the_host = [tried for tried in search.tried.values() if tried.outcome.dies_in == HOST_MEMORY]
     found = [
-        _smallest_card(search, least),
-        _number_of_cards(search),
+        *([_more_host_memory(on_the_host)] if on_the_host else []),
+        *([] if least in on_the_host else [_smallest_card(search, least), _number_of_cards(search)]),
         *(_other_goal(search, goal) for goal in LESS_TRAINED[search.goal]),
     ]
     return tuple(one for one in found if one is not None)
+
+
+def _more_host_memory(tried: list[Tried]) -> Alternative:
+    """What the host needs for a run that fits the card."""
+    least = min(tried, key=lambda one: one.outcome.host_bytes)
+    label = least.plan.label(least.micro_batch)
+    return Alternative("the least host memory that does", label, least.outcome.host_bytes, estimate=False)
 
 
 def _smallest_card(search: Search, least: Tried) -> Alternative | None:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memprof.catalog import Gpu, ModelEntry, list_models
-from memprof.errors import MemprofError
+from memprof.command_line import profile_command
+from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
-from memprof.flows.recommend import snippet
 from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.remedies.spec_edits import installed_eight_bit_optimizer
+from memprof.remedy_catalog import check_installed
 from memprof.report.documents.recommendation import Largest, Recommendation
 from memprof.spec import TargetSpec
 
@@ -66,11 +67,18 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     """
     gpu, context_length = virtual_card(spec), spec.context_length or CONTEXT
     runs = Simulator(gpu, progress)
-    rows = tuple(_largest(runs, spec, task, context_length) for task in tasks(gpu))
+    rows = []
+    for task in tasks(gpu):
+        try:
+            check_installed(task.plan.spec(base_spec(task.plan.goal, spec), 1))
+        except UsageError as error:
+            runs.failures[task.name] = error.line
+        else:
+            rows.append(_largest(runs, spec, task, context_length))
     return Recommendation(
-        device=device_facts(gpu),
+        device=device_facts(gpu, spec.host_memory_bytes),
         context_length=context_length,
-        largest=rows,
+        largest=tuple(rows),
         runs=len(runs),
         not_applied=dict(runs.failures),
         card_note=gpu.note,
@@ -137,7 +145,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
         first_too_long=too_long,
         next_model=None if after is None else after.key,
         next_needed_bytes=None if failed is None else failed.needed_bytes,
-        command=snippet.command(shown, 1),
+        command=profile_command(shown),
     )
 
 
@@ -152,16 +160,16 @@ def _longest(
 ) -> tuple[int, int | None]:
     """The longest context of this model, and the next that was tried; multiples of GRAIN."""
     at, available = outcome.target.context_length or 0, runs.gpu.total_bytes
-    high = (entry.max_positions or 0) // GRAIN * GRAIN
+    high = (entry.max_positions or 0) - 2 * (task.plan.goal is Goal.INFER)
 
     def needed(length: int) -> int:
         one = _spec(spec, task, entry, length)
         return runs.needed_bytes(one, f"{task.name}: {entry.key} at {length:,} tokens")
 
-    if high <= max(at, GRAIN):
+    if high <= at:
         return at, None
     try:
-        limit = find_limit(needed, available, low=GRAIN, high=high, grain=GRAIN, begin=max(at // GRAIN * GRAIN, GRAIN))
+        limit = find_limit(needed, available, low=1, high=high, grain=GRAIN, begin=at)
     except MemprofError:
         return at, None
-    return (at, GRAIN) if limit.largest is None else (max(limit.largest, at), limit.first_too_large)
+    return limit.largest or at, limit.first_too_large

@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memprof.errors import MemprofError
+from memprof.command_line import profile_command
+from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import cards, snippet
 from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.simulator import SimulatedRun, Simulator
+from memprof.remedy_catalog import check_installed
 from memprof.report.documents.recommendation import Alternative, Bound, Choice, Recommendation
 from memprof.spec import TargetSpec
+from memprof.units import format_bytes
 
 GRAIN = 256
 """Context lengths are searched in steps of so many tokens."""
@@ -79,8 +82,27 @@ class Search:
         self.runs = runs
         self.goal, self.effective_batch, self.micro_batch = question.goal, question.batch, question.micro_batch
         self.base = base_spec(self.goal, base)
-        self.tiers = tiers(self.goal, runs.gpu, question.precision, question.half)
+        self.tiers = self._installed(tiers(self.goal, runs.gpu, question.precision, question.half))
+        self.refused: set[str] = set()
+        """Remedies that do not apply to this model."""
         self.tried: dict[tuple[Plan, int], Tried] = {}
+
+    def _installed(self, kinds: list[Plan]) -> list[Plan]:
+        """Those whose packages are there.
+
+        Raises:
+            UsageError: none are.
+        """
+        missing: dict[str, UsageError] = {}
+        for tier in kinds:
+            try:
+                check_installed(tier.spec(self.base, 1))
+            except UsageError as error:
+                missing[tier.label()] = error
+        if len(missing) == len(kinds):
+            raise next(iter(missing.values()))
+        self.runs.failures |= {label: error.line for label, error in missing.items()}
+        return [tier for tier in kinds if tier.label() not in missing]
 
     def search(self) -> Found:
         """The quickest configuration among those that fit and give up least.
@@ -95,9 +117,9 @@ class Search:
         for tier in self.tiers:
             if given_up is not None and tier.given_up != given_up:
                 break
-            lean = self.at(tier.leanest(), smallest)
+            lean = self._leanest(tier, smallest)
             if lean is not None and not lean.outcome.fits and self.goal is not Goal.INFER:
-                lean = self.at(dataclasses.replace(tier.leanest(), activations=Activations.BOTH), smallest) or lean
+                lean = self.at(dataclasses.replace(lean.plan, activations=Activations.BOTH), smallest) or lean
             if lean is None or not lean.outcome.fits:
                 continue
             given_up = tier.given_up
@@ -108,6 +130,23 @@ class Search:
         least = min(tried, key=lambda one: one.outcome.needed_bytes, default=None)
         return Found(best, least, tried)
 
+    def _leanest(self, tier: Plan, micro_batch: int) -> Tried | None:
+        """The kind of run with everything on that saves memory and applies to the model."""
+        lean = tier.leanest()
+        without = dataclasses.replace(lean, chunked_loss=False)
+        for plan in dict.fromkeys(
+            (
+                lean,
+                without,
+                dataclasses.replace(lean, activations=Activations.KEPT),
+                dataclasses.replace(without, activations=Activations.KEPT),
+            )
+        ):
+            tried = self.at(plan, micro_batch)
+            if tried is not None:
+                return tried
+        return None
+
     def sizes(self) -> list[int]:
         """Micro-batches in question: those that divide the effective batch."""
         if self.micro_batch is not None:
@@ -117,19 +156,25 @@ class Search:
         return [size for size in range(1, self.effective_batch + 1) if self.effective_batch % size == 0]
 
     def at(self, plan: Plan, micro_batch: int) -> Tried | None:
-        """The plan at a micro-batch; None if it does not apply.
+        """The plan at a micro-batch; None if it does not apply: a remedy that was refused is not tried again.
 
         With accumulation, the gradients of earlier micro-batches are there in every later one. One micro-batch on
         gradients that zero_grad left as zeros is the same to the allocator, and takes half the time to run.
         """
         key = plan, micro_batch
+        if not self.refused.isdisjoint(plan.remedies):
+            return None
         if key not in self.tried:
             accumulation = 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
             spec = plan.spec(self.base, micro_batch)
             if accumulation > 1:
                 spec = spec.edit(zero_grad="zero")
-            outcome = self.runs.try_run(spec, plan.label(micro_batch), accumulation)
+            label = plan.label(micro_batch)
+            outcome = self.runs.try_run(spec, label, accumulation)
             if outcome is None:
+                # The message begins with the name of the one that does not apply to this model.
+                why = self.runs.failures[label]
+                self.refused |= {name for name in plan.remedies if why.startswith(name)}
                 return None
             self.tried[key] = Tried(plan, micro_batch, accumulation, outcome)
         return self.tried[key]
@@ -151,12 +196,14 @@ class Search:
         return find_limit(needed, self.runs.gpu.total_bytes, low=1, high=MAX_BATCH, begin=tried.micro_batch)
 
     def context_limit(self, tried: Tried, longest: int | None) -> Bound:
-        """The longest context of this configuration, in steps of GRAIN tokens."""
-        now = tried.outcome.target.context_length or 0
-        high = (longest or MAX_CONTEXT) // GRAIN * GRAIN
-        if high < GRAIN:
-            return Bound(now, None)
+        """The longest context of this configuration, in steps of GRAIN tokens; it has fitted at its own.
 
+        `longest` is the model's; what is asked for beyond it is looked at beyond it.
+        """
+        now = tried.outcome.target.context_length or 0
+        high = MAX_CONTEXT
+        if longest is not None and now <= longest - (self.base.new_tokens or 0):
+            high = longest - (self.base.new_tokens or 0)
         available = self.runs.gpu.total_bytes
 
         def needed(length: int, accumulation: int) -> int:
@@ -164,9 +211,8 @@ class Search:
             return self.runs.needed_bytes(spec, f"context {length:,}", tried.accumulation)
 
         def limit(accumulation: int) -> Bound:
-            begin = max(now // GRAIN * GRAIN, GRAIN)
             return find_limit(
-                lambda length: needed(length, accumulation), available, low=GRAIN, high=high, grain=GRAIN, begin=begin
+                lambda length: needed(length, accumulation), available, low=1, high=high, grain=GRAIN, begin=now
             )
 
         # The second micro-batch has all that a later one has; looked for with two, the limit is then run with all.
@@ -265,7 +311,7 @@ def recommend(
         alternatives = cards.alternatives(search, example)
     rows = _choices(runs, found.tried, chosen)
     answer = Recommendation(
-        device=device_facts(gpu),
+        device=device_facts(gpu, spec.host_memory_bytes),
         goal=goal.value,
         model=target.model,
         num_parameters=target.num_parameters,
@@ -276,12 +322,13 @@ def recommend(
         choices=rows,
         batch=batch_limit,
         context=context,
+        max_positions=target.max_positions,
         alternatives=alternatives,
         snippets={} if chosen is None else snippet.snippets(chosen.plan, chosen.outcome.spec, chosen.accumulation),
         runs=len(runs),
         not_applied=dict(runs.failures),
         card_note=gpu.note,
-        assumptions=_assumptions(question),
+        assumptions=_assumptions(question, spec),
     )
     return answer, search, dataclasses.replace(found, chosen=chosen)
 
@@ -315,7 +362,7 @@ def _choice(runs: Simulator, tried: Tried, pareto: bool) -> Choice:
     return Choice(
         name=plan.label(),
         settings=settings,
-        command=snippet.command(outcome.spec, tried.accumulation),
+        command=profile_command(outcome.spec),
         micro_batch=tried.micro_batch,
         accumulation=tried.accumulation,
         needed_bytes=outcome.needed_bytes,
@@ -346,15 +393,18 @@ def _reason(chosen: Tried | None, found: Found, search: Search) -> str:
     return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
 
 
-def _assumptions(question: Question) -> tuple[str, ...]:
+def _assumptions(question: Question, spec: TargetSpec) -> tuple[str, ...]:
     found = [
         "Times are lower bounds at the card's published rates: compute and transfers one after the other. They rank "
         "configurations; real kernels reach a part of these rates.",
         f"Context lengths are searched in steps of {GRAIN} tokens, batches one by one.",
     ]
+    if spec.host_memory_bytes is not None:
+        found.append(f"The machine has {format_bytes(spec.host_memory_bytes)} of host memory (--host-memory).")
     if question.goal is not Goal.INFER:
         found.append(
-            "Of more than two micro-batches in a step two are run: each after the second finds what the second found."
+            "Of more than two micro-batches in a step two are run: each after the second finds what the second found. "
+            "Of what is not chosen the second alone, on gradients that zero_grad left as zeros."
         )
         if question.effective_batch is None:
             found.append(f"{question.batch} sequences in an optimizer step (no --effective-batch was given).")

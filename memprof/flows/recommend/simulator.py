@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memprof.catalog import Gpu
-from memprof.cost import HOST_BYTES, StepWork, step_work
+from memprof.cost import StepWork, step_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.account import analyze
@@ -19,15 +19,19 @@ from memprof.remedy_catalog import helping
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.facts import Target, target_to_json
 
+HOST_MEMORY = "host memory"
+"""Where a run dies that fits the card, but not its host."""
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """What a run needs and takes.
 
     Attributes:
-        spec: the run as it was made: its length said, and where that makes it fit, with expandable segments.
+        spec: the run as it was made, with nothing left to the environment: its length, the allocator's settings, and
+            where that makes it fit, expandable segments.
         needed_bytes: of the card, the context included, so that nothing is ever refused.
-        fits: it came to its end on the card.
+        fits: it came to its end on the card and its host.
         host_bytes: the most in host memory.
         step: the work of one whole optimizer step, or of one forward; None if it was not counted.
         state: parameters, gradients and optimizer state, in bytes.
@@ -115,14 +119,15 @@ class Simulator:
         verdict, target, state = document.verdict, document.target, document.model_state
         assert target is not None and state is not None
         where = verdict.oom_stage or ""
+        dies_in = f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where
         return SimulatedRun(
-            spec=spec.edit(context_length=target.context_length),
+            spec=spec.edit(context_length=target.context_length, alloc_conf=document.allocator.alloc_conf),
             needed_bytes=verdict.required_bytes,
-            fits=bool(verdict.fits) and document.host_peak_bytes <= HOST_BYTES,
+            fits=bool(verdict.fits),
             host_bytes=document.host_peak_bytes,
             step=step,
             state=state,
             target=target,
-            dies_in=f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where,
+            dies_in=dies_in or (HOST_MEMORY if verdict.host_over_bytes else ""),
             batches=document.batches,
         )

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.catalog import ModelEntry, find_model, has_model, resolve_size
-from memprof.command_line import profile_command
 from memprof.flows.recommend.plans import CHECKPOINTING, CPU_OPTIMIZER, Activations, Goal, Plan
-from memprof.spec import DEFAULT_LORA_RANK, Mode, TargetSpec
+from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
 
 _CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -45,13 +44,6 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
         "pytorch": _pytorch(plan, spec, model, accumulation),
         "transformers": _trainer(plan, spec, model, accumulation),
     }
-
-
-def command(spec: TargetSpec, accumulation: int) -> str:
-    """`memprof profile` for a run that was made, with all its micro-batches."""
-    if spec.mode is Mode.TRAIN:
-        spec = spec.edit(zero_grad="none", gradient_accumulation=accumulation)
-    return profile_command(spec)
 
 
 # -- parts of a script ------------------------------------------------------------------------------------------------

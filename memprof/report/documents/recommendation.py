@@ -20,19 +20,20 @@ class Choice:
     Attributes:
         name: in words.
         settings: precision, optimizer, activations, chunked_loss, attention.
-        command: `memprof profile` with this configuration.
+        command: `memprof profile` for the very run that was made. Of more than two micro-batches in a step it has two;
+            of a configuration that was not chosen one, on gradients that are there (`--zero-grad zero`).
         micro_batch: sequences at a time.
         accumulation: micro-batches in an optimizer step.
         needed_bytes: of the card, the context included.
         host_bytes: the most in host memory.
         margin_bytes: what the card has more; negative if less.
-        fits: on the card.
+        fits: on the card, and its host. With a negative margin only because the allocator gives its cache back.
         step_seconds: the least time of a step of the whole effective batch; None if work was not counted.
         compute_seconds: of that, without transfers.
         bus_seconds: of that, transfers over the bus.
         given_up: what the numbers lose; empty if nothing.
         pareto: nothing else that was run needs less memory and less time.
-        dies_in: the stage, where it does not fit.
+        dies_in: the stage, where it does not fit; or "host memory".
     """
 
     name: str
@@ -200,6 +201,8 @@ class Recommendation(Plain):
     choices: tuple[Choice, ...] = ()
     batch: Bound | None = None
     context: Bound | None = None
+    max_positions: int | None = None
+    """Tokens that the model was made for."""
     alternatives: tuple[Alternative, ...] = ()
     snippets: dict[str, str] = field(default_factory=dict)
     lengths: Lengths | None = None

@@ -23,6 +23,7 @@ from memprof.report.documents.ladder import Rung
 from memprof.report.documents.shown import Shown
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
+from memprof.units import format_bytes
 
 SCHEMA = 2
 """2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
@@ -87,6 +88,8 @@ class Verdict:
     """Out-of-memory errors that were raised in the program, and that it caught."""
     first_caught: CaughtError | None = None
     """The first of them."""
+    host_over_bytes: int = 0
+    """So much more was held in host memory than `--host-memory` has; 0 too where it was not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,7 @@ def build_document(
         verdict=_verdict(ledger, context),
         assumptions=(
             *trace.assumptions,
+            *_host_assumptions(facts.device.host_memory_bytes),
             *(() if on_cpu else _card_assumptions(ledger, settings, context)),
             *_outside(bridge),
         ),
@@ -221,9 +225,13 @@ def _outside(bridge: Bridge | None) -> tuple[str, ...]:
     )
 
 
-def _fits(trace: Trace, oom: OutOfMemory | None) -> bool | None:
-    """False also if memory ran out while it was measured."""
-    if oom or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY):
+def _host_assumptions(limit: int | None) -> tuple[str, ...]:
+    return () if limit is None else (f"The machine has {format_bytes(limit)} of host memory (--host-memory).",)
+
+
+def _fits(trace: Trace, oom: OutOfMemory | None, host_over_bytes: int) -> bool | None:
+    """False also if memory ran out while it was measured, or host memory is not enough."""
+    if oom or host_over_bytes or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY):
         return False
     return None if trace.failure or _is_stopped_early(trace) else True
 
@@ -256,8 +264,10 @@ def _verdict(ledger: Ledger, context: int) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
     caught = caught_errors(ledger)
+    host_limit = trace.facts.device.host_memory_bytes
+    host_over = 0 if host_limit is None else max(ledger.host_peak_bytes - host_limit, 0)
     return Verdict(
-        fits=_fits(trace, oom),
+        fits=_fits(trace, oom, host_over),
         oom_stage=oom.stage.name if oom else None,
         oom_step=oom.stage.step if oom else None,
         oom_op=trace.op(storage) if storage else None,
@@ -274,4 +284,5 @@ def _verdict(ledger: Ledger, context: int) -> Verdict:
         required_bytes=run.required_reserved_bytes + context,
         out_of_memory_caught=len(caught),
         first_caught=caught[0] if caught else None,
+        host_over_bytes=host_over,
     )

@@ -20,7 +20,7 @@ from memprof.report.documents.recommendation import (
     Stream,
 )
 from memprof.report.terminal.console import aligned, dim, heading, indented, section, show
-from memprof.units import format_count, gib
+from memprof.units import format_bytes, format_count, gib
 
 _SHOWN = 10
 """Rows of the table that are shown without --explain."""
@@ -46,7 +46,7 @@ def _view(answer: Recommendation, *, explain: bool) -> RenderableType:
     note = [dim(f"The card: {answer.card_note}.")] if answer.card_note else []
     parts: list[RenderableType] = [heading(_title(answer)), *note, Text("")]
     if answer.largest:
-        parts += _largest(answer)
+        parts += _largest(answer, explain=explain)
     else:
         parts += _configuration(answer, explain=explain)
     if answer.lengths is not None:
@@ -89,7 +89,7 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
                 "Use",
                 Text(chosen.name),
                 Text(_batches(chosen, answer)),
-                Text(f"needs {gib(chosen.needed_bytes)} GiB of the card: {gib(chosen.margin_bytes)} GiB are left"),
+                Text(_need(chosen)),
                 *(Text(line) for line in _limits(chosen, answer)),
                 below=1,
             ),
@@ -115,26 +115,45 @@ def _batches(chosen: Choice, answer: Recommendation) -> str:
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
 
 
+def _need(chosen: Choice) -> str:
+    need = f"needs {gib(chosen.needed_bytes)} GiB"
+    if chosen.margin_bytes >= 0:
+        return f"{need} of the card: {gib(chosen.margin_bytes)} GiB are left"
+    return (
+        f"fits only just: left alone it {need}, {gib(-chosen.margin_bytes)} more than the card has; the allocator "
+        "gives back what it holds and does not use, which takes time"
+    )
+
+
 def _limits(chosen: Choice, answer: Recommendation) -> Iterator[str]:
     if chosen.host_bytes > 0.1 * chosen.needed_bytes:
         yield f"{gib(chosen.host_bytes)} GiB in host memory at the most"
     yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.bus_seconds)} of it transfers"
     if answer.batch:
-        yield f"the largest {_batch_word(answer)} that fits: {_bound(answer.batch, 1)}"
+        on = ", on gradients of others" if chosen.accumulation > 1 else ""
+        yield f"the largest {_batch_word(answer)} that fits{on}: {_bound(answer.batch)}"
     if answer.context:
-        yield f"the longest context that fits: {_bound(answer.context, 0)}"
+        yield f"the longest context that fits: {_context(answer.context, answer.max_positions)}"
 
 
 def _batch_word(answer: Recommendation) -> str:
     return "batch" if answer.goal == "infer" else "micro-batch"
 
 
-def _bound(bound: Bound, step: int) -> str:
+def _bound(bound: Bound) -> str:
     if bound.largest is None:
         return "none"
     if bound.first_too_large is None:
-        return f"{bound.largest:,}, all that the model allows" if not step else f"{bound.largest:,} or more"
+        return f"{bound.largest:,} or more"
     return f"{bound.largest:,} ({bound.first_too_large:,} does not)"
+
+
+def _context(bound: Bound, made_for: int | None) -> str:
+    if made_for is None or bound.largest is None:
+        return _bound(bound)
+    if bound.largest > made_for:
+        return f"{_bound(bound)}; the model was made for {made_for:,}"
+    return f"{bound.largest:,}, all that the model allows" if bound.first_too_large is None else _bound(bound)
 
 
 def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
@@ -150,7 +169,7 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
             gib(row.margin_bytes),
             _seconds(row.step_seconds),
             _seconds(row.bus_seconds),
-            "fits" if row.fits else "dies",
+            _verdict(row),
             row.name,
         )
         for row in rows
@@ -160,12 +179,28 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
     what = "Memory against time" if not explain else "All that were run"
     legend = f"GiB; step: the least time at the card's published rates.{more} "
+    host = format_bytes(answer.device.host_memory_bytes or 0)
+    said = {
+        "only just": "Only just: with what the allocator gives back when the card is full. ",
+        "host": f"Host: more than the {host} of host memory (--host-memory). ",
+    }
+    legend += "".join(text for verdict, text in said.items() if verdict in map(_verdict, rows))
     legend += "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
-    failed = [] if explain else [Text(f"Could not be run: {name}: {why}") for name, why in answer.not_applied.items()]
+    failed = [] if explain else _not_run(answer)
     return [
         section(what, *aligned(headers, cells), below=1),
         indented(dim(legend), *failed, below=1),
     ]
+
+
+def _not_run(answer: Recommendation) -> list[Text]:
+    return [Text(f"Could not be run: {name}: {why}") for name, why in answer.not_applied.items()]
+
+
+def _verdict(row: Choice) -> str:
+    if row.fits:
+        return "fits" if row.margin_bytes >= 0 else "only just"
+    return "host" if row.dies_in == "host memory" else "dies"
 
 
 def _seconds(seconds: float | None) -> str:
@@ -179,7 +214,7 @@ def _seconds(seconds: float | None) -> str:
 # -- a card alone -----------------------------------------------------------------------------------------------------
 
 
-def _largest(answer: Recommendation) -> list[RenderableType]:
+def _largest(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     cells: list[tuple[str, ...]] = [_largest_cells(row) for row in answer.largest]
     headers = ("use", "largest model", ">parameters", ">needs", ">context", ">next larger", ">needs")
     legend = (
@@ -189,7 +224,7 @@ def _largest(answer: Recommendation) -> list[RenderableType]:
     commands = [_command(row.command) for row in answer.largest if row.model is not None]
     return [
         indented(*aligned(headers, cells), below=1),
-        indented(dim(legend), below=1),
+        indented(dim(legend), *([] if explain else _not_run(answer)), below=1),
         section("Each as a run of its own, at its longest context", *commands, below=1),
     ]
 

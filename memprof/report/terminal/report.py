@@ -242,6 +242,10 @@ def _memory_verdict(document: Document) -> RenderableType:
     if verdict.fits:
         said = f"{_only_just(verdict.retries)}. Left alone it would take {need}."
         return _said("Fits only just", "bold yellow", said)
+    if verdict.host_over_bytes and verdict.oom_stage is None:
+        over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
+        held = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {over}"
+        return _said("Does not fit", "bold red", f"{held}. Of the card it needs {need}.")
     where = at_stage(verdict.oom_stage or "", verdict.oom_step or 0)
     ended = document.program is not None and document.program.ended == "refused"
     whole = "The script ended there; with that request it needs" if ended else "The whole run needs"

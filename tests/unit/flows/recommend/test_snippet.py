@@ -6,7 +6,7 @@ import pytest
 
 from memprof.flows import profile as flow
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec
-from memprof.flows.recommend.snippet import command, snippets
+from memprof.flows.recommend.snippet import snippets
 from memprof.spec import TargetSpec
 
 PLANS = {
@@ -79,26 +79,6 @@ def test_model_of_a_size_alone_is_built_from_its_configuration():
 
 def test_a_model_of_the_users_own_has_no_script():
     assert snippets(PLANS["full"], TargetSpec(model="train.py:build", context_length=8), 1) == {}
-
-
-def test_the_command_is_the_same_run(tiny):
-    """What `memprof profile` would run by the command is what was run."""
-    import shlex
-
-    from memprof.cli import main
-
-    plan = PLANS["lora"]
-    spec = _spec(plan, tiny, gpu="rtx-4090")
-    words = shlex.split(command(spec, 2))
-    assert words[:2] == ["memprof", "profile"]
-    import typer
-
-    group = typer.main.get_command(main.app)
-    context = group.commands["profile"].make_context("profile", words[2:])
-    options = context.params
-    assert options["fix"].split(",") == list(spec.fixes)
-    assert options["gradient_accumulation"] == 2 and options["batch_size"] == 2
-    assert options["dtype"] == "bfloat16" and options["adapter"] == "lora"
 
 
 def test_the_script_takes_what_was_said(tiny):
