@@ -1,6 +1,7 @@
 # make demo     the first result: what a 4B model needs at 131,072 tokens (a few minutes once, for the installation)
 # make check    while you work: the linters, and the tests that take a minute (tests/conftest.py has which)
 # make test     everything that CI checks: the same with all tests
+# make nightly  1,500 hostile inputs, of which make test has some (docs/security.md; a quarter of an hour)
 # make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := demo
-.PHONY: demo check quick-tests test lint format docs accuracy truth bench clean
+.PHONY: demo check quick-tests test nightly lint format docs accuracy truth bench clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
@@ -35,6 +36,9 @@ quick-tests: $(VENV)/.stamp-dev
 
 test: lint
 	$(PYTEST)
+
+nightly: $(VENV)/.stamp-dev
+	$(PYTEST) --lane nightly tests/hostile
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ _SHARED = _TESTS.parents[1] / "shared"
 _NO_SHARED = "no shared data"
 
 _CHECK = ("unit", "golden", "cli/test_doctor.py", "cli/test_errors.py", "cli/test_estimate.py", "cli/test_vocab.py")
-"""`--lane check` is what lies here, tests of new files too; `make test` runs everything."""
+"""`--lane check` is what lies here, tests of new files too; `make test` runs everything but the nightly."""
 _NOT_IN_CHECK = (
     "golden/test_unchanged.py",
     "unit/monitor/test_probe.py",
@@ -59,7 +59,8 @@ _SLOWEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--lane`."""
-    parser.addoption("--lane", choices=("check", "test"), default="test", help="check: what takes a minute; test: all")
+    lanes = "check: what takes a minute; test: all but what is marked nightly; nightly: that too"
+    parser.addoption("--lane", choices=("check", "test", "nightly"), default="test", help=lanes)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -75,10 +76,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow modules first; workers take modules in this order (`--no-loadscope-reorder`)."""
-    if config.getoption("--lane") == "check":
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    left_out = {"check": ("slow", "nightly"), "test": ("nightly",)}.get(config.getoption("--lane"), ())
+    for name in left_out:
+        found = [item for item in items if item.get_closest_marker(name)]
+        config.hook.pytest_deselected(items=found)
+        items[:] = [item for item in items if item not in found]
     items.sort(key=lambda item: next((i for i, part in enumerate(_SLOWEST) if f"tests/{part}" in item.nodeid), 99))
 
 

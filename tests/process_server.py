@@ -1,10 +1,10 @@
 """Runs Python programs in processes of their own, forked after the libraries were imported, which takes most of a run.
 
-    python -m tests.process_server
+    python -m tests.process_server [LIBRARY...]
 
 A request is a line of JSON on stdin: arguments as for `python`, environment, folder, files for stdout and stderr,
 seconds. The process ends as any process does: threads are waited for, buffers are written. The answer on stdout is a
-line of JSON as well: exit code, seconds of the processor.
+line of JSON as well: exit code, seconds of the processor, most bytes of memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def wait(process: int, seconds: float) -> dict[str, float]:
     while True:
         done, status, used = os.wait4(process, os.WNOHANG)
         if done:
-            return {"exit_code": os.waitstatus_to_exitcode(status), "processor_seconds": used.ru_utime}
+            return {
+                "exit_code": os.waitstatus_to_exitcode(status),
+                "processor_seconds": used.ru_utime,
+                "peak_bytes": used.ru_maxrss << 10,
+            }
         if time.monotonic() > end:
             os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
@@ -61,12 +65,11 @@ def wait(process: int, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    for name in LIBRARIES:
+    for name in sys.argv[1:] or LIBRARIES:
         importlib.import_module(name)
-    import torch
-
     logging.disable(logging.NOTSET)
-    torch.set_num_threads(1)  # a process that forks has one
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # a process that forks has one
     gc.collect()
     gc.freeze()
     for line in sys.stdin:

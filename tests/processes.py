@@ -30,6 +30,8 @@ class Done(NamedTuple):
     stdout: str
     stderr: str
     processor_seconds: float
+    peak_bytes: int
+    """Of memory; what the process was forked from has a part in it."""
 
 
 class _Server(NamedTuple):
@@ -39,10 +41,10 @@ class _Server(NamedTuple):
 
 
 @functools.cache
-def _server() -> _Server:
+def _server(*libraries: str) -> _Server:
     home = tempfile.mkdtemp(prefix="memprof-hf-")
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.process_server"],
+        [sys.executable, "-m", "tests.process_server", *libraries],
         cwd=ROOT,
         env={**os.environ, **_OFFLINE, "HF_HOME": home},
         stdin=subprocess.PIPE,
@@ -60,13 +62,17 @@ def _server() -> _Server:
 
 
 def python(
-    *arguments: str | Path, folder: Path | None = None, env: Mapping[str, str] | None = None, seconds: float = _SECONDS
+    *arguments: str | Path,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    seconds: float = _SECONDS,
+    libraries: tuple[str, ...] = (),
 ) -> Done:
     """`python ARGUMENTS` without network and with nothing on stdin, in `folder` or here, with `env` or our environment.
 
-    The first of the arguments is -m, -c or a file.
+    The first of the arguments is -m, -c or a file. With `libraries`, these alone are imported before.
     """
-    process, home = _server()
+    process, home = _server(*libraries)
     assert process.stdin and process.stdout
     with tempfile.TemporaryDirectory() as written:
         files = {name: Path(written) / name for name in ("stdout", "stderr")}
@@ -80,5 +86,5 @@ def python(
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         answer = json.loads(process.stdout.readline())
-        said = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        said = {name: file.read_text(encoding="utf-8", errors="surrogateescape") for name, file in files.items()}
     return Done(**answer, **said)

@@ -101,7 +101,7 @@ def config_from_settings(settings: Mapping[str, object]) -> AllocatorConfig:
     if isinstance(divisions, Mapping):
         table = [0] * DIVISION_ENTRIES
         for key, parts in divisions.items():
-            if str(key).isdecimal() and _is_power_of_2(int(key)) and isinstance(parts, int):
+            if str(key).isdecimal() and len(str(key)) < 20 and _is_power_of_2(int(key)) and isinstance(parts, int):
                 table[min(int(key).bit_length() - 1, DIVISION_ENTRIES - 1)] = parts
         changes["roundup_power2_divisions"] = tuple(table) if any(part > 1 for part in table) else ()
     return replace(config, **changes)  # type: ignore[arg-type]

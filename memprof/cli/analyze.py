@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import again
+from memprof.cli.options import Reading, again
 from memprof.cli.output import Tabled, print_json
 from memprof.cli.progress import long_work
 
@@ -34,6 +34,7 @@ class Request(Tabled):
 
 def analyze(
     request: Request,
+    reading: Reading,
     file: Annotated[
         Path, typer.Argument(help="A snapshot of torch.cuda.memory._dump_snapshot, or a capture of memprof.")
     ],

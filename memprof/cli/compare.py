@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import again
+from memprof.cli.options import Reading, again
 from memprof.cli.output import Told, print_json
 from memprof.cli.progress import long_work
 from memprof.spec import option
@@ -28,6 +28,7 @@ class Request(Told):
 
 def compare(
     request: Request,
+    reading: Reading,
     a: Annotated[Path, typer.Argument(help=_FILE)],
     b: Annotated[Path, typer.Argument(help="The other one, of any of these kinds.")],
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from memprof.cli.options import again
+from memprof.cli.options import Reading, again
 from memprof.cli.output import Output, print_json
 from memprof.cli.streams import say
 from memprof.errors import UsageError
@@ -27,6 +27,7 @@ class Request(Output):
 
 def doctor(
     request: Request,
+    reading: Reading,
     file: Annotated[
         str | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import again
+from memprof.cli.options import Reading, again
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 
@@ -22,6 +22,7 @@ class Request:
 
 def export(
     request: Request,
+    reading: Reading,
     file: Annotated[
         Path, typer.Argument(help="A capture of memprof, or a snapshot of torch.cuda.memory._dump_snapshot.")
     ],

@@ -6,19 +6,23 @@ made by `memprof.spec.option` is an option. Whatever goes wrong with it becomes 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 import typer.core
 
 from memprof.cli.streams import say
+from memprof.device.ceiling import ceiling
 from memprof.errors import MemprofError, UsageError
 from memprof.spec import Option, TargetSpec, check_options, option, options_of
+from memprof.units import parse_gib
 
 OUTPUT = "Output"
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -54,6 +58,16 @@ class Shared:
     )
     top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
     force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a command may take for the files that it is given. It runs below that."""
+
+    max_memory: int | None = option(
+        None, "Memory", "Memory that reading and analysing the files may take, such as 4GiB.", metavar="GIB",
+        unset="2 GiB, or what files of their size take", parse=parse_gib,
+    )  # fmt: skip
 
 
 def again(
@@ -181,7 +195,11 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     def call(*, debug: bool, **values: Any) -> None:
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:
-            function(**values, **{group: _build(kind, given[group]) for group, kind in groups.items()})
+            built = {group: _build(kind, given[group]) for group, kind in groups.items()}
+            reading = next((one for one in built.values() if isinstance(one, Reading)), None)
+            files = [value for value in values.values() if isinstance(value, Path)]
+            with contextlib.nullcontext() if reading is None else ceiling(reading.max_memory, files):
+                function(**values, **built)
         except MemprofError as error:
             if debug:
                 raise

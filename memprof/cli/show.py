@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import again
+from memprof.cli.options import Reading, again
 from memprof.cli.output import Told, exit_code, print_document
 
 
@@ -21,7 +21,9 @@ class Shown(Told):
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="A capture that `memprof profile --save` wrote.")], shown: Shown
+    file: Annotated[Path, typer.Argument(help="A capture that `memprof profile --save` wrote.")],
+    shown: Shown,
+    reading: Reading,
 ) -> None:
     """Show the report of a saved capture. Needs neither torch nor the model."""
     from memprof.flows.account import analyze

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.allocator import AllocatorConfig, CardMemory, config_from_environment, parse_config
-from memprof.device.host import available_bytes
+from memprof.device.ceiling import MEMORY_PER_BYTE, allow_more, ceiling_bytes
 from memprof.errors import UsageError
 from memprof.recording.from_trace import Converted, Slice, snapshot_of
 from memprof.recording.recording import Recording, Steps, recordings
@@ -29,10 +29,6 @@ from memprof.trace.events import EventKind, Trace
 from memprof.trace.files import check_place
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
-
-MEMORY_PER_BYTE = 12
-"""Bytes of memory that reading and analysing takes per byte of a snapshot, at most; tests/benchmarks/analyze.py
-measures it."""
 
 GZIP = b"\x1f\x8b"
 PICKLE = b"\x80"
@@ -166,13 +162,12 @@ def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
 
 def _check_memory(path: Path, size: int) -> None:
     """Refuse what would not fit, before it takes the machine down."""
-    available = available_bytes()
-    if available is not None and size * MEMORY_PER_BYTE > available:
+    needed, most = size * MEMORY_PER_BYTE, ceiling_bytes(path)
+    if needed > most:
         raise UsageError(
-            f"the file needs up to {format_bytes(size * MEMORY_PER_BYTE)} of memory to be read, and "
-            f"{format_bytes(available)} are available",
+            f"the file needs up to {format_bytes(needed)} of memory to be read, and it may take {format_bytes(most)}",
             value=f"{path} ({format_bytes(size)})",
-            hint="record fewer events (max_entries=100000), or read it on a larger machine",
+            hint=f"record fewer events (max_entries=100000), or {allow_more(needed)}",
         )
 
 

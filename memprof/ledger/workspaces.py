@@ -30,7 +30,7 @@ class Workspaces:
         taken = {one.event: one.num_bytes for one in calls if one.num_bytes}
         return cls(
             taken.get(peak_event, 0),
-            max(num_bytes for event, num_bytes in enumerate(allocated) if event not in taken),
+            max((num_bytes for event, num_bytes in enumerate(allocated) if event not in taken), default=0),
             max(
                 allocated[peak_event],
                 *(allocated[one.event - 1] + round_size(one.most_bytes) for one in calls),

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memprof.device.host import available_bytes
+from memprof.device.ceiling import allow_more, ceiling_bytes
 from memprof.errors import UsageError
 from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
 from memprof.trace.files import Form, write_whole
@@ -30,9 +30,6 @@ _FORMAT = "memprof capture"
 CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
 _LONG = ("events", "storages", "owners", "work", "times")
 """As long as the run: read row by row, without a look at each value's type."""
-_MOST_PACKED = 100
-"""Captures unpack to some ten times their size; one that claims more is there to fill the memory."""
-_SMALL_BYTES = 16 << 20
 _MEMORY_PER_BYTE = 25
 """Python's objects for a byte of JSON, at most: an empty list of 56 bytes, and its place in another, for three."""
 _DEVICE = re.compile(r"[a-z]+(:[0-9]{1,4})?")
@@ -77,12 +74,12 @@ def load_trace(path: Path) -> Trace:
     """
     try:
         with gzip.open(path, "rb") as file:
-            most = _most_unpacked(path)
+            most = ceiling_bytes(path) // _MEMORY_PER_BYTE
             text = file.read(most + 1)
         if len(text) > most:
             raise UsageError(
                 "the capture unpacks to more than memprof reads of it", value=f"{path} (over {format_bytes(most)})",
-                hint="record fewer steps, or read it on a machine with more memory",
+                hint=f"record fewer steps, or {allow_more((most + 1) * _MEMORY_PER_BYTE)}",
             )  # fmt: skip
         document = json.loads(text, parse_constant=_no_number)
     except FileNotFoundError:
@@ -124,12 +121,6 @@ class _Owned(NamedTuple):
 
 class _Time(NamedTuple):
     time: int
-
-
-def _most_unpacked(path: Path) -> int:
-    available = available_bytes()
-    by_packing = max(_SMALL_BYTES, path.stat().st_size * _MOST_PACKED)
-    return by_packing if available is None else min(by_packing, available // _MEMORY_PER_BYTE)
 
 
 def _trace(document: dict[str, Any]) -> Trace:
@@ -183,6 +174,8 @@ def _check(trace: Trace) -> None:
     for work in trace.work:
         if not (0 <= work.phase < len(trace.phases) and 0 <= work.op < len(trace.ops)):
             raise ValueError("some work points outside its tables")
+    if any(not 0 < workspace.event <= len(trace.events) for workspace in trace.workspaces):
+        raise ValueError("a workspace points outside the events")
     for module in trace.modules:
         if module.role is ModuleRole.LAYER:
             _ = module.number

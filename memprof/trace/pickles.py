@@ -1,7 +1,8 @@
-"""A pickle that can hold nothing but plain values: it constructs no object, imports no name and cannot blow up.
+"""A pickle that can hold nothing but plain values: it constructs no object, imports no name and takes its time.
 
 The unpickler of the standard library runs what a file tells it to. Here every name that a file asks for is refused, and
-before anything is built the opcodes are walked, so that a size or an index that lies cannot make it take memory.
+before anything is built the opcodes are walked, so that a size or an index that lies cannot make it take memory, nor
+thousands of keys of one hash make it take forever. What memory it may take is the caller's to say: MemoryError passes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class BrokenPickle(Exception):
 
 
 def load_plain(data: bytes) -> object:
-    """The value in `data`: dicts, lists, tuples, sets, strings, bytes, numbers, booleans and None.
+    """The value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
 
     Raises:
         ForbiddenGlobal: it asks for anything else.
@@ -33,10 +34,8 @@ def load_plain(data: bytes) -> object:
     _walk(data)
     try:
         return _Plain(io.BytesIO(data)).load()
-    except ForbiddenGlobal:
+    except (ForbiddenGlobal, MemoryError):
         raise
-    except (MemoryError, RecursionError) as error:
-        raise BrokenPickle(f"it cannot be held in memory ({type(error).__name__})") from None
     except Exception as error:  # the standard library raises nearly anything for a damaged pickle
         raise BrokenPickle(str(error) or type(error).__name__) from None
 
@@ -49,16 +48,28 @@ class _Plain(pickle.Unpickler):
         raise ForbiddenGlobal(f"persistent id {pid!r}")
 
 
-_UNKNOWN, _TWO_LINES, _INDEX4 = -100, -101, -102
+_UNKNOWN, _TWO_LINES, _INDEX4, _TUPLE, _LONG, _NUMBER = -100, -101, -102, -103, -104, -105
+_LONG_BYTES = 9
+"""Of a number, with its sign: of longer ones, any number have one hash."""
+_NUMBER_CHARACTERS = 24
+_MOST_TUPLES = 10_000
+"""Beside pairs of short numbers, which name memory pools: of others one can make any number with one hash."""
+_NEVER = ("EMPTY_SET", "FROZENSET", "LONG4")
+_SHORT = rb"(?:K.|M..|J....)"
+_PAIR = rb"%b{2}\x86|\(%b{2}t" % (_SHORT, _SHORT)
 
 
 def _widths() -> list[int]:
-    """By opcode: the bytes that follow it, or, below 0, how these are found (as in pickletools, and three more)."""
+    """By opcode: the bytes that follow it, or, below 0, how these are found (as in pickletools, and more)."""
     table = [_UNKNOWN] * 256
     for opcode in pickletools.opcodes:
-        table[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
-    table[ord("c")] = table[ord("i")] = _TWO_LINES
-    table[ord("r")] = _INDEX4
+        if opcode.name not in _NEVER:
+            table[ord(opcode.code)] = 0 if opcode.arg is None else opcode.arg.n
+    for code, width in (("c", _TWO_LINES), ("i", _TWO_LINES), ("r", _INDEX4), ("I", _NUMBER), ("L", _NUMBER)):
+        table[ord(code)] = width
+    for code in "t\x85\x86\x87":
+        table[ord(code)] = _TUPLE
+    table[0x8A] = _LONG
     return table
 
 
@@ -73,15 +84,15 @@ def _fixed_run() -> re.Pattern[bytes]:
     for width in sorted({width for width in _WIDTHS if width >= 0}):
         codes = b"".join(re.escape(bytes([c])) for c in range(256) if _WIDTHS[c] == width and c != _STOP)
         kinds.append(b"[" + codes + b"]" + b".{%d}" % width)
-    return re.compile(b"(?:" + b"|".join(kinds) + b"){0,10000}+", re.DOTALL)
+    return re.compile(b"(?:" + b"|".join([_PAIR, *kinds]) + b"){0,10000}+", re.DOTALL)
 
 
 _FIXED_RUN = _fixed_run()
 
 
 def _walk(data: bytes) -> None:
-    """Check that every opcode and its argument lie within `data`, and that memo indices are not huge."""
-    widths, size, at = _WIDTHS, len(data), 0
+    """Check that every opcode and its argument lie within `data`, and that memo indices and numbers are not huge."""
+    widths, size, at, num_tuples = _WIDTHS, len(data), 0, 0
     skip = _FIXED_RUN.match
     while at < size:
         code = data[at]
@@ -96,6 +107,14 @@ def _walk(data: bytes) -> None:
             if code == _STOP:
                 return
             at += width
+        elif width == _TUPLE:
+            num_tuples += 1
+            if num_tuples > _MOST_TUPLES:
+                raise BrokenPickle(f"it has more than {_MOST_TUPLES:,} tuples")
+        elif width == _LONG:
+            if data[at : at + 1] > bytes([_LONG_BYTES]):
+                raise BrokenPickle("a number in it has more than 64 bits")
+            at += 1 + data[at] if at < size else 1
         elif width == pickletools.TAKEN_FROM_ARGUMENT1:
             at += 1 + data[at] if at < size else 1
         elif width in _FOUR:
@@ -115,5 +134,7 @@ def _walk(data: bytes) -> None:
                     raise BrokenPickle("it is truncated")
                 if code == ord("p") and (end - at > 12 or not data[at:end].isdigit() or int(data[at:end]) > size):
                     raise BrokenPickle(_LIES)
+                if width == _NUMBER and end - at > _NUMBER_CHARACTERS:
+                    raise BrokenPickle("a number in it has more than 64 bits")
                 at = end + 1
     raise BrokenPickle("it is truncated")

@@ -18,6 +18,8 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 _MOST = 1 << 63
 """Whole numbers are below: more than any card's bytes, and what converts to a float."""
+_LONGEST = 10_000
+"""Characters of a name, a command or a message."""
 
 
 def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
@@ -26,6 +28,11 @@ def json_name(name: str | None, *, last: bool = False) -> dict[str, Any]:
     With `last` it stands after all others.
     """
     return {"json": name, "last": last}
+
+
+def cut(text: str) -> str:
+    """A text of a file, no longer than anybody reads: a name of megabytes takes minutes to be shown."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 class Plain:
@@ -100,7 +107,7 @@ def from_plain(kind: Any, value: Any) -> Any:
         raise ValueError(f"{value!r} is not of type {kind.__name__}")
     if type(value) is int and not -_MOST <= value < _MOST:
         raise ValueError("a number is out of range")
-    return value
+    return cut(value) if type(value) is str else value
 
 
 def fields_from_plain(kind: type, values: Any) -> dict[str, Any]:
@@ -138,7 +145,7 @@ def rows_from_plain(kind: Any, rows: Any) -> list[Any]:
     for hint, column in zip(_row_types(kind), zip(*rows, strict=True), strict=False):
         is_list = typing.get_origin(hint) is tuple
         _check_column(typing.get_args(hint)[0] if is_list else hint, itertools.chain(*column) if is_list else column)
-        columns.append(map(tuple, column) if is_list else column)
+        columns.append(map(tuple, column) if is_list else map(cut, column) if hint is str else column)
     if columns and len(rows[0]) > len(columns):
         raise ValueError(f"a row of {kind.__name__} has {len(rows[0])} values")
     return list(itertools.starmap(kind, zip(*columns, strict=True)))

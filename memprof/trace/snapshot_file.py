@@ -7,11 +7,12 @@ passed over. Source of the format: torch/csrc/cuda/Module.cpp (`THCPModule_memor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memprof.errors import UsageError
 from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, load_plain
+from memprof.trace.plain import cut
 from memprof.trace.snapshot import (
     EXPORT_KEY,
     Action,
@@ -26,9 +27,9 @@ from memprof.trace.snapshot import (
 
 HINT = 'a snapshot is written by torch.cuda.memory._dump_snapshot("snapshot.pickle")'
 
-MAX_RECORDS = 20_000_000
-"""Blocks, events and frames of different stacks that are read at most: a small file can name the same list over and
-over."""
+_RECORD_BYTES, _FRAME_BYTES = 8, 2
+"""What a block or an event takes of a file at least (torch's take 40), and a frame in a list. A small file can name the
+same one over and over."""
 
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -78,7 +79,7 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
     except BrokenPickle as error:
         raise UsageError(f"not a memory snapshot: {error.args[0]}", value=name, hint=HINT) from None
     try:
-        return _Reader().snapshot(raw)
+        return _Reader(len(data)).snapshot(raw)
     except _WrongStructure as error:
         raise UsageError(f"not a memory snapshot: {error}", value=name, hint=HINT) from None
 
@@ -88,10 +89,14 @@ class _WrongStructure(Exception):
 
 
 class _Reader:
-    """Turns plain values into records; equal frames and stacks are made once."""
+    """Turns plain values into records; equal frames and stacks are made once.
 
-    def __init__(self) -> None:
-        self.records = 0
+    Args:
+        size: bytes of the file, which are spent on what is made of it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.left = size
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
         self.same_frames: dict[Frame, Frame] = {}
@@ -111,9 +116,9 @@ class _Reader:
         found = Snapshot(
             segments=[self.segment(item) for item in _list(top["segments"], "segments")],
             traces=[[self.event(item) for item in _list(trace, "device_traces")] for trace in traces],
-            settings=dict(_mapping(settings, "allocator_settings")),
+            settings=self.plain(settings, "allocator_settings"),
             annotations=[
-                dict(_mapping(item, "external_annotations"))
+                self.plain(item, "external_annotations")
                 for item in _list(top.get("external_annotations", []), "external_annotations")
             ],
             source="simulated" if exported.get("source") == "simulated" else "measured",
@@ -124,7 +129,20 @@ class _Reader:
                 raise _WrongStructure(f"the segments at {before.address:#x} and {after.address:#x} overlap")
         return found
 
+    def plain(self, raw: object, what: str, *, depth: int = 1) -> dict[str, object]:
+        """What is kept as it is, but for containers deeper in it: they may hold themselves."""
+        item = _mapping(raw, what)
+        self.spend(_RECORD_BYTES * len(item))
+        kept: dict[str, object] = {}
+        for key, value in item.items():
+            if isinstance(value, dict) and depth:
+                kept[str(key)] = self.plain(value, what, depth=depth - 1)
+            elif value is None or isinstance(value, str | int | float):
+                kept[str(key)] = cut(value) if isinstance(value, str) else value
+        return kept
+
     def segment(self, raw: object) -> SnapshotSegment:
+        self.spend(_RECORD_BYTES)
         item = _mapping(raw, "a segment")
         address, size = _natural(item, "address"), _natural(item, "total_size")
         at = address
@@ -153,7 +171,7 @@ class _Reader:
         )
 
     def block(self, raw: object, at: int) -> SnapshotBlock:
-        self.count()
+        self.spend(_RECORD_BYTES)
         item = _mapping(raw, "a block")
         state = item.get("state")
         if not isinstance(state, str) or state not in _STATES:
@@ -161,17 +179,18 @@ class _Reader:
         requested = _natural(item, "requested_size") if "requested_size" in item else None
         frames = item.get("frames", [])
         if not frames and "history" in item:  # 2.0: what the block held, newest last
-            history = [_mapping(entry, "history") for entry in _list(item["history"], "history")]
+            history = _list(item["history"], "history")
             if history:
-                frames = history[-1].get("frames", [])
+                last = _mapping(history[-1], "history")
+                frames = last.get("frames", [])
                 if requested is None and _STATES[state] is not BlockState.INACTIVE:
-                    requested = _natural(history[-1], "real_size")
+                    requested = _natural(last, "real_size")
         return SnapshotBlock(
             _natural(item, "address", at), _natural(item, "size"), requested, _STATES[state], self.stack(frames)
         )
 
     def event(self, raw: object) -> SnapshotEvent:
-        self.count()
+        self.spend(_RECORD_BYTES)
         item = _mapping(raw, "an event")
         name = item.get("action")
         if not isinstance(name, str) or name not in _ACTIONS:
@@ -198,7 +217,7 @@ class _Reader:
             key = tuple(map(id, items))
             known = self.raw_stacks.get(key)
             if known is None:
-                self.count(len(items))
+                self.spend(_FRAME_BYTES * len(items))
                 frames = tuple([self.frame(item) for item in items])
                 known = self.same_stacks.setdefault(tuple(map(id, frames)), frames)
                 self.raw_stacks[key] = known
@@ -213,15 +232,15 @@ class _Reader:
             filename, name = item.get("filename", ""), item.get("name", "")
             if not isinstance(filename, str) or not isinstance(name, str):
                 raise _WrongStructure("a frame's filename or name is no text")
-            frame = Frame(filename, _natural(item, "line", 0), name)
+            frame = Frame(cut(filename), _natural(item, "line", 0), cut(name))
             known = self.frames[id(raw)] = self.same_frames.setdefault(frame, frame)
             self.kept.append(raw)
         return known
 
-    def count(self, more: int = 1) -> None:
-        self.records += more
-        if self.records > MAX_RECORDS:
-            raise _WrongStructure(f"it has more than {MAX_RECORDS:,} blocks, events and frames")
+    def spend(self, num_bytes: int) -> None:
+        self.left -= num_bytes
+        if self.left < 0:
+            raise _WrongStructure("it names the same blocks, events or frames over and over")
 
 
 def _show(value: object) -> str:
@@ -239,10 +258,10 @@ def _mapping(raw: object, what: str) -> Mapping[str, object]:
     return raw
 
 
-def _list(raw: object, what: str) -> list[object]:
+def _list(raw: object, what: str) -> Sequence[object]:
     if not isinstance(raw, list | tuple):
         raise _WrongStructure(f"{what} is no list")
-    return raw if isinstance(raw, list) else list(raw)
+    return raw
 
 
 def _natural(item: Mapping[str, object], key: str, default: int | None = None) -> int:

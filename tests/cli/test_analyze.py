@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-from memprof.flows import recordings
 from memprof.report.export.memory_viz import as_plain, write_snapshot
 from tests.cli.test_errors import assert_refused
 from tests.unit.recording.builder import MIB, Program, stack, training
@@ -179,8 +178,10 @@ def test_truncated_snapshots(memprof, snapshot):
 
 
 def test_a_file_that_memory_does_not_hold(memprof, snapshot, monkeypatch):
-    monkeypatch.setattr(recordings, "available_bytes", lambda: 1000)
-    assert_refused(memprof("analyze", snapshot), "of memory to be read", "1000 bytes are available", "max_entries")
+    assert_refused(
+        memprof("analyze", snapshot, "--max-memory", "1000b"),
+        "of memory to be read", "it may take 1000 bytes", "max_entries", "--max-memory 1\n",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,37 @@
+"""Real files, of which hostile ones are made."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from memprof.report.export.memory_viz import as_plain
+from memprof.trace.facts import DeviceFacts, Facts
+from memprof.trace.io import save_trace
+from tests.golden.test_report import training_run
+from tests.unit.recording.builder import training
+
+
+@functools.cache
+def _capture() -> bytes:
+    trace = training_run()
+    trace.facts = Facts(device=DeviceFacts("Card", 8 << 30, 7 << 30))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run"
+        save_trace(trace, file)
+        return file.read_bytes()
+
+
+def capture() -> dict[str, Any]:
+    """What a capture of a small run has in it."""
+    return json.loads(gzip.decompress(_capture()))
+
+
+def snapshot() -> dict[str, Any]:
+    """What a snapshot of a small run has in it."""
+    return pickle.loads(pickle.dumps(as_plain(training(leak=True).snapshot())))

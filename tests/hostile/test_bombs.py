@@ -1,0 +1,38 @@
+"""Small files that would take all memory or all time, before each reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hostile import bombs
+from tests.hostile.documents import capture
+from tests.hostile.harmless import assert_harmless, run, untouched
+
+COMMANDS = ("analyze", "show", "compare", "export")
+_IN_EVERY_RUN = ("shared_events", "colliding_tuples", "empty_dicts", "long names", "the deepest list", "only blanks")
+
+
+def _cases() -> list[object]:
+    found = [(made.__name__, command) for made in bombs.SNAPSHOTS for command in ("analyze", "compare", "export")]
+    found += [(name, command) for name in bombs.CAPTURES for command in COMMANDS]
+    marks = {True: (), False: (pytest.mark.nightly,)}
+    return [
+        pytest.param(*case, marks=marks[case[0] in _IN_EVERY_RUN and case[1] == "analyze"], id="-".join(case))
+        for case in found
+    ]
+
+
+INPUTS = {"bombs, before each reader": len(_cases())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "command"), _cases())
+def test_a_bomb(tmp_path: Path, name: str, command: str) -> None:
+    file = tmp_path / "bomb"
+    file.write_bytes(bombs.CAPTURES[name](capture()) if name in bombs.CAPTURES else getattr(bombs, name)())
+    before = untouched(tmp_path)
+    others = {"compare": (file,), "export": ("--to", tmp_path.parent / "bomb.json", "--force")}
+    assert_harmless(run(command, file, *others.get(command, ())))
+    assert untouched(tmp_path) == before

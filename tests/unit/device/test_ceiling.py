@@ -1,0 +1,61 @@
+"""The memory that reading may take: foretold by size, moved by an option, kept by the system."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import pytest
+
+from memprof.device import ceiling as module
+from memprof.device.ceiling import LEAST_BYTES, ceiling, ceiling_bytes
+from memprof.errors import UsageError
+
+MIB = 1 << 20
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the system keeps no such limit")
+
+
+def test_by_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "available_bytes", lambda: None)
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    plain.write_bytes(b"\x80\x04")
+    packed.write_bytes(b"\x1f\x8b")
+    assert ceiling_bytes() == ceiling_bytes(plain, packed) == ceiling_bytes(tmp_path, tmp_path / "none") == LEAST_BYTES
+    with plain.open("r+b") as one, packed.open("r+b") as other:  # holes take no room
+        one.truncate(1 << 30)
+        other.truncate(1 << 24)
+    assert ceiling_bytes(plain) == 12 << 30
+    assert ceiling_bytes(packed, plain) == (400 << 24) + (12 << 30)
+    monkeypatch.setattr(module, "available_bytes", lambda: 3 << 30)
+    assert ceiling_bytes(plain) == 3 << 30
+
+
+def test_what_is_given_holds_inside(tmp_path):
+    with ceiling(5 << 40):
+        assert ceiling_bytes(tmp_path) == 5 << 40
+    assert ceiling_bytes(tmp_path) <= LEAST_BYTES
+
+
+@on_linux
+def test_the_system_keeps_it(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(UsageError) as caught, ceiling(64 * MIB, [tmp_path / "bomb"]):
+        bytearray(128 * MIB)
+    assert str(caught.value) == (
+        "reading this takes more memory than it may\n"
+        f"  value: {tmp_path / 'bomb'} (over 64.00 MiB)\n"
+        "  hint:  if you trust it, let it take more: --max-memory 1"
+    )
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert len(bytearray(128 * MIB)) == 128 * MIB
+
+
+@on_linux
+def test_a_limit_of_the_process_stays():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (8 << 40, before[1]))
+    try:
+        with ceiling(16 << 40):
+            assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 8 << 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
