@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the script's name is the script's, whatever it looks like."""
-PATIENCE = 2
-"""Steps beyond the second, while memory still grows from step to step."""
+PATIENCE = 6
+"""Steps beyond the second, while memory still grows from step to step: a window over the last few fills by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def run(
     """Run a training script as it is on a virtual GPU, and say where its memory goes.
 
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
-    optimizer step, when memory has reached its steady state; after its fourth at the latest, if it still grows. With
+    optimizer step, when memory has reached its steady state; after its eighth at the latest, if it still grows. With
     --steps 200, what is reserved over steps whose batches differ. With --json, what it prints goes to stderr. Exit code
     0: it fits; 3: it does not; 1: no verdict, for something cannot be simulated, or too little was seen; if the script
     fails by itself, its own.

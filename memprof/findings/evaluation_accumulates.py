@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memprof.findings import memory_growth
 from memprof.findings.calls import loops, made_in
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
@@ -10,8 +11,9 @@ from memprof.findings.growth import (
     fix_evidence,
     holder_evidence,
     kept_by,
-    pile_evidence,
     piles,
+    piles_evidence,
+    same_holder,
     until_full,
 )
 from memprof.trace.events import NONE, Forward, Holder
@@ -28,13 +30,13 @@ _TRAINER = "transformers/trainer"
 
 @rule(60)
 def find(context: Context) -> list[Finding]:
-    """One finding for each holder; `num_bytes` is the most that one loop has left on the card after its last call.
+    """One finding for each module; `num_bytes` is the most that one loop has left on the card after its last call.
 
     Outputs of the model count, and what the program makes of them outside of every module. What modules keep for
-    themselves does not, nor a KV cache.
+    themselves does not, nor a KV cache, nor what a holder goes on keeping from step to step: that is memory growth.
     """
     trace = context.ledger.trace
-    found: dict[tuple[int, Holder | None], tuple[int, Finding]] = {}
+    found: dict[int, Finding] = {}
     for loop in loops(trace, lambda forward: forward.nodes == 0):
         outputs = {index for forward in loop for index in forward.outputs}
         candidates = [
@@ -42,37 +44,45 @@ def find(context: Context) -> list[Finding]:
             for index in made_in(context, loop[0].begin, loop[-1].end)
             if trace.storages[index].module == NONE or index in outputs
         ]
-        grown = piles(context, candidates, [forward.end - 1 for forward in loop])
-        for holder, group in by_holder(trace, grown).items():
-            per_call = sum(pile.per_round for pile in group)
-            if per_call < MIN_BYTES or (holder is not None and holder.limit is not None):
-                continue
-            left = sum(context.lives.sum_bytes(pile.storages) for pile in group)
-            if left > found.get((loop[0].module, holder), (0, None))[0]:
-                finding = _finding(context, loop, holder, group, per_call, left)
-                found[loop[0].module, holder] = (left, finding)
-    return [finding for _, finding in found.values()]
+        groups = by_holder(trace, piles(context, candidates, [forward.end - 1 for forward in loop]))
+        told = {same_holder(holder) for holder in memory_growth.grown(context)} if groups else set()
+        kept = {
+            holder: group
+            for holder, group in groups.items()
+            if _per_call(group) >= MIN_BYTES
+            and (holder is None or (holder.limit is None and same_holder(holder) not in told))
+        }
+        left = sum(context.lives.sum_bytes(pile.storages) for group in kept.values() for pile in group)
+        before = found.get(loop[0].module)
+        if kept and (before is None or left > (before.num_bytes or 0)):
+            found[loop[0].module] = _finding(context, loop, kept, left)
+    return list(found.values())
 
 
-def _finding(
-    context: Context, loop: list[Forward], holder: Holder | None, group: list[Pile], per_call: int, left: int
-) -> Finding:
+def _per_call(group: list[Pile]) -> int:
+    return sum(pile.per_round for pile in group)
+
+
+def _finding(context: Context, loop: list[Forward], kept: dict[Holder | None, list[Pile]], left: int) -> Finding:
     trace = context.ledger.trace
     name = trace.modules[loop[0].module].class_name
+    per_call = sum(map(_per_call, kept.values()))
     title = (
         f"Outputs of {len(loop)} calls of {name} without gradients stay on the card: {format_bytes(per_call)} more a "
-        f"call, {format_bytes(left)} after the last{kept_by(holder)}"
+        f"call, {format_bytes(left)} after the last{kept_by(*kept)}"
     )
-    evidence = [holder_evidence(holder)]
-    evidence += [pile_evidence(trace, pile, "call") for pile in group]
-    if holder is not None and holder.batches is not None:
-        whole = holder.batches * per_call
-        text = f"the data loader has {holder.batches:,} batches: {format_bytes(whole)} over all of it"
+    evidence = []
+    for holder, group in kept.items():
+        evidence += [holder_evidence(holder), *piles_evidence(trace, group, "call")]
+    batches = next((holder.batches for holder in kept if holder is not None and holder.batches is not None), None)
+    if batches is not None:
+        whole = batches * per_call
+        text = f"the data loader has {batches:,} batches: {format_bytes(whole)} over all of it"
         evidence.append(Evidence(text, num_bytes=whole))
     full = until_full(context, per_call, "call")
     if full is not None:
         evidence.append(full)
-    evidence.append(_fix(context, holder, group))
+    evidence += dict.fromkeys(_fix(context, holder, group) for holder, group in kept.items())
     severity = Severity.WARNING if per_call >= WARNING_BYTES else Severity.NOTE
     return Finding("evaluation-accumulates", severity, title, left, tuple(evidence), ())
 

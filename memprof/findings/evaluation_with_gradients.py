@@ -7,7 +7,7 @@ import bisect
 from memprof.findings.calls import loops, made_in, training_times
 from memprof.findings.evidence import file_and_line, percent, plural
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import holder_evidence, holder_of, pile_evidence, piles
+from memprof.findings.growth import by_holder, holder_evidence, kept_by, piles, piles_evidence
 from memprof.trace.events import NONE, Forward
 from memprof.units import format_bytes
 
@@ -70,23 +70,23 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     source = None if calls[0].source == NONE else trace.sources[calls[0].source]
     at = file_and_line(source)
     share = percent(num_bytes, context.ledger.peak_bytes)
+    longest = max(certain, key=len)
+    grown = piles(
+        context, made_in(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
+    )
+    groups = by_holder(trace, grown)
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
-        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes"
+        f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{kept_by(*groups)}"
     )
     nodes = max(forward.nodes for forward in calls)
     evidence = [
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
-    longest = max(certain, key=len)
-    grown = piles(
-        context, made_in(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
-    )
     if grown:
-        holder = holder_of(trace, grown[0], {pile.key for pile in grown})
         evidence.append(Evidence("it piles up from call to call, for the outputs are kept with their graph:"))
-        evidence.append(holder_evidence(holder))
-        evidence += [pile_evidence(trace, pile, "call") for pile in grown]
+        evidence += map(holder_evidence, groups)
+        evidence += piles_evidence(trace, grown, "call")
     evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {at}", source=source))
     severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())

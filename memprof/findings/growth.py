@@ -2,8 +2,8 @@
 
 Tensors of one operator, line and module are counterparts (modules of other layers are the same one). The bytes of
 those that have outlived a whole round make a curve; it grows if it never falls, rises at least twice, and has not come
-to rest. A tensor that waits for its successor, and a window over the last few, come to rest; what is built once rises
-once.
+to rest: neither it nor the making of more. A tensor that waits for its successor, and a window over the last few, come
+to rest; what is built once rises once; a cache that is full makes no more.
 
 `everything = torch.cat([everything, new])` leaves no tensor behind and grows all the same. Tensors that are joined
 count from the first moment, if nearly all that the last has was added by the rounds: batches that happen to grow
@@ -25,6 +25,9 @@ from memprof.trace.events import Holder, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
+
+MOST_SHOWN = 6
+"""Kinds of tensors in the evidence."""
 
 MAX_ROUNDS = 10_000_000
 """Runs are shorter: a card that lasts for more is not filled."""
@@ -62,7 +65,7 @@ def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> 
     joins = {number for number, op in enumerate(context.ledger.trace.ops) if op in _JOINS}
     for key, members in groups.items():
         curve = _curve(context, members, moments, lasting=True)
-        grown = grows(curve)
+        grown = grows(curve, rounds_without(context, members, moments))
         if not grown and key[0] in joins:
             curve = _curve(context, members, moments, lasting=False)
             grown = grows(curve) and curve[-1] <= 2 * _median_rise(curve) * len(curve)
@@ -72,12 +75,17 @@ def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> 
     return sorted(result, key=lambda pile: -pile.num_bytes)
 
 
-def grows(curve: Sequence[int]) -> bool:
-    """Whether bytes at the ends of rounds go on growing."""
+def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
+    """The rounds at the end in which none of `members` was made."""
+    return len(moments) - 1 - bisect.bisect_left(moments, max(context.lives.births[index] for index in members))
+
+
+def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
+    """Whether bytes at the ends of rounds go on growing; in so many rounds at the end nothing was made."""
     rises = [round_ for round_, (before, after) in enumerate(pairwise(curve), 1) if after > before]
     if len(rises) < 2 or any(after < before for before, after in pairwise(curve)):
         return False
-    at_rest = len(curve) - 1 - rises[-1]
+    at_rest = max(len(curve) - 1 - rises[-1], rounds_without)
     return at_rest == 0 or at_rest < max(after - before for before, after in pairwise(rises))
 
 
@@ -113,19 +121,28 @@ def keys_of(trace: Trace, holder: Holder) -> set[Key]:
 
 
 def by_holder(trace: Trace, grown: list[Pile]) -> dict[Holder | None, list[Pile]]:
-    """The piles that each holder keeps; None: it was not seen."""
+    """The piles that each holder keeps, by what was seen of it first; None: it was not seen."""
     members = {pile.key for pile in grown}
     groups: dict[Holder | None, list[Pile]] = defaultdict(list)
+    first: dict[tuple[object, ...], Holder] = {}
     for pile in grown:
-        groups[holder_of(trace, pile, members)].append(pile)
+        holder = holder_of(trace, pile, members)
+        if holder is not None:
+            holder = first.setdefault(same_holder(holder), holder)
+        groups[holder].append(pile)
     return groups
+
+
+def same_holder(holder: Holder | None) -> tuple[object, ...]:
+    """What is equal in one holder that was seen several times."""
+    return () if holder is None else (holder.kind, holder.name, holder.source)
 
 
 # -- who keeps it ---------------------------------------------------------------------------------------------------
 
 
 def holder_of(trace: Trace, pile: Pile, members: set[Key]) -> Holder | None:
-    """Who keeps a pile: whoever was seen holding tensors of its kind; else the graph of the only one that has a graph.
+    """Who keeps a pile: whoever was seen holding tensors of its kind; else the largest graph of those that have one.
 
     `members` are the keys of everything that grows.
     """
@@ -133,7 +150,7 @@ def holder_of(trace: Trace, pile: Pile, members: set[Key]) -> Holder | None:
     if own:
         return max(own, key=lambda holder: len(holder.storages))
     graphs = [h for h in trace.holders if h.nodes and (keys_of(trace, h) & members or is_running_sum(h))]
-    return graphs[0] if len(graphs) == 1 else None
+    return max(graphs, key=lambda holder: (holder.node_steps, holder.nodes), default=None)
 
 
 def is_running_sum(holder: Holder) -> bool:
@@ -147,11 +164,14 @@ def called(holder: Holder) -> str:
     return f"{'attribute' if kind == 'variable' and '.' in holder.name else kind} `{holder.name}`"
 
 
-def kept_by(holder: Holder | None) -> str:
-    """The holder for a title, and the line that fills it."""
-    if holder is None:
-        return ""
-    return f", kept by {called(holder)}" + (f" ({file_and_line(holder.source)})" if holder.fills else "")
+def kept_by(*holders: Holder | None) -> str:
+    """The holders that were seen, for a title, and the lines that fill them."""
+    seen = [
+        called(holder) + (f" ({file_and_line(holder.source)})" if holder.fills else "")
+        for holder in holders
+        if holder is not None
+    ]
+    return f", kept by {' and '.join(seen)}" if seen else ""
 
 
 def fix_evidence(holder: Holder | None, what: str) -> Evidence:
@@ -176,7 +196,19 @@ def holder_evidence(holder: Holder | None) -> Evidence:
     return Evidence(text, source=holder.source)
 
 
-def pile_evidence(trace: Trace, pile: Pile, per: str) -> Evidence:
+def piles_evidence(trace: Trace, group: Sequence[Pile], per: str) -> list[Evidence]:
+    """What piles up, the most first; of more than MOST_SHOWN the others in one line."""
+    ordered = sorted(group, key=lambda pile: -pile.per_round)
+    lines = [_pile_evidence(trace, pile, per) for pile in ordered[:MOST_SHOWN]]
+    others = ordered[MOST_SHOWN:]
+    if others:
+        num_bytes = sum(pile.per_round for pile in others)
+        text = f"and {plural(len(others), 'kind')} of tensors more: {format_bytes(num_bytes)} more a {per}"
+        lines.append(Evidence(text, num_bytes=num_bytes))
+    return lines
+
+
+def _pile_evidence(trace: Trace, pile: Pile, per: str) -> Evidence:
     """What piles up: a tensor, its line, bytes per round, how many are alive."""
     # The largest, of equal ones the last: one line may join logits, labels and losses.
     shown = max(pile.storages, key=lambda index: (trace.storages[index].num_bytes, index))

@@ -12,12 +12,13 @@ from memprof.findings.growth import (
     is_running_sum,
     kept_by,
     keys_of,
-    pile_evidence,
     piles,
+    piles_evidence,
+    same_holder,
     until_full,
 )
 from memprof.ledger.steps import training_steps
-from memprof.trace.events import Holder
+from memprof.trace.events import MADE_ANEW, Holder, Role, Trace
 from memprof.units import format_bytes
 
 MIN_BYTES = 64 << 10
@@ -33,31 +34,45 @@ both steps they can."""
 
 @rule(50)
 def find(context: Context) -> list[Finding]:
-    """One finding for each holder; `num_bytes` is what has piled up when the last step ends, beyond the first step.
+    """One finding for each holder; `num_bytes` is what has piled up when the last step ends, beyond the first step."""
+    steps = training_steps(context.ledger.trace, context.ledger.allocated)
+    findings = [_finding(context, holder, group, len(steps)) for holder, group in grown(context).items()]
+    return [finding for finding in findings if finding is not None]
 
-    What has a role (gradients, optimizer state, buffers) may grow as it likes: parameters get their first gradient in
-    any step. A step's own tensors must outlive it. A container of limited length is not told of.
+
+def grown(context: Context) -> dict[Holder | None, list[Pile]]:
+    """What piles up over the training steps, by who keeps it.
+
+    What has a role (optimizer state, buffers) may grow as it likes; inputs and gradients count once others have come in
+    their place, for parameters get their first gradient in any step. A step's own tensors must outlive it. A container
+    of limited length is not told of.
     """
     ledger, trace = context.ledger, context.ledger.trace
     steps = training_steps(trace, ledger.allocated)
     if not steps:
-        return []
+        return {}
     births = context.lives.births
+    anew = _replaced(trace)
     candidates = [
         index
         for index, storage in enumerate(trace.storages)
         if births[index] >= steps[0].begin
         and storage.device == trace.device
         and not storage.hidden
-        and index not in trace.owners
+        and (index not in trace.owners or index in anew)
     ]
-    grown = piles(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
-    groups = by_holder(trace, grown)
+    found = piles(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
+    groups = by_holder(trace, found)
     for holder in trace.holders:
-        if is_running_sum(holder):
-            groups.setdefault(holder, [])
-    findings = [_finding(context, holder, group, len(steps)) for holder, group in groups.items()]
-    return [finding for finding in findings if finding is not None]
+        if is_running_sum(holder) and same_holder(holder) not in {same_holder(one) for one in groups}:
+            groups[holder] = []
+    return groups
+
+
+def _replaced(trace: Trace) -> set[int]:
+    """Inputs, and gradients that are not the last of their parameter."""
+    last = {owner.name: index for index, owner in trace.owners.items() if owner.role is Role.GRADIENT}
+    return {index for index, owner in trace.owners.items() if owner.role in MADE_ANEW and last.get(owner.name) != index}
 
 
 def _finding(context: Context, holder: Holder | None, group: list[Pile], num_steps: int) -> Finding | None:
@@ -67,7 +82,7 @@ def _finding(context: Context, holder: Holder | None, group: list[Pile], num_ste
         return None
     trace = context.ledger.trace
     evidence = [holder_evidence(holder)]
-    evidence += [pile_evidence(trace, pile, "step") for pile in group]
+    evidence += piles_evidence(trace, group, "step")
     if holder is not None and has_graph:
         evidence.append(_graph(context, holder, group))
     full = until_full(context, per_step, "step")

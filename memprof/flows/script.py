@@ -102,7 +102,12 @@ def run_script(
         trace.facts,
         command="run",
         program=ProgramFacts(
-            tuple(program.command), outcome.ended.value, outcome.exit_code, _training_steps(trace, outcome.ended), fixes
+            tuple(program.command),
+            outcome.ended.value,
+            outcome.exit_code,
+            _training_steps(trace, outcome.ended),
+            fixes,
+            any(not forward.training for forward in trace.forwards),
         ),
         device=dataclasses.replace(on, host_memory_bytes=host_memory_bytes),
         allocator=settings.read().facts,

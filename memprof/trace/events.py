@@ -150,6 +150,10 @@ class Role(enum.StrEnum):
     """Taken by torch.distributed: buckets, gathered parameters, what collectives lay flat."""
 
 
+MADE_ANEW = frozenset({Role.INPUT, Role.GRADIENT})
+"""What each step has of its own; the rest of what has a role is there for the whole run."""
+
+
 class Owner(NamedTuple):
     """The role of a storage and the name it has in that role, such as `model.norm.weight` or `exp_avg`."""
 

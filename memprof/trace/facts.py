@@ -75,6 +75,8 @@ class ProgramFacts:
     """Training steps that it began; none where nothing is learned."""
     fixes: tuple[str, ...]
     """Remedies in force."""
+    evaluated: bool = True
+    """Whether it called a model in eval mode; True too where that was not noted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.trace.events import HOST, NONE, Forward, PhaseKind
+from memprof.trace.events import HOST, MADE_ANEW, NONE, Forward, PhaseKind, Storage
 from memprof.watch.caches import tensors_in
 from memprof.watch.holders import Search
 from memprof.watch.recorder import Recorder
@@ -26,8 +26,8 @@ MAX_SEARCHES = 8
 """In one run. Each looks through all objects of the process, some tens of milliseconds."""
 
 _sequence_number = torch._C._autograd._get_sequence_nr
-_Key = tuple[int, int]
-"""Operator and line: what makes the counterparts of one tensor in other steps."""
+_Key = tuple[int, int, int, str, int]
+"""Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps."""
 
 
 class GrowthWatch:
@@ -138,15 +138,20 @@ class GrowthWatch:
                 yield index
 
     def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
-        """Bytes on the card by key, of what was made from `first` on and has no role."""
+        """Bytes on the card by key, of what was made from `first` on and may pile up."""
         trace = self._recorder.trace
         held: dict[_Key, int] = defaultdict(int)
         for index in self._recorder.live.values() if among is None else among:
-            if index >= first and index not in trace.owners:
+            if index >= first and self._may_pile_up(index):
                 storage = trace.storages[index]
                 if storage.device != HOST:
-                    held[storage.op, storage.source] += storage.num_bytes
+                    held[_key(storage)] += storage.num_bytes
         return held
+
+    def _may_pile_up(self, index: int) -> bool:
+        """Whether a storage has no role, or one that storages of every step have."""
+        owner = self._recorder.trace.owners.get(index)
+        return owner is None or owner.role in MADE_ANEW
 
     def _explain(self, grown: set[_Key], first: int) -> None:
         """Look for who keeps these, and note it in the trace."""
@@ -159,10 +164,14 @@ class GrowthWatch:
         targets: dict[int, _Key] = {}
         for index in self._recorder.live.values():
             storage = trace.storages[index]
-            key = (storage.op, storage.source)
-            if index >= first and key in grown and index not in trace.owners and storage.device != HOST:
+            key = _key(storage)
+            if index >= first and key in grown and self._may_pile_up(index) and storage.device != HOST:
                 targets[index] = key
         trace.holders += self._search.holders_of(targets)
+
+
+def _key(storage: Storage) -> _Key:
+    return storage.op, storage.source, storage.module, storage.dtype, len(storage.shape)
 
 
 class _Looks:

@@ -7,11 +7,12 @@ frames.
 from __future__ import annotations
 
 import bisect
+import functools
 import gc
 import inspect
 import sys
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -24,8 +25,11 @@ from memprof.trace.events import NONE, Holder
 from memprof.watch.recorder import Recorder
 from memprof.watch.source_lines import line_of_class, line_of_code, line_that_fills
 
-MAX_DEPTH = 5
-"""Containers in containers, up to a name."""
+MAX_DEPTH = 10
+"""Containers in containers, up to a name: a list of models holds parameters at the sixth."""
+
+MOST = 0.9
+"""Of what an object holds: a part of it that has so much is the one to name."""
 
 MAX_OBJECTS = 50_000
 """Of one depth; more is a sign that the search has left the program."""
@@ -33,10 +37,12 @@ MAX_OBJECTS = 50_000
 MAX_NODES = 200_000
 """Autograd nodes that are counted."""
 
+_MOST_PARTS = 64
+"""Of a container, among which running sums are looked for."""
 _SUM_NODES = 2_000
 """Of a running sum's graph, nearest first: the sums of several steps are among them."""
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_PASSED_OVER = (types.ModuleType, types.FrameType, type, types.MethodType, types.BuiltinFunctionType, types.CodeType)
+_PASSED_OVER = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 _IN_FORWARD_ORDER = 1 << 62
 """Nodes that accumulate gradients have a sequence number beyond all others, for they run first."""
 
@@ -50,6 +56,8 @@ class _Name:
     """Of the function whose variable it is."""
     owner: type | None = None
     """Of an attribute: the class."""
+    is_global: bool = False
+    """Whether it is one, which any function may fill; `code` is of one that sees it."""
 
 
 @dataclass(slots=True)
@@ -78,25 +86,32 @@ class Search:
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
         """Who keeps these storages (by index, with what their counterparts have in common), the fullest first.
 
-        Of counterparts, the one holder that has most of them is named: the last of them is in a variable as well. A
-        variable that is the tensor itself counts where that is the only one, as in `all = torch.cat([all, out])`.
+        Of counterparts, one holder is named, which must have most of the older ones: the last of them are in variables
+        as well. A variable that is the tensor itself must have all, as in `all = torch.cat([all, out])`.
         """
         with torch._C.DisableTorchFunction():
             tensors = self._tensors_of(targets)
             variables = _Variables(self._recorder)
             found = _climb(tensors, variables)
             sizes = self._recorder.trace.storages
+            num_bytes = {
+                id(one): sum(sizes[i].num_bytes for i in {tensors[t][1] for t in one.tensors}) for one in found
+            }
             # The nearest name of those that hold as much.
-            order = sorted(
-                found, key=lambda o: (-sum(sizes[i].num_bytes for i in {tensors[t][1] for t in o.tensors}), o.depth)
-            )
+            order = sorted(found, key=lambda one: (-num_bytes[id(one)], one.depth))
+            kinds: dict[object, list[int]] = defaultdict(list)
+            for index, key in sorted(targets.items()):
+                kinds[key].append(index)
             explained: set[object] = set()
             result = []
-            for one in order:
+            for outer in order:
+                # An object that has a little more than a list in it is not what is filled.
+                least = MOST * num_bytes[id(outer)]
+                inner = [o for o in order if num_bytes[id(o)] >= least and o.tensors <= outer.tensors]
+                one = min(inner, key=lambda o: o.depth)
                 storages = {tensors[t][1] for t in one.tensors}
-                keys = {targets[index] for index in storages}
-                if issubclass(type(one.held), torch.Tensor):
-                    keys = {key for key in keys if all(i in storages for i, other in targets.items() if other == key)}
+                is_tensor = issubclass(type(one.held), torch.Tensor)
+                keys = {key for key, members in kinds.items() if _holds(storages, members, every=is_tensor)}
                 if keys - explained:
                     explained |= keys
                     roots = [tensors[t][0] for t in one.tensors]
@@ -107,19 +122,21 @@ class Search:
         """Variables, and attributes of variables, whose graph goes back over several steps: `total = total + loss`."""
         with torch._C.DisableTorchFunction():
             variables = _Variables(self._recorder)
-            result: list[Holder] = []
-            seen: set[int] = set()
+            sums: dict[Any, tuple[_Found, list[Any]]] = {}
             for name, value in variables.tensors:
-                if value.grad_fn is None or id(value.grad_fn) in seen:
+                if value.grad_fn is None or value.grad_fn in sums:
                     continue
-                seen.add(id(value.grad_fn))
-                steps = self._steps_of(_nodes([value], _SUM_NODES))
+                nodes = _nodes([value], _SUM_NODES)
+                steps = self._steps_of(nodes)
                 # What is summed after the optimizer's step lacks the last one.
-                if min(steps, default=2) > 1 or len(steps) < max(len(self._step_begins) - 1, 2):
-                    continue
-                found = _Found(value, 0, set(), [name])
-                result.append(self._holder(found, {self._recorder.index_of(value)} - {NONE}, [value], variables))
-            return result
+                if min(steps, default=2) == 1 and len(steps) >= max(len(self._step_begins) - 1, 2):
+                    sums[value.grad_fn] = _Found(value, 0, set(), [name]), nodes
+            # What is computed of a sum goes back as far, and is not what keeps it.
+            own = [found for found, nodes in sums.values() if not any(node in sums for node in nodes[1:])]
+            return [
+                self._holder(found, {self._recorder.index_of(found.held)} - {NONE}, [found.held], variables)
+                for found in own
+            ]
 
     def _tensors_of(self, targets: Mapping[int, object]) -> dict[int, tuple[torch.Tensor, int]]:
         """The tensor objects of these storages, by id, and whose storage each is."""
@@ -138,26 +155,36 @@ class Search:
 
     def _holder(self, found: _Found, storages: set[int], roots: list[torch.Tensor], variables: _Variables) -> Holder:
         held = found.held
-        lines = [(name, _line_that_fills(name)) for name in found.names]
+        lines = [(name, _line_that_fills(name, variables.codes)) for name in found.names]
         name, line = next(((name, line) for name, line in lines if line is not None), (found.names[0], None))
         where = line
-        if where is None and name.code is not None:
+        if cached := isinstance(held, functools._lru_cache_wrapper):
+            where, name = line_of_code(inspect.unwrap(held).__code__), _Name(held.__name__, None)
+        elif where is None and name.code is not None:
             where = line_of_code(name.code)
         elif where is None and name.owner is not None:
             where = line_of_class(name.owner)
         nodes = _nodes([root for root in roots if root.grad_fn is not None], MAX_NODES)
         return Holder(
             event=len(self._recorder.trace.events),
-            kind="" if isinstance(held, torch.Tensor) else type(held).__name__,
+            kind="" if isinstance(held, torch.Tensor) else "lru_cache" if cached else type(held).__name__,
             name=name.text,
             source=where,
-            fills=line is not None,
-            limit=held.maxlen if isinstance(held, deque) else None,
+            fills=cached or line is not None,
+            limit=held.cache_parameters()["maxsize"] if cached else getattr(held, "maxlen", None),
             storages=tuple(sorted(storages)),
             nodes=len(nodes),
             node_steps=len(self._steps_of(nodes)),
             batches=variables.batches,
         )
+
+
+def _holds(storages: set[int], members: list[int], *, every: bool) -> bool:
+    """Whether `storages` are what keeps these counterparts, oldest first: most of the older half, or `every` one."""
+    if every:
+        return storages.issuperset(members)
+    older = members[: (len(members) + 1) // 2]
+    return 2 * len(storages.intersection(older)) > len(older)
 
 
 class _Variables:
@@ -168,20 +195,22 @@ class _Variables:
         """By the id of the value."""
         self.batches: int | None = None
         self.tensors: list[tuple[_Name, torch.Tensor]] = []
-        """Those that are tensors, and tensors that are attributes of the program's objects."""
+        """Those that are tensors, and tensors that are attributes of the program's objects or in its containers."""
+        self.codes: list[CodeType] = []
         loaders: dict[int, DataLoader[Any]] = {}
         seen_globals: set[int] = set()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
             if recorder.is_program(code):
+                self.codes.append(code)
                 values = _locals(frame)
                 self._add(values, code)
                 if not loaders:
                     loaders = {id(v): v for v in values.values() if _is_loader(v)}
                 if code.co_flags & inspect.CO_OPTIMIZED and id(frame.f_globals) not in seen_globals:
                     seen_globals.add(id(frame.f_globals))
-                    self._add(dict(frame.f_globals), code)
+                    self._add(dict(frame.f_globals), code, is_global=True)
             frame = frame.f_back
         if len(loaders) == 1:
             try:
@@ -189,14 +218,21 @@ class _Variables:
             except (TypeError, NotImplementedError):  # of a data set without length
                 self.batches = None
 
-    def _add(self, values: dict[str, Any], code: CodeType) -> None:
+    def _add(self, values: dict[str, Any], code: CodeType, *, is_global: bool = False) -> None:
         for name, value in values.items():
             kind = type(value)
             if issubclass(kind, (types.ModuleType, types.FunctionType, type, int, float, str, bytes, type(None))):
                 continue
-            self.names.setdefault(id(value), []).append(_Name(name, code))
+            self.names.setdefault(id(value), []).append(_Name(name, code, is_global=is_global))
             if issubclass(kind, torch.Tensor):
                 self.tensors.append((_Name(name, code), value))
+            elif issubclass(kind, (dict, list)):
+                parts = list(value.items() if issubclass(kind, dict) else enumerate(value))[:_MOST_PARTS]
+                self.tensors += [
+                    (_Name(f"{name}[{key!r}]", code), part)
+                    for key, part in parts
+                    if issubclass(type(part), torch.Tensor)
+                ]
             elif not kind.__module__.startswith(("torch.", "memprof.", "builtins")):
                 for attribute, part in _attributes(value).items():
                     if issubclass(type(part), torch.Tensor):
@@ -226,6 +262,7 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
     own: set[int] = {id(tensors), id(variables), id(variables.names), id(variables.tensors)}
     own.update(id(pair) for pair in tensors.values())
     own.update(id(pair) for pair in variables.tensors)
+    own |= _running_frames()
     level: dict[int, Any] = {key: tensor for key, (tensor, _) in tensors.items()}
     beneath: dict[int, set[int]] = {key: {key} for key in level}
     found: dict[int, _Found] = {}
@@ -247,11 +284,15 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
             kind = type(referrer)
             if id(referrer) in own or issubclass(kind, _PASSED_OVER) or kind is _Found or kind is _Variables:
                 continue
+            if issubclass(kind, type):
+                for attribute, value in list(vars(referrer).items()):
+                    if id(value) in beneath and not attribute.startswith("__"):
+                        name(value, _Name(f"{referrer.__name__}.{attribute}", None, referrer), depth)
+                continue
             if kind is types.FunctionType:
                 for variable, cell in zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=True):
                     if id(cell) in beneath and (held := _content(cell)) is not None and id(held) in beneath:
                         name(held, _Name(variable, referrer.__code__), depth)
-                continue
             if kind is dict and (module := _module_of(referrer)) is not None:
                 for variable, value in list(referrer.items()):
                     if id(value) in level:
@@ -269,7 +310,8 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
                     parts |= beneath[id(child)]
             if parts:
                 above[id(referrer)] = referrer
-                beneath[id(referrer)] = beneath.get(id(referrer), set()) | parts
+                # The same set as before: who was found holding some of it holds this too.
+                beneath.setdefault(id(referrer), set()).update(parts)
             if not issubclass(kind, _CONTAINERS):
                 for attribute, value in _attributes(referrer).items():
                     if id(value) in beneath and not attribute.startswith("__"):
@@ -305,19 +347,32 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _line_that_fills(name: _Name) -> str | None:
-    """`file:line function`, read off the source code."""
-    variable = name.text.rpartition(".")[2]
-    if name.code is not None:
-        return line_that_fills(name.code, variable, attribute=False)
-    if name.owner is None:
-        return None
-    for part in vars(name.owner).values():
-        if isinstance(part, types.FunctionType):
-            line = line_that_fills(part.__code__, variable, attribute=True)
-            if line is not None:
-                return line
-    return None
+def _running_frames() -> set[int]:
+    """The ids of the frames that run, in any thread: what they hold are variables. A frame that an exception keeps is
+    a container as any other."""
+    running = set()
+    frames: list[FrameType | None] = list(sys._current_frames().values())
+    while frames:
+        # This function's own frame is among them: a variable that still held it would keep them all.
+        frame = frames.pop()
+        while frame is not None:
+            running.add(id(frame))
+            frame = frame.f_back
+    return running
+
+
+def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
+    """`file:line function`, read off the source code: of a variable's function, of an attribute's class; of a global,
+    and of an attribute that its class does not fill, of what is running."""
+    variable = name.text.partition("[")[0].rpartition(".")[2]
+    codes = [] if name.code is None else [name.code]
+    if name.owner is not None:
+        methods = [inspect.unwrap(part) for part in vars(name.owner).values() if isinstance(part, types.FunctionType)]
+        codes = [part.__code__ for part in methods if isinstance(part, types.FunctionType)]
+    if name.is_global or name.owner is not None:
+        codes += running
+    lines = (line_that_fills(code, variable, attribute=name.owner is not None) for code in codes)
+    return next((line for line in lines if line is not None), None)
 
 
 def _nodes(roots: list[torch.Tensor], most: int) -> list[Any]:

@@ -28,7 +28,7 @@ def test_in_a_process_of_its_own(script):
     assert "step 0 1.0" in lines and not any(line.startswith("step 2 ") for line in lines)
     assert "done" not in lines
     assert "memprof run: simulated on a virtual NVIDIA GeForce RTX 4090 (23.52 GiB)" in lines
-    assert "train.py 256 32 --debug: stopped after 2 training steps (--steps and" in done.stdout
+    assert "train.py 256 32 --debug: stopped after 2 training steps, before any" in done.stdout
     assert "step 1, all of it" in done.stdout and "optimizer step" in done.stdout
 
 
@@ -42,6 +42,7 @@ def test_json_alone_on_stdout(script):
         "exit_code": 0,
         "steps": 4,
         "fixes": [],
+        "evaluated": False,
     }
     names = [(stage["name"], stage["step"]) for stage in document["stages"]]
     for step in (1, 2, 3, 4):

@@ -78,7 +78,7 @@ def _heading(document: Document) -> RenderableType:
 
 
 _ENDS = {
-    "steps": "stopped after {steps} (--steps and --until-exit go on)",
+    "steps": "stopped after {steps}{unseen} (--steps and --until-exit go on)",
     "exit": "ran to its end, {steps}",
     "timeout": "stopped by --timeout after {steps} had begun",
     "error": "failed by itself after {steps} had begun",
@@ -93,7 +93,8 @@ def _describe_program(program: ProgramFacts) -> str:
     steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
     how = f"ended by itself with exit code {program.exit_code}, {{steps}}" if _left(program) else _ENDS[program.ended]
-    return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps)}"
+    unseen = "" if program.evaluated else ", before any evaluation"
+    return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps, unseen=unseen)}"
 
 
 def _left(program: ProgramFacts | None) -> bool:
