@@ -27,6 +27,7 @@ from typing import Any
 
 import typer
 
+from memprof.cli.exits import MEANINGS, OF_OTHERS
 from memprof.cli.options import panels_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,19 +47,6 @@ _FIGURE = re.compile(
     r"(?P<figure>[^<]+)(?P<end><!-- end of figure -->)"
 )
 _NUMBER = r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
-_EXIT_CODES = """\
-## Exit codes
-
-| code | meaning |
-|---|---|
-| 0 | done, and it fits |
-| 3 | done, and it does not fit |
-| 2 | wrong use: an unknown name, a value out of range, a file that is not what it should be |
-| 1 | anything else |
-
-`memprof monitor -- COMMAND` exits with the command's own code, 128 + n if signal n killed it, 127 or 126 if it could
-not be started.
-"""
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -68,7 +56,9 @@ def command_line_reference(app: typer.Typer) -> str:
     """The reference of a typer application, as Markdown: every command with its arguments, options and defaults."""
     root = typer.main.get_command(app)
     pages = [_HEADER, f"# The command line: `{root.name}`\n", *_sections(root, root.name or "", None, level=2)]
-    return "\n".join([*pages, _EXIT_CODES])
+    codes = [f"| {code.value} | {meaning} |" for code, meaning in MEANINGS.items()]
+    pages.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *codes, "", OF_OTHERS, ""]))
+    return "\n".join(pages)
 
 
 def _sections(command: Any, name: str, parent: Any, *, level: int) -> list[str]:
@@ -79,6 +69,8 @@ def _sections(command: Any, name: str, parent: Any, *, level: int) -> list[str]:
     for title, parameters in panels_of(command, context).items():
         rows = [_row(parameter, context) for parameter in parameters]
         result.append("\n".join([f"| {title} | default | what it does |", "|---|---|---|", *rows]) + "\n")
+    if command.epilog:
+        result.append(f"```bash\n{command.epilog}\n```\n")
     for child_name, child in getattr(command, "commands", {}).items():
         if not child.hidden:
             result += _sections(child, child_name, context, level=level if parent is None else level + 1)

@@ -40,6 +40,7 @@ NPT_COMBINES = ("sequential", "batched", "merged")
 NPT_INITS = ("orthogonal", "fast")
 NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
 """Of case study 1; with several rank-1 updates the initialisation is "fast"."""
+PRESENT = "the one that is here, else h100-80gb"
 DEVICES = ("virtual", "cpu", "cuda")
 STEADY_STEPS = 2
 MANY_STEPS = 200
@@ -270,7 +271,7 @@ class TargetSpec:
     device: str = option("virtual", "Card", "virtual: simulate; cuda or cpu: measure there.", choices=DEVICES)
     """virtual: simulated on `gpu`."""
     detail: bool = option(False, "Card", "Measured: the line of every allocation as well, which makes steps longer.")
-    gpu: str = option("h100-80gb", "Card", "The card (`memprof gpus` lists them).")
+    gpu: str = option("h100-80gb", "Card", "The card (`memprof gpus` lists them).", unset=PRESENT)
     gpu_vram_bytes: int | None = option(
         None, "Card", "Instead of --gpu: a capacity, in GiB or as 24GB.", metavar="GIB", flag="--gpu-vram",
         instead_of="gpu", parse=parse_gib,

@@ -9,9 +9,16 @@ from typing import Annotated
 
 import typer
 
+from memprof.cli.exits import Exit
 from memprof.cli.options import Reading, again
 from memprof.cli.output import Tabled, print_json
 from memprof.cli.progress import long_work
+
+EXAMPLES = """
+memprof analyze snapshot.pickle
+memprof analyze snapshot.pickle --at oom --by size
+memprof analyze run.memprof --alloc-conf expandable_segments:True
+"""
 
 
 class By(enum.StrEnum):
@@ -68,4 +75,4 @@ def analyze(
 
         show(view(document, replay=replay), pipe_width=None)
     request.write_tables(document)
-    raise typer.Exit(3 if document.ran_out else 0)
+    raise typer.Exit(Exit.DOES_NOT_FIT if document.ran_out else Exit.DONE)

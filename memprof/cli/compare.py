@@ -8,10 +8,16 @@ from typing import Annotated
 
 import typer
 
+from memprof.cli.exits import Exit
 from memprof.cli.options import Reading, again
 from memprof.cli.output import Told, print_json
 from memprof.cli.progress import long_work
 from memprof.spec import option
+
+EXAMPLES = """
+memprof compare before.memprof after.memprof
+memprof compare simulated.memprof measured.memprof --tolerance 2%
+"""
 
 _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch."
 
@@ -35,7 +41,7 @@ def compare(
     """Say what differs between two runs: simulated and measured, before and after, one torch release and another.
 
     Settings first, then totals, stages, categories and tensors at the peak, largest differences first. Needs neither
-    torch nor a GPU. Exit code 0: all totals are within the tolerance; 1: they are not.
+    torch nor a GPU. Exit code 0: all totals are within the tolerance; 4: they are not.
     """
     from memprof.report.matching.tolerance import parse_tolerance
 
@@ -52,4 +58,4 @@ def compare(
 
         show(view(comparison, top=request.top, explain=request.explain))
     request.write_tables(comparison)
-    raise typer.Exit(0 if comparison.within else 1)
+    raise typer.Exit(Exit.DONE if comparison.within else Exit.DIFFERS)

@@ -15,6 +15,12 @@ from memprof.cli.output import Output, print_json
 from memprof.cli.streams import say
 from memprof.errors import UsageError
 
+EXAMPLES = """
+memprof doctor train.log
+memprof doctor train.log --model llama-3.1-8b --batch-size 4
+memprof doctor --env
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Output):

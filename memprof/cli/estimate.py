@@ -16,6 +16,11 @@ from memprof.spec import DEFAULT_LORA_RANK, OPTIMIZERS, QUANTIZATIONS, option
 if TYPE_CHECKING:
     from memprof.estimate.table import Estimate, Simulated
 
+EXAMPLES = """
+memprof estimate --params 1.2B --dtype float16
+memprof estimate --model llama-3.1-8b --context-length 8192 --gpu rtx-4090
+memprof estimate --model-size 70B --quantize nf4 --gpus 8
+"""
 
 CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor")
 

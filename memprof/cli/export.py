@@ -12,6 +12,11 @@ from memprof.cli.options import Reading, again
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 
+EXAMPLES = """
+memprof export run.memprof --to run.pickle
+memprof export snapshot.pickle --to run.json
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

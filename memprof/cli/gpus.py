@@ -15,6 +15,11 @@ from memprof.units import gib
 if TYPE_CHECKING:
     from memprof.device.environment import Environment
 
+EXAMPLES = """
+memprof gpus
+memprof gpus --present
+"""
+
 
 def gpus(
     present: Annotated[

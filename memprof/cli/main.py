@@ -1,7 +1,4 @@
-"""The command line: one file per command; this one puts them together.
-
-Exit codes: 0 done, and it fits; 3 it does not fit; 2 wrong use; 1 anything else. `memprof monitor` has its command's.
-"""
+"""The command line: one file per command; this one puts them together."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import memprof
-from memprof.cli.options import add
+from memprof.cli.options import Commands, add
 from memprof.cli.streams import accept_any_text, say
 
 COMMANDS = (
@@ -22,13 +19,14 @@ COMMANDS = (
     "verify", "vocab", "monitor", "recipes",
 )  # fmt: skip
 """In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
-`SETTINGS`, if it has any, are click's for the command's context."""
+`EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are click's for the command's context."""
 
 app = typer.Typer(
     name="memprof",
     help="Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -37,7 +35,7 @@ for _name in COMMANDS:
     if hasattr(_module, "app"):
         app.add_typer(_module.app, name=_name)
     else:
-        add(app, _name, getattr(_module, _name), getattr(_module, "SETTINGS", None))
+        add(app, _name, getattr(_module, _name), getattr(_module, "SETTINGS", None), _module.EXAMPLES)
 
 
 def _version(value: bool) -> None:

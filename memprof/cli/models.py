@@ -6,6 +6,10 @@ from memprof.catalog import list_models
 from memprof.cli.streams import say
 from memprof.units import format_count
 
+EXAMPLES = """
+memprof models
+"""
+
 
 def models() -> None:
     """List the catalog's models: name, parameters, published dtype, positions, Hugging Face id."""

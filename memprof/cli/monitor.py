@@ -14,6 +14,11 @@ from memprof.cli.options import again
 from memprof.cli.output import Output
 from memprof.errors import MemprofError, UsageError
 
+EXAMPLES = """
+memprof monitor
+memprof monitor -- python train.py --epochs 1
+memprof monitor --log run.csv --quiet -- torchrun --nproc-per-node 2 train.py
+"""
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the command's name is the command's, whatever it looks like."""
 MIN_INTERVAL = 0.05

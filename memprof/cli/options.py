@@ -18,13 +18,16 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import typer.core
 
-from memprof.cli.streams import say
+from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
+from memprof.cli.streams import say, tell
 from memprof.device.ceiling import ceiling
 from memprof.errors import MemprofError, UsageError
-from memprof.spec import Option, TargetSpec, check_options, option, options_of
+from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, options_of
 from memprof.units import parse_gib
 
 OUTPUT = "Output"
+_Refused: Any = typer.BadParameter.__bases__[0]
+"""Arguments that cannot be parsed; some releases of typer have a click of their own."""
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
 
@@ -146,13 +149,43 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command's arguments, old spellings among them."""
-        return super().parse_args(ctx, respell(args, OLD_SPELLINGS.get(str(self.name), {})))
+        try:
+            return super().parse_args(ctx, respell(args, OLD_SPELLINGS.get(str(self.name), {})))
+        except _Refused as error:
+            # Of what cannot be parsed it is not known whether JSON was asked for: it is if the word is there.
+            if "--json" not in args:
+                raise
+            tell(UsageError(error.format_message(), hint=f"{ctx.command_path} --help"), as_json=True)
+            raise typer.Exit(Exit.WRONG_USE) from None
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options."""
         for title, parameters in panels_of(self, ctx).items():
             with formatter.section(title):
                 formatter.write_dl([parameter.get_help_record(ctx) for parameter in parameters])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples, as they are."""
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in (self.epilog or "").splitlines()))
+
+
+class Commands(typer.core.TyperGroup):
+    """Commands under one name; --help has their whole summaries, and of the program itself the exit codes."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write what each command does."""
+        with formatter.section("Commands"):
+            texts = {name: (command.help or "").split("\n\n")[0] for name, command in self.commands.items()}
+            formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the exit codes."""
+        if ctx.parent is None:
+            with formatter.section("Exit codes"):
+                formatter.write_dl([(str(int(code)), meaning) for code, meaning in MEANINGS.items()])
+                formatter.write_paragraph()
+                formatter.write_text(OF_OTHERS)
 
 
 def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:
@@ -169,9 +202,15 @@ def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:
     return dict(sorted(found.items(), key=lambda panel: (panel[0] == OUTPUT, panel[0] == "Remedies")))
 
 
-def add(app: typer.Typer, name: str, function: Callable[..., None], settings: dict[str, Any] | None = None) -> None:
-    """Make `function` the command `name`; `settings` are click's for its context."""
-    app.command(name, cls=Command, context_settings=settings)(_flat(function))
+def add(
+    app: typer.Typer,
+    name: str,
+    function: Callable[..., None],
+    settings: dict[str, Any] | None = None,
+    examples: str = "",
+) -> None:
+    """Make `function` the command `name`; `settings` are click's for its context, each line of `examples` one use."""
+    app.command(name, cls=Command, context_settings=settings, epilog=examples.strip())(_flat(function))
 
 
 def _flat(function: Callable[..., None]) -> Callable[..., None]:
@@ -203,7 +242,8 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         except MemprofError as error:
             if debug:
                 raise
-            say(f"memprof: {error}", err=True)
+            is_told = getattr(error, "document", None) is not None  # of a run that failed, as its report
+            tell(error, as_json=not is_told and any(values.get("as_json") for values in given.values()))
             raise typer.Exit(error.exit_code) from None
 
     call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
@@ -222,6 +262,7 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
         metavar=about.metavar,
         rich_help_panel=about.panel,
         hidden=not about.panel,
+        autocompletion=(lambda: about.choices) if about.choices else None,
     )
     kind = str if about.parse or kind is bool else kind
     annotation = Annotated[bool, info] if is_flag else Annotated[kind | None, info]
@@ -254,6 +295,10 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
             given[other], given[name] = value, True
         else:
             given[name] = about.parse(value) if about.parse else value
+    if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
+        from memprof.flows.cards import present_card
+
+        given |= present_card()
     made = kind(**given)
     check_options(made)
     return made

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, again
 from memprof.cli.streams import say
 from memprof.spec import option
@@ -125,9 +126,9 @@ def print_document(document: Document, output: Told) -> None:
 
 
 def exit_code(document: Document) -> int:
-    """1: too little was seen for a verdict, or a real run dies of an error; 3: it does not fit; 0: none of these."""
+    """FAILED also where too little was seen for a verdict, or a real run dies of an error."""
     if document.failure is not None or document.verdict.fits is None:
-        return 1
+        return Exit.FAILED
     if not document.verdict.fits:
-        return 3
-    return 1 if any(finding.severity.value == "error" for finding in document.findings) else 0
+        return Exit.DOES_NOT_FIT
+    return Exit.FAILED if any(finding.severity.value == "error" for finding in document.findings) else Exit.DONE

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from memprof.catalog import DEFAULT_GPU
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress, long_work
@@ -18,6 +17,12 @@ from memprof.spec import DEVICES, TargetSpec
 if TYPE_CHECKING:
     from memprof.report.documents.report import Document
     from memprof.trace.events import Trace
+
+EXAMPLES = """
+memprof profile --model-size 4B --context-length 4096 --gpu rtx-4090
+memprof profile --model llama-3.2-1b --adapter lora --dtype bfloat16
+memprof profile --model path/to/model.py:build_model --batch-size 8 --ladder
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +35,7 @@ class How(Remedies):
     )  # fmt: skip
 
 
-def profile(spec: TargetSpec, how: How, output: Saved) -> None:
+def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -> None:
     """Run one real training step on a virtual GPU and say, stage by stage, where the memory goes.
 
     The model's own code, autograd and the optimizer run for real, on tensors without data. Exit code 0: it fits;
@@ -50,7 +55,8 @@ def profile(spec: TargetSpec, how: How, output: Saved) -> None:
     failed: RunFailedError | None = None
     with long_work() as progress:
         try:
-            trace, document = _run(spec, how, progress)
+            named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
+            trace, document = _run(spec, how, progress, named=named)
         except RunFailedError as error:
             if error.document is None:
                 raise
@@ -62,15 +68,15 @@ def profile(spec: TargetSpec, how: How, output: Saved) -> None:
     raise typer.Exit(exit_code(document))
 
 
-def _run(spec: TargetSpec, how: How, progress: Progress) -> tuple[Trace, Document]:
-    """The trace and the report that the options ask for."""
+def _run(spec: TargetSpec, how: How, progress: Progress, *, named: bool) -> tuple[Trace, Document]:
+    """The trace and the report that the options ask for; a card that was `named` is to be simulated."""
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
 
     simulated: Trace | None = None
     if how.device != "auto":
         spec = spec.edit(device=how.device)
-    elif spec.gpu == DEFAULT_GPU and spec.gpu_vram_bytes is None:  # a card that was named is to be simulated
+    elif not named:
         spec, simulated = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))

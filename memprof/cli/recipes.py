@@ -11,11 +11,13 @@ from typing import Annotated
 
 import typer
 
-from memprof.cli.options import add
+from memprof.cli.options import Commands, add
 from memprof.cli.streams import say
 from memprof.errors import MemprofError, UsageError, unknown_name
 
-app = typer.Typer(help="Case studies of real reports: list them, run them, copy them.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Commands, help="Case studies of real reports: list them, run them, copy them.", no_args_is_help=True
+)
 
 Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -114,6 +116,6 @@ def _order(folder: Path) -> tuple[int, str]:
     return int(_number(folder) or sys.maxsize), folder.name
 
 
-add(app, "ls", list_recipes)
-add(app, "run", run_recipe, {"allow_extra_args": True, "allow_interspersed_args": False})
-add(app, "cp", copy_recipe)
+add(app, "ls", list_recipes, examples="memprof recipes ls")
+add(app, "run", run_recipe, {"allow_extra_args": True, "allow_interspersed_args": False}, "memprof recipes run pythia")
+add(app, "cp", copy_recipe, examples="memprof recipes cp pythia my-recipe")

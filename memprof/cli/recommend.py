@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from memprof.catalog import find_gpu
+from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, again, spec_of
 from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import Progress, long_work
@@ -18,6 +19,12 @@ from memprof.spec import Mode, TargetSpec, option
 
 if TYPE_CHECKING:
     from memprof.report.documents.recommendation import Recommendation
+
+EXAMPLES = """
+memprof recommend --gpu-vram 8
+memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090
+memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
+"""
 
 _SEARCHED = "what gives up least and fits"
 
@@ -50,7 +57,7 @@ class Request(Explained):
         None, "Data", "Run what was found over so many batches of --lengths: whether all fit, and what they reserve.",
         metavar="COUNT", is_count=True,
     )  # fmt: skip
-    gpu: str | None = again("gpu", default=None, unset="the one that is present")
+    gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
     host_memory_bytes: int = again("host_memory_bytes", default=HOST_BYTES, unset="256")
     snippet: str | None = option(
@@ -117,9 +124,9 @@ class Request(Explained):
             model=self.model or "-",
             lengths=None,  # a file for the odds; of `memprof profile` they are the batches themselves
             batch_size=1,
-            gpu=None if self.gpu is None else find_gpu(self.gpu).key,
-        ).edit(dtype=None, amp=None, quantize=None)
-        return _on_present_card(spec) if self.gpu is None and self.gpu_vram_bytes is None else spec
+            gpu=find_gpu(self.gpu).key,
+        )
+        return spec.edit(dtype=None, amp=None, quantize=None)
 
 
 def recommend(request: Request) -> None:
@@ -134,25 +141,7 @@ def recommend(request: Request) -> None:
     with long_work() as progress:
         answer = _answer(spec, request, progress)
     _print(answer, request)
-    raise typer.Exit(0 if answer.found else 3)
-
-
-def _on_present_card(spec: TargetSpec) -> TargetSpec:
-    """`spec` on the first card that is here."""
-    from memprof.device.nvml import read_cards
-
-    reading = read_cards()
-    card = next(iter(reading.cards), None)
-    if card is None or card.usable_bytes is None:
-        raise UsageError(
-            "which card?",
-            value="; ".join(reading.notes) or "none is present",
-            hint="name one: --gpu rtx-4090 (`memprof gpus` lists them), or --gpu-vram 8",
-        )
-    try:
-        return spec.edit(gpu=find_gpu(card.name).key)
-    except UsageError:
-        return spec.edit(gpu_vram_bytes=card.usable_bytes)
+    raise typer.Exit(Exit.DONE if answer.found else Exit.DOES_NOT_FIT)
 
 
 def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommendation:

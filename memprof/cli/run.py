@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.cli.exits import Exit
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
-from memprof.cli.streams import say, script_output
+from memprof.cli.streams import script_output, tell
 from memprof.cost import HOST_BYTES
 from memprof.errors import MemprofError, UsageError
 from memprof.script import Ended, Program, StopRule
@@ -25,6 +26,11 @@ from memprof.trace.events import FailureKind
 if TYPE_CHECKING:
     from memprof.remedies.fixes import Fix
 
+EXAMPLES = """
+memprof run --gpu rtx-4090 train.py --epochs 1
+memprof run --fix auto train.py
+memprof run --steps 200 --save run.memprof train.py
+"""
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the script's name is the script's, whatever it looks like."""
 PATIENCE = 6
@@ -123,8 +129,9 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
         raise outcome.error
+    as_json = request.as_json and document is None
     if isinstance(outcome.error, MemprofError):  # what cannot be simulated: it names the line itself
-        say(f"memprof: {outcome.error}", err=True)
+        tell(outcome.error, as_json=as_json, exit_code=outcome.exit_code)
     elif outcome.error is not None:
         from memprof.script.program import print_error
 
@@ -133,15 +140,17 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
         failure = found.trace.failure
         if failure is not None and failure.kind is FailureKind.REFUSED:
             if not isinstance(outcome.error, MemprofError):
-                say(f"memprof: {MemprofError(failure.message, hint=failure.hint)}", err=True)
+                error = MemprofError(failure.message, hint=failure.hint)
+                tell(error, as_json=as_json, exit_code=outcome.exit_code)
             return outcome.exit_code or 1
         how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
-        say(f"memprof: the script {how} before anything was on the card: there is nothing to report", err=True)
+        error = MemprofError(f"the script {how} before anything was on the card: there is nothing to report")
+        tell(error, as_json=as_json, exit_code=outcome.exit_code)
         return outcome.exit_code
     print_document(document, request)
     request.keep(found.trace)
     if outcome.ended is Ended.REFUSED:
-        code = 3
+        code = int(Exit.DOES_NOT_FIT)
     elif outcome.exit_code:
         code = outcome.exit_code
     else:

@@ -11,6 +11,11 @@ import typer
 from memprof.cli.options import Reading, again
 from memprof.cli.output import Told, exit_code, print_document
 
+EXAMPLES = """
+memprof show run.memprof
+memprof show run.memprof --alloc-conf expandable_segments:True
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shown(Told):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import TextIO
 
 import typer
 
-from memprof.errors import printable
+from memprof.errors import MemprofError, printable
 
 _theirs: list[object] = []
 """Streams that scripts left behind. One that wraps the buffer of another closes it when it dies, so none dies."""
@@ -20,6 +21,20 @@ _theirs: list[object] = []
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a text, which may have names from files and programs in it, to stdout or stderr."""
     typer.echo(printable(text), err=err, nl=nl)
+
+
+def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) -> None:
+    """Say what went wrong on stderr; where JSON is asked for, on stdout as JSON too."""
+    say(f"memprof: {error}", err=True)
+    if as_json:
+        value = None if error.value is None else str(error.value)
+        fault = {
+            "problem": error.problem,
+            "value": value,
+            "hint": error.hint,
+            "exit_code": exit_code or error.exit_code,
+        }
+        say(json.dumps({"error": fault}, indent=1))
 
 
 def accept_any_text() -> None:

@@ -6,8 +6,14 @@ from typing import Annotated
 
 import typer
 
+from memprof.cli.exits import Exit
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import Progress
+
+EXAMPLES = """
+memprof verify chunked-loss --model llama
+memprof verify float16 bfloat16 --model gpt2 --seeds 3
+"""
 
 
 def verify(
@@ -27,7 +33,7 @@ def verify(
 ) -> None:
     """Check on the CPU that remedies give the same loss, gradients and training steps, and simulate what they save.
 
-    Exit code 0 if everything that was tried is within its bound, 1 if not.
+    Exit code 0: everything that was tried is within its bound; 4: something is not; 1: nothing could be tried.
     """
     with Progress() as progress:
         progress("importing torch")
@@ -41,4 +47,4 @@ def verify(
         from memprof.report.terminal.verification import view
 
         show(view(found))
-    raise typer.Exit(0 if found.passed else 1)
+    raise typer.Exit(Exit.DONE if found.passed else Exit.DIFFERS if found.tried else Exit.FAILED)

@@ -7,11 +7,17 @@ from typing import Annotated
 
 import typer
 
+from memprof.cli.exits import Exit
 from memprof.cli.options import again, spec_of
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import long_work
 from memprof.errors import UsageError
 from memprof.spec import option
+
+EXAMPLES = """
+memprof vocab corpus/
+memprof vocab 'data/*.jsonl.gz' --tokenizer tokenizer.json --model gpt2
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,4 +106,4 @@ def vocab(
 
         show(view(document))
     tried = [memory.fits for memory in (savings.before, *savings.capped)]
-    raise typer.Exit(3 if False in tried and True not in tried else 0)
+    raise typer.Exit(Exit.DOES_NOT_FIT if False in tried and True not in tried else Exit.DONE)

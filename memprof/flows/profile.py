@@ -11,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from memprof.allocator import SettingsInForce
-from memprof.catalog import find_gpu
 from memprof.device.host import available_bytes
 from memprof.errors import RunFailedError, UsageError
 from memprof.flows.account import analyze
-from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts, virtual_card
+from memprof.flows.cards import (
+    RunAllocator,
+    allocator_settings,
+    card_like,
+    device_facts,
+    measured_device_facts,
+    virtual_card,
+)
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
@@ -108,24 +113,13 @@ def resolve_device(
         return spec, None
     progress("simulating, to see whether it fits the card that is here")
     card = cuda_card()
-    here = spec.edit(device="virtual", **_like(card.name, card.total_bytes))
+    here = spec.edit(device="virtual", **card_like(card.name, card.total_bytes))
     try:
         trace, document = profile(here, progress, explained=False)
     except RunFailedError:
         return spec.edit(device="cuda"), None  # it will say so itself, if it is more than a gap of the virtual card
     needed = document.verdict.required_bytes - document.device.context_bytes
     return (spec.edit(device="cuda"), None) if needed <= card.usable_bytes else (here, trace)
-
-
-def _like(name: str, total_bytes: int) -> dict[str, Any]:
-    """The options for a virtual card with this name, if the catalog has it, else with this capacity."""
-    try:
-        known = find_gpu(name)
-    except UsageError:
-        return {"gpu_vram_bytes": total_bytes}
-    # A slice of a card (MIG) may have its name.
-    same = abs(known.total_bytes - total_bytes) * 50 < total_bytes
-    return {"gpu": known.key} if same else {"gpu_vram_bytes": total_bytes}
 
 
 def _check_host_memory(spec: TargetSpec, progress: Callable[[str], None]) -> None:

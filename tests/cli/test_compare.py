@@ -42,7 +42,7 @@ def test_a_capture_and_its_own_report_are_the_same(memprof, runs):
 
 def test_before_and_after_checkpointing(memprof, runs):
     result = memprof("compare", runs / "before.memprof", runs / "after.memprof", "--json")
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     found = result.json
     assert [(row["name"], row["a"], row["b"]) for row in found["settings"]] == [
         ("activation_checkpointing", False, True)
@@ -67,7 +67,7 @@ def test_a_tolerance_decides_the_exit_code(memprof, runs):
     files = (runs / "before.memprof", runs / "after.memprof")
     assert memprof("compare", *files, "--tolerance", "90%").exit_code == 0
     assert memprof("compare", *files, "--tolerance", "4GiB").exit_code == 0
-    assert memprof("compare", *files, "--tolerance", "0.01%").exit_code == 1
+    assert memprof("compare", *files, "--tolerance", "0.01%").exit_code == 4
 
 
 def test_a_snapshot_of_the_same_run(memprof, runs):
@@ -129,7 +129,7 @@ def test_measured_recordings_of_others(memprof, shared_dir):
     files = (snapshots / "charlie_2.7b_128_fwd.pickle", snapshots / "charlie_2.7b_128_full.pickle")
     same = memprof("compare", files[0], files[0])
     assert same.exit_code == 0 and "Tensors at the peak: no difference" in same.stdout
-    assert memprof("compare", *files, "--top", 3).exit_code == 1
+    assert memprof("compare", *files, "--top", 3).exit_code == 4
 
 
 def refused(result, *parts):

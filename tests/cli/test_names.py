@@ -25,7 +25,6 @@ ANOTHER_DEFAULT = {
     ("estimate", "--dtype"): "every dtype is shown, and one is looked at more closely",
     ("estimate", "--new-tokens"): "a prompt alone gives a token already",
     ("estimate", "--gpu"): "a closed form can ask all cards",
-    ("recommend", "--gpu"): "the card that is here",
     ("recommend", "--host-memory"): "what is searched may put much there",
     ("run", "--steps"): "a script may grow for longer than a model",
     ("profile", "--device"): "a model is simulated first, and then measured if it fits; a script is run once",

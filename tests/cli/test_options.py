@@ -9,7 +9,10 @@ import typer
 
 from memprof.cli.main import COMMANDS, app
 from memprof.cli.options import Remedies, add, panels_of
+from memprof.device.cards import NvmlCard, Reading
 from memprof.errors import MemprofError, UsageError
+from memprof.flows import cards
+from memprof.flows import profile as flow
 from memprof.spec import TargetSpec, option, options_of
 
 SHARED = (
@@ -128,11 +131,12 @@ def test_help_is_readable_at_80_columns(memprof, monkeypatch):
     panels = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert panels == [
         "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Memory", "Card", "Remedies", "Output",
+        "Examples",
     ]  # fmt: skip
     command = commands()["profile"]
     shown = panels_of(command, command.context_class(command))
     assert max(map(len, shown.values())) <= 8
-    flags = [word for line in lines for word in line.split()[:1] if line.startswith("  --")]
+    flags = [word for line in lines for word in line.split()[:1] if line.startswith(("  --", "  -h"))]
     assert len(flags) == len(set(flags)) == sum(map(len, shown.values()))
 
 
@@ -150,3 +154,28 @@ def test_debug_of_what_is_started_is_not_ours(memprof, command, tmp_path):
     assert result.exit_code != 0 and result.stderr.startswith("memprof: ")
     with pytest.raises(MemprofError):
         memprof(command, "--debug", gone)
+
+
+@pytest.mark.parametrize(
+    ("here", "taken"),
+    [
+        ((), ("h100-80gb", None)),
+        ((NvmlCard(0, "NVIDIA GeForce RTX 4090", total_bytes=25_390_809_088),), ("rtx-4090", None)),
+        ((NvmlCard(0, "NVIDIA Something New", total_bytes=7 << 30),), ("h100-80gb", 7 << 30)),
+    ],
+)
+def test_the_default_card_is_the_one_that_is_here(monkeypatch, here, taken):
+    monkeypatch.setattr(cards, "read_cards", lambda: Reading(here))
+    spec = made()
+    assert (spec.gpu, spec.gpu_vram_bytes) == taken
+    spec = made("--gpu", "t4")
+    assert (spec.gpu, spec.gpu_vram_bytes) == ("t4", None)
+    for command in ("profile", "run", "recommend", "vocab"):
+        (shown,) = (one for one in commands()[command].params if one.name == "gpu")
+        assert shown.help.endswith("[default: the one that is here, else h100-80gb]")
+
+
+def test_a_card_that_is_named_is_simulated(memprof, monkeypatch):
+    """Also the one that is taken else."""
+    monkeypatch.setattr(flow, "resolve_device", lambda spec, progress: pytest.fail("measured"))
+    assert memprof("profile", "--model-size", "1M", "--context-length", 16, "--gpu", "h100-80gb").exit_code == 0

@@ -102,7 +102,7 @@ def test_every_command_of_the_documentation_runs(memprof, folder, monkeypatch):
     for command in COMMANDS:
         words = _small(command)
         done = memprof(*words)
-        # Two runs that differ are told by 1, a recording that ends in an error by 3.
-        code = {"compare": 1, "analyze": 3 if "oom" in words else 0}.get(words[0], 0)
+        # Two runs that differ are told by 4, a recording that ends in an error by 3.
+        code = {"compare": 4, "analyze": 3 if "oom" in words else 0}.get(words[0], 0)
         assert done.exit_code in (0, code), (command, done.stderr)
         assert "Traceback" not in done.stderr, command

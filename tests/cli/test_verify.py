@@ -80,7 +80,7 @@ def test_a_micro_batch_that_weighs_rows_alike_fails(memprof, monkeypatch):
 
     monkeypatch.setattr(micro_batch.MicroBatches, "_counts", alike)
     result = memprof("verify", "micro-batch", "--model", "gpt2", "--seeds", 1)
-    assert result.exit_code == 1
+    assert result.exit_code == 4
 
 
 def test_precision_against_accuracy(memprof):
@@ -130,7 +130,7 @@ def test_a_wrong_remedy_fails(memprof, monkeypatch, broken):
 
     monkeypatch.setattr(lazy_logits, "row_losses", wrong)
     result = memprof("verify", "chunked-loss", "--model", "gpt2", "--seeds", 1)
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert "FAILED" in result.stdout
     assert f"chunked-loss on gpt2: {broken}" in result.stdout
 
@@ -139,7 +139,7 @@ def test_a_layer_that_runs_on_other_inputs_fails(memprof, monkeypatch):
     right = _Checkpointed.__call__
     monkeypatch.setattr(_Checkpointed, "__call__", lambda self, x, *args, **kw: right(self, x * 1.001, *args, **kw))
     result = memprof("verify", "activation-checkpointing", "--model", "handwritten", "--seeds", 1)
-    assert result.exit_code == 1
+    assert result.exit_code == 4
 
 
 def test_any_causal_model(memprof, tmp_path):

@@ -161,8 +161,12 @@ class Verification(Plain):
     @property
     def passed(self) -> bool:
         """Everything that was tried is within its bound, and something was tried."""
-        rows: list[Deviation | Precision | OptimizerRow] = [*self.deviations, *self.precisions, *self.optimizers]
-        return bool(rows or self.peaks) and all(row.passed for row in rows)
+        return self.tried and all(row.passed for row in (*self.deviations, *self.precisions, *self.optimizers))
+
+    @property
+    def tried(self) -> bool:
+        """Whether anything could be tried."""
+        return bool(self.deviations or self.precisions or self.optimizers or self.peaks)
 
     def to_json(self) -> dict[str, Any]:
         """A dictionary of plain values; sizes in bytes."""
