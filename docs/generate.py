@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import itertools
 import os
 import re
@@ -27,6 +28,7 @@ from typing import Any
 
 import typer
 
+from memprof.cli import settings
 from memprof.cli.exits import MEANINGS, OF_OTHERS
 from memprof.cli.options import panels_of
 
@@ -58,6 +60,7 @@ def command_line_reference(app: typer.Typer) -> str:
     pages = [_HEADER, f"# The command line: `{root.name}`\n", *_sections(root, root.name or "", None, level=2)]
     codes = [f"| {code.value} | {meaning} |" for code, meaning in MEANINGS.items()]
     pages.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *codes, "", OF_OTHERS, ""]))
+    pages.append(f"## Defaults from a file\n\n{inspect.getdoc(settings)}\n")
     return "\n".join(pages)
 
 

@@ -81,6 +81,7 @@ class Option:
         instead_of: the field that may not be given as well. Where this one is a bool, the text that is given is the
             value of that one, and says by this one what it is.
         parse: makes the value of the text that is given.
+        short: a second spelling, of one letter.
     """
 
     panel: str
@@ -92,6 +93,7 @@ class Option:
     unset: str | None = None
     instead_of: str | None = None
     parse: Callable[[str], object] | None = None
+    short: str | None = None
 
 
 def option(
@@ -106,9 +108,10 @@ def option(
     unset: str | None = None,
     instead_of: str | None = None,
     parse: Callable[[str], object] | None = None,
+    short: str | None = None,
 ) -> _T:
     """A field of a dataclass that is an option of the command line: its default, and the arguments of `Option`."""
-    about = Option(panel, help, metavar, choices, is_count, flag, unset, instead_of, parse)
+    about = Option(panel, help, metavar, choices, is_count, flag, unset, instead_of, parse, short)
     return dataclasses.field(default=default, metadata={"option": about})
 
 
@@ -164,7 +167,8 @@ class TargetSpec:
     batch_size: int = option(1, "Batch", "Sequences per micro-batch.", is_count=True)
     lengths: str | None = option(
         None, "Batch", "Samples of lengths that vary, padded to the longest of their batch: a file of lengths, "
-        "lognormal:MEAN,SIGMA or alpaca; see docs/lengths.md.", metavar="LENGTHS", unset="all have the context length",
+        "lognormal:MEAN,SIGMA or alpaca (`memprof help lengths`).", metavar="LENGTHS",
+        unset="all have the context length",
     )  # fmt: skip
     """See workload/lengths.py."""
     trust_remote_code: bool = option(

@@ -61,7 +61,7 @@ def doctor(
     if request.as_json:
         print_json({"file": _name(file), "diagnoses": [diagnosis.to_json() for diagnosis in found]})
     else:
-        say(render_diagnoses(found), nl=False)
+        say(render_diagnoses(found, quiet=request.quiet), nl=False)
 
 
 def _check(output: Output, others: list[tuple[str, object]]) -> None:
@@ -75,7 +75,7 @@ def _check(output: Output, others: list[tuple[str, object]]) -> None:
     if output.as_json:
         print_json(checked)
     else:
-        say(render_installation(checked), nl=False)
+        say(render_installation(checked, quiet=output.quiet), nl=False)
 
 
 def _name(file: str | None) -> str:

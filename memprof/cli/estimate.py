@@ -101,7 +101,7 @@ def estimate(request: Request) -> None:
     if request.as_json:
         print_json(estimate_document(answer, cards, simulated, explain=request.explain).to_json())
         return
-    say(render_text(answer, cards, simulated, explain=request.explain), nl=False)
+    say(render_text(answer, cards, simulated, explain=request.explain, quiet=request.quiet), nl=False)
 
 
 def _simulate(answer: Estimate) -> dict[str, Simulated]:

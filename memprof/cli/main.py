@@ -16,7 +16,7 @@ from memprof.cli.streams import accept_any_text, say
 
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
-    "verify", "vocab", "monitor", "recipes",
+    "verify", "vocab", "monitor", "help", "recipes",
 )  # fmt: skip
 """In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
 `EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are click's for the command's context."""

@@ -40,7 +40,6 @@ def monitor(
     interval: Annotated[float, typer.Option(help="Between two samples.", metavar="SECONDS")] = 1.0,
     log: Annotated[Path | None, typer.Option(help="Write a line per sample to this CSV file.", metavar="FILE")] = None,
     once: Annotated[bool, typer.Option("--once", help="One sample of the cards, and no more.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no samples: what is said at the end, alone.")] = False,
 ) -> None:
     """Watch the cards, and the memory of a PyTorch command: allocated, reserved, resident, and their peaks.
 
@@ -61,6 +60,6 @@ def monitor(
     if log is not None:
         check_place(log, FORM, force=request.force)
     stream = sys.stderr if command else sys.stdout
-    view = make_view(stream, has_command=bool(command), as_json=request.as_json, quiet=quiet)
+    view = make_view(stream, has_command=bool(command), as_json=request.as_json, quiet=request.quiet)
     outcome = watch(command or (), view, interval=interval, log=log, once=once)
     raise typer.Exit(outcome.exit_code)

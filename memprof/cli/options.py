@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 import typer.core
 
+from memprof.cli import settings
 from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
 from memprof.cli.streams import say, tell
 from memprof.device.ceiling import ceiling
@@ -38,7 +39,7 @@ class Remedies:
 
     fix: str | None = option(
         None, "Remedies", "Run with these remedies, such as chunked-loss,activation-checkpointing or "
-        "chunked-loss=2048; auto: the cheapest set that fits (docs/remedies.md lists them).", metavar="NAMES",
+        "chunked-loss=2048; auto: the cheapest set that fits (`memprof help remedies` lists them).", metavar="NAMES",
     )  # fmt: skip
     ladder: bool = option(False, "Remedies", "Remedies one after another: what each saves, costs, and what is next.")
 
@@ -148,15 +149,44 @@ class Command(typer.core.TyperCommand):
     """A command whose --help has a section for each panel; typer's own needs rich, which takes as long as the rest."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the command's arguments, old spellings among them."""
+        """Take the command's arguments, old spellings among them, and what a file says of the others."""
+        # Of what cannot be parsed it is not known whether JSON was asked for: it is if the word is there.
+        as_json = "--json" in args
         try:
-            return super().parse_args(ctx, respell(args, OLD_SPELLINGS.get(str(self.name), {})))
+            args = respell(args, OLD_SPELLINGS.get(str(self.name), {}))
+            return super().parse_args(ctx, [*self._from_settings(ctx, args), *args])
         except _Refused as error:
-            # Of what cannot be parsed it is not known whether JSON was asked for: it is if the word is there.
-            if "--json" not in args:
+            if not as_json:
                 raise
             tell(UsageError(error.format_message(), hint=f"{ctx.command_path} --help"), as_json=True)
-            raise typer.Exit(Exit.WRONG_USE) from None
+        except UsageError as error:
+            tell(error, as_json=as_json)
+        raise typer.Exit(Exit.WRONG_USE)
+
+    def _from_settings(self, ctx: Any, args: list[str]) -> tuple[str, ...]:
+        """What a file says of options that are not among the arguments, as words before them."""
+        settings.taken = None
+        read = None if ctx.resilient_parsing else settings.read(Path.cwd())
+        if read is None:
+            return ()
+        path, table = read
+        commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
+        known = {name: {_spelt(one) for one in command.params} for name, command in commands.items()}
+        values = settings.defaults(path, table, str(self.name), known)
+        given = {_excluded_by(name) for name in self.make_parser(ctx).parse_args(list(args))[0]}
+        words = tuple(
+            f"--{_spelt(one)}" if value is True else f"--{_spelt(one)}={value}"
+            for one in self.params
+            if (value := values.get(_spelt(one), False)) is not False and _excluded_by(str(one.name)) not in given
+        )
+        settings.taken = settings.Taken(path, words) if words else None
+        return words
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and say first what was taken from a file; JSON has it, and a verdict or script is alone."""
+        if settings.taken is not None and not any(ctx.params.get(name) for name in ("as_json", "quiet", "snippet")):
+            say(str(settings.taken))
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options."""
@@ -180,12 +210,27 @@ class Commands(typer.core.TyperGroup):
             formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the exit codes."""
+        """Write the exit codes, and where more is said."""
         if ctx.parent is None:
             with formatter.section("Exit codes"):
                 formatter.write_dl([(str(int(code)), meaning) for code, meaning in MEANINGS.items()])
                 formatter.write_paragraph()
                 formatter.write_text(OF_OTHERS)
+            formatter.write_paragraph()
+            formatter.write_text(
+                "Defaults of options stand in memprof.toml, or in [tool.memprof] of pyproject.toml: memprof help cli."
+            )
+
+
+def _spelt(parameter: Any) -> str:
+    """An option as a file of settings has it."""
+    return str(parameter.opts[-1]).lstrip("-")
+
+
+def _excluded_by(name: str) -> str:
+    """The option that may not be given beside this one; itself if there is none."""
+    about = options_of(TargetSpec).get(name)
+    return "model" if name == "params" else about.instead_of or name if about else name
 
 
 def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:
@@ -257,7 +302,7 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
     text = about.help.format(choices=(" or " if len(about.choices) == 2 else ", ").join(about.choices))
     unset = about.unset or (None if default is None or kind is bool else str(default)) or None
     info = typer.Option(
-        str(about.flag),
+        *filter(None, (about.short, about.flag)),
         help=text if unset is None else f"{text} [default: {unset}]",
         metavar=about.metavar,
         rich_help_panel=about.panel,

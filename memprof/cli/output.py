@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from memprof.cli import settings
 from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, again
 from memprof.cli.streams import say
@@ -29,13 +30,14 @@ class Output:
     """How a command says what it found."""
 
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
+    quiet: bool = option(False, OUTPUT, "Print the verdict alone.", short="-q")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explained(Output):
     """The same for what rests on assumptions."""
 
-    explain: bool = option(False, OUTPUT, "List what it rests on: assumptions, formulas, other runs.")
+    explain: bool = option(False, OUTPUT, "List what it rests on: assumptions, formulas, other runs.", short="-v")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +110,11 @@ class Saved(Told):
 
 
 def print_json(result: _HasJson | dict[str, Any]) -> None:
-    """A result on stdout, as JSON."""
-    json.dump(result if isinstance(result, dict) else result.to_json(), sys.stdout, indent=1)
+    """A result on stdout, as JSON, with what was taken from a file of settings."""
+    plain = result if isinstance(result, dict) else result.to_json()
+    if settings.taken is not None:
+        plain = {**plain, "settings": {"file": str(settings.taken.path), "options": list(settings.taken.words)}}
+    json.dump(plain, sys.stdout, indent=1)
     sys.stdout.write("\n")
 
 
@@ -121,7 +126,7 @@ def print_document(document: Document, output: Told) -> None:
         from memprof.report.terminal.console import show
         from memprof.report.terminal.report import view
 
-        show(view(document, explain=output.explain))
+        show(view(document, explain=output.explain, quiet=output.quiet))
     output.write_tables(document)
 
 

@@ -55,8 +55,8 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
     failed: RunFailedError | None = None
     with long_work() as progress:
         try:
-            named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
-            trace, document = _run(spec, how, progress, named=named)
+            is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
+            trace, document = _run(spec, how, progress, is_named=is_named)
         except RunFailedError as error:
             if error.document is None:
                 raise
@@ -68,15 +68,15 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
     raise typer.Exit(exit_code(document))
 
 
-def _run(spec: TargetSpec, how: How, progress: Progress, *, named: bool) -> tuple[Trace, Document]:
-    """The trace and the report that the options ask for; a card that was `named` is to be simulated."""
+def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> tuple[Trace, Document]:
+    """The trace and the report that the options ask for; a card that `is_named` is to be simulated."""
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
 
     simulated: Trace | None = None
     if how.device != "auto":
         spec = spec.edit(device=how.device)
-    elif not named:
+    elif not is_named:
         spec, simulated = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))

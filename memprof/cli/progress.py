@@ -1,33 +1,49 @@
-"""Progress on stderr: one line, rewritten, shown only to people and only when it takes a while."""
+"""Progress on stderr, only when it takes a while: one line, rewritten, for people; in a pipe plain lines."""
 
 from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 
 from memprof.errors import printable
 
+EVERY = 10.0
+"""Seconds between two lines where stderr is no terminal."""
+
 
 class Progress:
-    """Says what is being done; silent for the first two seconds and where stderr is no terminal."""
+    """Says what is being done; silent for the first two seconds, or ten where stderr is no terminal."""
 
     def __init__(self) -> None:
         self._begin = time.monotonic()
         self._shown = False
-        self._enabled = sys.stderr.isatty()
+        self._doing = ""
+        self._for_people = sys.stderr.isatty()
+        self._ended = threading.Event()
 
     def __enter__(self) -> Progress:
+        if not self._for_people:
+            threading.Thread(target=self._say_now_and_then, name="memprof progress", daemon=True).start()
         return self
 
     def __call__(self, doing: str) -> None:
         """Say what is being done now."""
-        if self._enabled and time.monotonic() - self._begin > 2:
-            sys.stderr.write(f"\r\033[Kmemprof: {printable(doing)} …")
+        self._doing = printable(doing)
+        if self._for_people and time.monotonic() - self._begin > 2:
+            sys.stderr.write(f"\r\033[Kmemprof: {self._doing} …")
             sys.stderr.flush()
             self._shown = True
 
+    def _say_now_and_then(self) -> None:
+        while not self._ended.wait(EVERY):
+            if self._doing:
+                sys.stderr.write(f"memprof: {self._doing} ({time.monotonic() - self._begin:.0f} s)\n")
+                sys.stderr.flush()
+
     def __exit__(self, *exc: object) -> None:
+        self._ended.set()
         if self._shown:
             sys.stderr.write("\r\033[K")
             sys.stderr.flush()

@@ -106,6 +106,8 @@ class Request(Explained):
         for name in ("lengths", "adapter"):
             if self.mode is Mode.INFERENCE and getattr(self, name) is not None:
                 raise UsageError(f"--{name} is for training", value=getattr(self, name), hint=f"leave out --{name}")
+        if self.mode is Mode.INFERENCE and self.effective_batch is not None:
+            say("memprof: in inference --effective-batch is now --batch-size; it goes with the next release", err=True)
         if self.effective_batch is not None and self.batch_size and self.effective_batch % self.batch_size:
             raise UsageError(
                 "--batch-size must divide --effective-batch",
@@ -177,4 +179,4 @@ def _print(answer: Recommendation, request: Request) -> None:
         return
     from memprof.report.terminal.recommendation import print_recommendation
 
-    print_recommendation(answer, explain=request.explain)
+    print_recommendation(answer, explain=request.explain, quiet=request.quiet)

@@ -46,5 +46,5 @@ def verify(
         from memprof.report.terminal.console import show
         from memprof.report.terminal.verification import view
 
-        show(view(found))
+        show(view(found, quiet=output.quiet))
     raise typer.Exit(Exit.DONE if found.passed else Exit.DIFFERS if found.tried else Exit.FAILED)

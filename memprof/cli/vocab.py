@@ -104,6 +104,6 @@ def vocab(
         from memprof.report.terminal.console import show
         from memprof.report.terminal.vocabulary import view
 
-        show(view(document))
+        show(view(document, quiet=request.quiet))
     tried = [memory.fits for memory in (savings.before, *savings.capped)]
     raise typer.Exit(Exit.DOES_NOT_FIT if False in tried and True not in tried else Exit.DONE)

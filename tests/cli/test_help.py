@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +50,31 @@ def test_exit_codes_are_in_the_help(memprof):
     words = " ".join(memprof("-h").stdout.split())
     for code, meaning in MEANINGS.items():
         assert f"{code.value} {meaning}" in words
+
+
+def test_pages_are_shown(memprof):
+    listed = memprof("help").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+    assert all(len(line.split()) > 1 for line in listed)
+    assert memprof("help", "lengths").stdout == (ROOT / "docs/lengths.md").read_text(encoding="utf-8")
+    result = memprof("help", "lenghts")
+    assert result.exit_code == 2 and "did you mean 'lengths'" in result.stderr
+
+
+def test_no_text_names_a_file_that_a_wheel_lacks():
+    """What is printed says `memprof help TOPIC`, and there is such a page; comments and docstrings name files."""
+    topics = {page.stem for page in (ROOT / "docs").glob("*.md")}
+    named = set()
+    for file in (ROOT / "memprof").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        aside = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in aside:
+                assert not re.search(r"\bdocs/[\w/-]+\.(?:md|py)\b|README", node.value) or node.value == "README.md", (
+                    file
+                )
+                named |= set(re.findall(r"memprof help ([a-z][\w-]*)", node.value))
+    assert named - {"lists"} <= topics and {"lengths", "remedies", "estimate"} <= named
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

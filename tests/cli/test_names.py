@@ -82,6 +82,8 @@ MEANINGS = {
     "--save": "a capture is kept", "--to": "a file for another viewer", "--log": "a line for each look",
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
     "--help": "help",
+    # Of one letter.
+    "-q": "--quiet", "-v": "--explain",
 }  # fmt: skip
 """What each option means, in a few words. No two may mean the same: a new one stands here beside what it is near to."""
 
@@ -140,7 +142,7 @@ def test_what_several_commands_have_is_made_in_one_place():
     users = defaultdict(set)
     for command, one in parameters():
         if one.param_type_name == "option":
-            users[one.opts[0]].add(command)
+            users[one.opts[-1]].add(command)
     alone = {flag for flag, commands in users.items() if len(commands) > 1} - fields
     assert alone == {"--debug", "--help"}
 

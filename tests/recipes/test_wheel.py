@@ -45,9 +45,11 @@ def run(installed, folder, *arguments):
     )
 
 
-def test_wheel_has_the_recipes_and_a_copy_runs(installed, tmp_path):
+def test_wheel_has_the_recipes_and_pages_and_a_copy_runs(installed, tmp_path):
     where = run(installed, tmp_path, "-c", "import memprof; print(memprof.__file__)")
     assert Path(where.stdout.strip()).is_relative_to(installed)
+    shown = run(installed, tmp_path, "-m", "memprof", "help", "lengths")
+    assert shown.stdout == (ROOT / "docs" / "lengths.md").read_text(encoding="utf-8")
     listed = run(installed, tmp_path, "-m", "memprof", "recipes", "ls")
     assert listed.returncode == 0, listed.stderr
     names = [line for line in listed.stdout.splitlines() if not line.startswith(" ")]

@@ -38,8 +38,13 @@ _PATH = 28
 """Columns of a module's path beside a source line."""
 
 
-def view(document: Analysis, *, replay: bool = False) -> RenderableType:
-    """The whole document; with `replay`, how far the allocator's replay agrees with the recording too."""
+def view(document: Analysis, *, replay: bool = False, quiet: bool = False) -> RenderableType:
+    """The whole document; with `replay`, how far the allocator's replay agrees with the recording too.
+
+    With `quiet`, the most that each device held, alone.
+    """
+    if quiet:
+        return Group(*map(_verdict, document.devices))
     title = heading("memprof analyze: ", f"{document.file}, a {document.format}")
     if document.settings:
         title.append(f" ({document.settings})", style="dim")
@@ -48,6 +53,15 @@ def view(document: Analysis, *, replay: bool = False) -> RenderableType:
     parts += [_device(device, replay=replay, many=many) for device in document.devices]
     parts += [dim(f"Note: {sentence}") for sentence in document.assumptions]
     return Group(*parts)
+
+
+def _verdict(device: DeviceReport) -> RenderableType:
+    held = device.end if device.state_only else device.peak
+    ended = f"; ran out of memory {len(device.ooms)} times" if len(device.ooms) > 1 else "; ran out of memory"
+    return Text(
+        f"device {device.device}: {format_bytes(held.allocated_bytes)} allocated, {format_bytes(held.reserved_bytes)} "
+        f"reserved {'at the end' if device.state_only else 'at the peak'}{ended if device.ooms else ''}"
+    )
 
 
 def _device(device: DeviceReport, *, replay: bool, many: bool) -> RenderableType:

@@ -33,8 +33,13 @@ MAX_VALUE = 44
 """Columns of a setting's value."""
 
 
-def view(document: Comparison, *, top: int = 10, explain: bool = False) -> RenderableType:
-    """The whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too."""
+def view(document: Comparison, *, top: int = 10, explain: bool = False, quiet: bool = False) -> RenderableType:
+    """The whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too.
+
+    With `quiet`, the verdict alone.
+    """
+    if quiet:
+        return _verdict(document)
     unit = unit_for(max((max(row.a_bytes or 0, row.b_bytes or 0) for row in document.totals), default=0))
     parts: list[RenderableType] = [_heading(document), _settings(document), _totals(document, unit)]
     parts += [

@@ -51,7 +51,7 @@ def show(view: RenderableType, *, pipe_width: int | None = WIDTH) -> None:
     if console.is_terminal:
         console.print(view)
     else:
-        console.file.write(text_of(view, pipe_width or console.width))
+        console.file.write(text_of(view, pipe_width or console.width).lstrip("\n"))
 
 
 def ansi(line: Text, columns: int) -> str:

@@ -29,8 +29,10 @@ _FIGURES = (
 )
 
 
-def render_diagnoses(found: Sequence[Diagnosis]) -> str:
-    """The first in full, the others in a line each."""
+def render_diagnoses(found: Sequence[Diagnosis], *, quiet: bool = False) -> str:
+    """The first in full, the others in a line each; `quiet`: what the first is, alone."""
+    if quiet:
+        return "\n".join(_wrap([found[0].title], "")) + "\n"
     lines = _diagnosis(found[0])
     if len(found) > 1:
         lines += ["", "Also in this log"]
@@ -92,10 +94,9 @@ def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list
     ]
 
 
-def render_installation(checked: Installation) -> str:
-    """What is here, then what is wrong with it."""
-    lines = [f"{name:<22} {value}" for name, value in checked.facts]
-    lines.append("")
+def render_installation(checked: Installation, *, quiet: bool = False) -> str:
+    """What is here, then what is wrong with it; `quiet`: this alone."""
+    lines = [] if quiet else [*(f"{name:<22} {value}" for name, value in checked.facts), ""]
     if not checked.findings:
         lines.append("Nothing wrong was found.")
     for finding in checked.findings:

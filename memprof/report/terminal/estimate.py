@@ -26,9 +26,16 @@ _CELL = 10
 
 
 def render_text(
-    estimate: Estimate, gpus: tuple[Gpu, ...], exact: Mapping[str, Simulated] | None = None, *, explain: bool = False
+    estimate: Estimate,
+    gpus: tuple[Gpu, ...],
+    exact: Mapping[str, Simulated] | None = None,
+    *,
+    explain: bool = False,
+    quiet: bool = False,
 ) -> str:
-    """The answer; with `explain`, every formula, constant and assumption."""
+    """The answer; with `explain`, every formula, constant and assumption; `quiet`: weights and cards alone."""
+    if quiet:
+        return "".join(f"{line}\n" for line in (next(_heading(estimate)), *_cards(estimate, gpus)))
     return "".join(f"{line}\n" for line in _lines(estimate, gpus, exact, explain))
 
 
@@ -109,7 +116,7 @@ def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         yield f"{line}{fits:>6}{borderline:>12}{no:>4}  {smallest}"
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
-    yield f"Within the band a card is {BORDERLINE}. Bands, measured against published figures (docs/estimate.md):"
+    yield f"Within the band a card is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
     for kind in KINDS:
         band = band_of(kind)
         width = f"{band.low:+.0%} to {band.high:+.0%}"

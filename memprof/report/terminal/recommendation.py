@@ -26,8 +26,11 @@ _SHOWN = 10
 """Rows of the table that are shown without --explain."""
 
 
-def print_recommendation(answer: Recommendation, *, explain: bool = False) -> None:
-    """Write the answer to stdout, in colour if it is a terminal."""
+def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
+    """Write the answer to stdout, in colour if it is a terminal; `quiet`: what to use alone."""
+    if quiet:
+        show((_largest if answer.largest else _configuration)(answer, explain=False)[0])
+        return
     show(_view(answer, explain=explain))
     # As they are, so that they can be copied.
     sys.stdout.write(printable(_scripts(answer)))

@@ -37,8 +37,10 @@ _MIN_SHARE_IN_DOUBT = 0.01
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
-def view(document: Document, *, explain: bool = False) -> RenderableType:
-    """The whole report; with `explain`, what it rests on too."""
+def view(document: Document, *, explain: bool = False, quiet: bool = False) -> RenderableType:
+    """The whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
+    if quiet:
+        return _verdict(document)
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
     if document.cards:
         parts.append(render_cards(document.cards, _unit(document)))

@@ -14,8 +14,11 @@ from memprof.units import MIB
 _MIB = Unit("MiB", MIB)
 
 
-def view(found: Verification) -> RenderableType:
-    """All of the tables."""
+def view(found: Verification, *, quiet: bool = False) -> RenderableType:
+    """All of the tables, or the verdict alone."""
+    verdict = Text("passed" if found.passed else "FAILED", style="bold green" if found.passed else "bold red")
+    if quiet:
+        return verdict
     parts: list[RenderableType] = [heading(f"memprof verify: {found.seeds} seeds, on the CPU")]
     if found.deviations:
         parts += [_deviations(found), *(_failure(row) for row in found.deviations if not row.passed)]
@@ -31,8 +34,7 @@ def view(found: Verification) -> RenderableType:
         if operators
     ]
     parts += [dim(f"not tried: {remedy} on {model}: {why}") for (remedy, model), why in found.skipped.items()]
-    parts.append(Text("passed" if found.passed else "FAILED", style="bold green" if found.passed else "bold red"))
-    return Group(*parts)
+    return Group(*parts, verdict)
 
 
 def _table(title: str, *headers: str) -> Table:

@@ -22,8 +22,10 @@ _FIELDS = (
 )
 
 
-def view(document: Vocabulary) -> RenderableType:
-    """The whole report."""
+def view(document: Vocabulary, *, quiet: bool = False) -> RenderableType:
+    """The whole report, or the caps and what they save alone."""
+    if quiet:
+        return _caps(document) if document.savings is None else _savings(document.savings)
     parts: list[RenderableType] = [_heading(document), _curve(document), _caps(document)]
     if document.savings is not None:
         parts.append(_savings(document.savings))

@@ -1,0 +1,111 @@
+"""Defaults from memprof.toml or pyproject.toml: taken upwards, said once, outdone by the command line, checked."""
+
+import pytest
+
+from memprof.cli.main import app
+from memprof.cli.settings import _ON_THE_COMMAND_LINE
+
+TABLE = """
+gpu = "t4"
+context-length = 64
+explain = true
+workspaces = false
+
+[compare]
+top = 3
+
+[profile]
+batch-size = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder below the one that may have settings."""
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    return tmp_path
+
+
+def write(folder, text, name="memprof.toml"):
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["memprof.toml", "pyproject.toml"])
+def test_what_is_taken_is_said(memprof, folder, name):
+    table = 'gpu = "t4"\ncontext-length = 64\n[estimate]\nbatch-size = 2\n'
+    if name == "pyproject.toml":
+        table = "[tool.memprof]\n" + table.replace("[estimate]", "[tool.memprof.estimate]")
+    write(folder, table, name)
+    result = memprof("estimate", "--params", "1.2B")
+    words = {"--gpu=t4", "--context-length=64", "--batch-size=2"}
+    first, rest = result.stdout.split("\n", 1)
+    place, said = first.removeprefix("From ").split(": ")
+    assert place == str(folder / name) and set(said.split()) == words
+    asked = memprof("estimate", "--params", "1.2B", "--gpu", "t4", "--context-length", 64, "--batch-size", 2, "--json")
+    answer = memprof("estimate", "--params", "1.2B", "--json").json
+    assert answer.pop("settings") == {"file": str(folder / name), "options": said.split()}
+    assert asked.json == answer and "Tesla T4" in rest
+    assert not memprof("estimate", "--params", "1.2B", "-q").stdout.startswith("From ")
+    assert memprof("models").stdout.startswith("gpt2")  # takes nothing
+
+
+def test_the_command_line_wins(memprof, folder):
+    write(folder, 'gpu = "t4"\ndtype = "float16"\nexplain = true\n[estimate]\nmodel-size = "4B"\n')
+    said = memprof("estimate", "--params", "1.2B", "--gpu-vram", 8, "--dtype", "float32").stdout
+    assert said.splitlines()[0].endswith(": --explain") and "1.2B parameters in float32" in said and "8.00 GiB" in said
+    assert memprof("estimate", "--params", "1.2B", "--gpu", "l4").stdout.splitlines()[-3] != ""
+    write(folder / "a", 'gpu = "l4"\n')  # the nearest file alone
+    assert memprof("estimate", "--params", "1.2B").stdout.splitlines()[0].endswith(": --gpu=l4")
+
+
+@pytest.mark.parametrize(
+    ("table", "problem", "hint"),
+    [
+        ('gpus-vram = "8"', "unknown option in", "gpu-vram"),
+        ("[estimate]\nuntil-exit = true", "unknown option in", ""),
+        ("[estimat]\ngpu = 't4'", "unknown command in", "estimate"),
+        ("gpu = [1]", "gpu has no value", ""),
+        ("gpu = ", "the file is no TOML", "correct it"),
+        ("gpu = 'h1000'", "unknown GPU", "h100"),
+        ("batch-size = 'two'", "--batch-size", ""),
+        *((f"{name} = 'x'", "is for the command line alone", "") for name in _ON_THE_COMMAND_LINE),
+    ],
+)
+def test_what_is_wrong_is_an_error(memprof, folder, table, problem, hint):
+    write(folder, table)
+    result = memprof("estimate", "--params", "1.2B")
+    assert result.exit_code == 2
+    assert problem in result.stderr and hint in result.stderr
+    assert memprof("estimate", "--params", "1.2B", "--json").json["error"]["exit_code"] == 2
+
+
+def test_other_files_are_let_alone(memprof, folder):
+    write(folder, "[tool.other]\nname = 'memprof'", "pyproject.toml")
+    write(folder / "a", "this is no TOML", "pyproject.toml")
+    assert memprof("estimate", "--params", "1.2B").exit_code == 0
+    write(folder, "tool.memprof = 5", "pyproject.toml")
+    assert "no table" in memprof("estimate", "--params", "1.2B").stderr
+
+
+def test_a_script_s_own_options_are_not_looked_at(memprof, folder):
+    write(folder, "[run]\ngpu = 'h1000'")
+    assert "unknown GPU" in memprof("run", "train.py", "--gpu", "t4").stderr
+    assert "unknown GPU" not in memprof("run", "--gpu", "t4", "train.py").stderr
+
+
+def test_flags_of_every_command_are_accepted(memprof, folder):
+    """Whatever has a value that a file can have, of whichever command."""
+    import typer
+
+    root = typer.main.get_command(app)
+    names = {
+        option.opts[-1][2:]: option.is_flag
+        for command in root.commands.values()
+        for option in command.params
+        if option.param_type_name == "option" and option.opts[-1].startswith("--")
+    }
+    lines = [f"{name} = false" if flag else f"{name} = '1'" for name, flag in names.items()]
+    write(folder, "\n".join(line for line in lines if line.split()[0] not in _ON_THE_COMMAND_LINE))
+    assert memprof("models").exit_code == 0

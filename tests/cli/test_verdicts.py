@@ -1,0 +1,64 @@
+"""-q prints the verdict alone, -v what it rests on; in a pipe progress is a plain line now and then."""
+
+import time
+
+import pytest
+
+from memprof.cli import progress
+from memprof.trace.io import save_trace
+from tests.golden.test_report import training_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("verdicts")
+    save_trace(training_run(), place / "run.memprof")
+    (place / "train.log").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 "
+        "GiB of which 1.00 GiB is free. Including non-PyTorch memory, this process has 78.10 GiB memory in use. Of the "
+        "allocated memory 77.00 GiB is allocated by PyTorch, and 100.00 MiB is reserved by PyTorch but unallocated.\n"
+    )
+    (place / "corpus.txt").write_text("a b c\nb c\n")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict", "lines"),
+    [
+        (("show", "run.memprof"), "", 4),
+        (("profile", "--model-size", "1M", "--context-length", "16"), "Fits: needs", 2),
+        (("compare", "run.memprof", "run.memprof"), "totals that are compared are equal", 2),
+        (("analyze", "run.memprof"), "device 0: ", 1),
+        (("estimate", "--params", "1.2B", "--gpu", "t4"), "1.2B parameters in bfloat16: 2.24 GiB", 20),
+        (("doctor", "train.log"), "", 2),
+        (("vocab", "corpus.txt"), "What a cap saves", 12),
+    ],
+)
+def test_the_verdict_alone(memprof, folder, monkeypatch, words, verdict, lines):
+    monkeypatch.chdir(folder)
+    whole, alone = memprof(*words), memprof(*words, "-q")
+    assert alone.exit_code == whole.exit_code and alone.stdout == memprof(*words, "--quiet").stdout
+    assert verdict in alone.stdout and 1 <= len(alone.stdout.splitlines()) <= lines
+    assert len(alone.stdout) < len(whole.stdout) and not alone.stdout.startswith("\n")
+    if words[0] != "analyze":  # whose verdict is a line that the report has as a table
+        said = " ".join(whole.stdout.split())
+        assert all(" ".join(line.split()) in said for line in alone.stdout.splitlines())
+
+
+def test_v_explains(memprof):
+    words = ("estimate", "--params", "1.2B")
+    assert memprof(*words, "-v").stdout == memprof(*words, "--explain").stdout != memprof(*words).stdout
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    with progress.Progress() as say:
+        say("reading a\x1b[31m name")
+        time.sleep(0.18)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) in (2, 3) and set(lines) == {r"memprof: reading a\x1b[31m name (0 s)"}
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+    with progress.Progress():
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""  # nothing is known yet
