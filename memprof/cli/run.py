@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 memprof run --gpu rtx-4090 train.py --epochs 1
-memprof run --fix auto train.py
+memprof run --worst-batch --gpu-vram 16 train.py
 memprof run --steps 200 --save run.memprof train.py
 """
 SETTINGS = {"allow_interspersed_args": False}
