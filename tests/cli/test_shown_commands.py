@@ -8,6 +8,7 @@ import gzip
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 
@@ -85,7 +86,8 @@ def _small(command: str) -> list[str]:
             if word in SMALL and not (word == "--model" and ":" in words[at + 1]):
                 words[at + 1] = SMALL[word]
     if words[0] == "recommend":
-        words += ["--effective-batch", "1", "--amp", "bfloat16"]
+        least = ["--dtype", "bfloat16"] if "inference" in words else ["--effective-batch", "1", "--amp", "bfloat16"]
+        words += least
     if "oom" in words:  # not every snapshot has an error
         words[1] = "oom.pickle"
     return words
@@ -98,6 +100,11 @@ def test_every_command_of_the_documentation_runs(memprof, folder, monkeypatch):
     died = ("--model-size", "1M", "--context-length", 512, "--batch-size", 8, "--gpu-vram", 0.6)
     assert memprof("profile", *died, "--save", "oom.memprof").exit_code == 3
     assert memprof("export", "oom.memprof", "--to", "oom.pickle").exit_code == 0
+    assert memprof("profile", "--model-size", "1M", "--context-length", 64, "--save", "run.memprof").exit_code == 0
+    assert memprof("export", "run.memprof", "--to", "snapshot.pickle").exit_code == 0
+    for name in ("before", "after", "simulated", "measured"):
+        shutil.copy("run.memprof", f"{name}.memprof")
+    shutil.copy("docs/doctor_example.log", "train.log")
     assert len(COMMANDS) > 50
     for command in COMMANDS:
         words = _small(command)
