@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -25,7 +26,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if not self._for_people:
-            threading.Thread(target=self._say_now_and_then, name="memprof progress", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no room for it: what is being done counts for more
+                threading.Thread(target=self._say_now_and_then, name="memprof progress", daemon=True).start()
         return self
 
     def __call__(self, doing: str) -> None:

@@ -69,7 +69,8 @@ MEANINGS = {
     "--host-memory": "what the machine beside the card has",
     "--card": "which card of several is shown", "--device": "simulated, or measured where",
     "--detail": "lines of allocations when measured", "--alloc-conf": "the allocator's settings",
-    "--no-workspaces": "tensors alone are counted", "--beyond": "on past a full card",
+    "--no-workspaces": "tensors alone are counted", "--max-memory": "what reading may take",
+    "--beyond": "on past a full card",
     "--empties-cache": "the program gives back what the allocator keeps",
     "--present": "the cards that are here", "--env": "this installation",
     # What is tried, looked at and compared.
