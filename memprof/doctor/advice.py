@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass, replace
 
 from memprof.catalog import find_model, has_model
@@ -63,7 +64,9 @@ class Known:
 _SEGMENTS, _SPILLED = helping("fragmentation")[0], helping("doctor: spilled")[0]
 _HOST = helping("doctor: host memory")[0]
 """Cases that have one remedy."""
-EXPANDABLE = f"export PYTORCH_CUDA_ALLOC_CONF={_SEGMENTS.alloc_conf}"
+_WINDOWS = re.compile(r"\b[A-Za-z]:\\(?!n)")
+"""A path of Windows."""
+_WHO = (Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),)
 
 
 def _against(case: str, run: Known) -> tuple[Advice, ...]:
@@ -81,22 +84,22 @@ def _against(case: str, run: Known) -> tuple[Advice, ...]:
 
 
 def steps(
-    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str
+    cause: Cause, figures: Figures, tensors: tuple[Candidate, ...], run: Known, source: str, text: str = ""
 ) -> tuple[Advice, ...]:
-    """What to try for `cause`, in order."""
+    """What to try for `cause`, in order; `text` is the message, and the log around it."""
     if figures.total is not None and figures.total.num_bytes >= GIB:
         run = replace(run, card_bytes=parse_gib(f"{figures.total.num_bytes / GIB:.2f}"))  # as it was printed
     if tensors and "delta" in tensors[0].role:
         run = replace(run, npt="dense")
     if tensors and tensors[0].role == "attention scores":
         run = replace(run, attention="eager")  # which alone keeps them
+    if source in _OF_SOURCE:
+        return _OF_SOURCE[source]
     if cause in _FIXED:
         return _FIXED[cause]
-    if source.startswith("torch (MPS)"):
-        return _MPS
     if cause is Cause.OTHER_PROCESSES:
         return (
-            Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),
+            *_WHO,
             Advice(
                 "end what is left over of an earlier run (a notebook keeps its card until its kernel ends)", "kill PID"
             ),
@@ -118,11 +121,7 @@ def steps(
                 "see what the driver shows while the run goes on: another process may come and go",
                 "memprof monitor -- python train.py",
             ),
-            Advice(
-                "no single segment is asked for any more, so that no one piece must be had",
-                EXPANDABLE,
-                remedy=_SEGMENTS.name,
-            ),
+            *_segments("no single segment is asked for any more, so that no one piece must be had", text),
             Advice(
                 "check limits that free memory does not show: a container's, a slice's (MIG), a virtual GPU's, and on "
                 "Windows the page file, which backs what cards commit",
@@ -147,18 +146,42 @@ def steps(
         )
     if cause is Cause.FRAGMENTATION:
         return (
-            Advice(
-                "let segments grow instead of asking for others: what is reserved and unused becomes usable",
-                EXPANDABLE,
-                remedy=_SEGMENTS.name,
-            ),
+            *(_segments("let segments grow: what is reserved and unused serves this request", text) or _whole(text)),
             Advice(
                 "sizes that change from batch to batch leave gaps: pad lengths to multiples of 64, or sort by length"
             ),
             Advice("see what lies in the gaps", f"memprof analyze SNAPSHOT --alloc-conf {_SEGMENTS.alloc_conf}"),
             *_smaller(run, tensors),
         )
-    return _for_tensor(tensors, run) + _smaller(run, tensors)
+    others = _WHO if cause is Cause.DEVICE_MEMORY and source == "CUDA" else ()
+    return others + _for_tensor(tensors, run) + _smaller(run, tensors)
+
+
+def _is_old(text: str) -> bool:
+    """Whether the message has the words of torch before 2.1, which has no expandable segments."""
+    return "reserved in total by PyTorch" in text or " cached)" in text
+
+
+def _segments(what: str, text: str) -> tuple[Advice, ...]:
+    """Expandable segments, where there are any: not before torch 2.1, nor on Windows."""
+    if _is_old(text) or _WINDOWS.search(text):
+        return ()
+    variable = "PYTORCH_HIP_ALLOC_CONF" if "HIP out of memory" in text else "PYTORCH_CUDA_ALLOC_CONF"
+    return (Advice(what, f"export {variable}={_SEGMENTS.alloc_conf}", remedy=_SEGMENTS.name),)
+
+
+def _whole(text: str) -> tuple[Advice, ...]:
+    """What a torch that has no expandable segments can do against fragmentation."""
+    if _is_old(text) and "max_split_size_mb" not in text:
+        return (Advice("this release of torch has no setting against it: a newer one has", "pip install -U torch"),)
+    where = "on Windows" if _WINDOWS.search(text) else "before torch 2.1"
+    shell = "set" if _WINDOWS.search(text) else "export"
+    return (
+        Advice(
+            f"leave large blocks whole for large requests (there are no expandable segments {where})",
+            f"{shell} PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
+        ),
+    )
 
 
 def _for_tensor(tensors: tuple[Candidate, ...], run: Known) -> tuple[Advice, ...]:
@@ -197,10 +220,55 @@ def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
 
 _MPS = (
     Advice("a smaller batch, half precision, or a smaller model: the GPU shares the computer's memory"),
-    Advice("close what else uses memory: other allocations are other programs' and this one's outside torch"),
+    Advice.python(
+        "drop what is no longer used; other allocations are this process's too, such as graphs that Metal has "
+        "compiled, one for each shape: pad batches to few shapes",
+        "torch.mps.empty_cache()",
+    ),
     Advice("lift the limit, at the risk that the system swaps or stops", "export PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0"),
 )
+_OF_SOURCE: dict[str, tuple[Advice, ...]] = {
+    "torch (MPS)": _MPS,
+    "NCCL": (
+        Advice("let NCCL say which call failed, and for want of what", "NCCL_DEBUG=WARN torchrun train.py"),
+        Advice.python(
+            "NCCL takes its buffers from the driver, beside torch's cache: leave it some of the card",
+            "torch.cuda.set_per_process_memory_fraction(0.95)",
+        ),
+        Advice("smaller buffers: a quarter of 4 MiB for each channel and peer", "export NCCL_BUFFSIZE=1048576"),
+        Advice.python(
+            "one card for each process: two on one card also end in this",
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
+        ),
+        Advice("see what else is on the card while it runs", "memprof monitor -- torchrun train.py"),
+    ),
+    "XLA": (
+        *_WHO,
+        Advice("JAX takes three quarters of the card at its start: less", "export XLA_PYTHON_CLIENT_MEM_FRACTION=.50"),
+        Advice("or as much as is needed, when it is needed", "export XLA_PYTHON_CLIENT_PREALLOCATE=false"),
+        Advice("TensorFlow takes all of it: as much as is needed instead", "export TF_FORCE_GPU_ALLOW_GROWTH=true"),
+        Advice("a smaller batch, or shorter sequences"),
+    ),
+    "ggml": (
+        *_WHO,
+        Advice("fewer layers on the card, the rest on the CPU", "llama-server --model MODEL.gguf --n-gpu-layers 20"),
+        Advice("a shorter context: a smaller cache", "llama-server --model MODEL.gguf --ctx-size 4096"),
+        Advice("weights of fewer bits"),
+    ),
+    "bitsandbytes": (
+        Advice("paged states lie in memory that card and host share: was the host's full?", "free -h"),
+        Advice.python("an optimizer whose states are not paged", 'TrainingArguments(optim="adamw_8bit")'),
+        *_WHO,
+    ),
+}
+"""What prints an error that torch's remedies do not help against."""
 _FIXED: dict[Cause, tuple[Advice, ...]] = {
+    Cause.NOT_KNOWN: (
+        Advice("a smaller batch: if the error goes, memory was the matter"),
+        Advice.python("without cuDNN torch's own kernels say what they lack", "torch.backends.cudnn.enabled = False"),
+        Advice.python("or an input that is not laid out in order", "x = x.contiguous()"),
+        Advice("or an installation that does not belong together", "memprof doctor --env"),
+    ),
     Cause.KV_CACHE: (
         Advice(
             "give the engine more of the card, if nobody else is on it",
@@ -215,7 +283,7 @@ _FIXED: dict[Cause, tuple[Advice, ...]] = {
         ),
     ),
     Cause.ENGINE_BUDGET: (
-        Advice("see who is on the card", "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"),
+        *_WHO,
         Advice("end what is left over of an earlier engine: its worker processes outlive it", "kill PID"),
         Advice("or ask for no more than is free", "vllm serve MODEL --gpu-memory-utilization 0.8"),
     ),

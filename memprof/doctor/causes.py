@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memprof.allocator.rounding import FRAGMENTED_SHARE
 from memprof.device.context import CONTEXT_BYTES
 from memprof.doctor.diagnosis import Cause, Figures, Size
 from memprof.units import GIB, format_bytes
@@ -84,21 +85,35 @@ def _cause(figures: Figures, tried: Size) -> tuple[Cause, str]:
         return Cause.FREE_REFUSED, f"{free.text} are free, and the driver refused {tried.text}"
     others = others_bytes(figures) or 0
     missing = want - (free.num_bytes if free else 0)
-    if others >= missing and _is_foreign(figures, others, total.num_bytes, fragmented=unused >= want):
+    fits = unused >= missing
+    fragmented = fits and reserved is not None and unused >= FRAGMENTED_SHARE * reserved.num_bytes
+    if others >= missing and _is_foreign(figures, others, total.num_bytes, fits=fits):
         return Cause.OTHER_PROCESSES, f"other processes have {format_bytes(others)}; without them the request would fit"
-    if unused >= want:
-        return Cause.FRAGMENTATION, f"torch holds {format_bytes(unused)} unused, in pieces too small for {tried.text}"
+    if fragmented:
+        beside = f", beside {free.text} free on the card" if unused < want and free else ""
+        why = f"torch holds {format_bytes(unused)} unused{beside}, in pieces too small for {tried.text}"
+        return Cause.FRAGMENTATION, why
+    mine = own_bytes(figures)
+    if free is None and mine is not None and want + mine < (1 - _UNNAMED_SHARE) * total.num_bytes:
+        what = "others have it, or the driver refuses a request of this size"
+        return Cause.DEVICE_MEMORY, f"{format_bytes(total.num_bytes - mine)} of the card are not this process's: {what}"
     if want >= _LARGE_SHARE * total.num_bytes:
         return Cause.LARGE_TENSOR, f"one request of {tried.text} is {100 * want / total.num_bytes:.0f}% of the card"
+    if fits and unused and reserved is not None:
+        share = 100 * (1 - unused / reserved.num_bytes)
+        return Cause.CARD_FULL, (
+            f"{share:.0f}% of what torch holds are tensors; in one piece the rest would serve this request, and "
+            f"{format_bytes(unused - missing)} more"
+        )
     return Cause.CARD_FULL, ""
 
 
-def _is_foreign(figures: Figures, others: int, total: int, *, fragmented: bool) -> bool:
+def _is_foreign(figures: Figures, others: int, total: int, *, fits: bool) -> bool:
     """Whether what others have is theirs beyond doubt, and more than a trifle."""
     if others < _UNNAMED:
         return False
     # What torch says of itself is sure; what is left over is not.
-    share = _SURE_SHARE if fragmented or total < _SMALL_CARD else _UNNAMED_SHARE
+    share = _SURE_SHARE if fits or total < _SMALL_CARD else _UNNAMED_SHARE
     return bool(strangers(figures)) or figures.process is not None or others >= share * total
 
 
@@ -119,8 +134,8 @@ def _said(figures: Figures) -> list[str]:
     if figures.private_pools is not None:
         said.append(f"{figures.private_pools.text} are in private pools (CUDA graphs)")
     own = figures.process or _own_of(figures)
-    if own is not None and reserved is not None:
-        beside = own.num_bytes - reserved.num_bytes
+    if own is not None and held is not None:
+        beside = own.num_bytes - held.num_bytes
         if beside > 0:
             said.append(
                 f"{format_bytes(beside)} of this process are outside torch's allocator: context, libraries, NCCL"

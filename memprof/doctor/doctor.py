@@ -17,6 +17,10 @@ from memprof.doctor.signatures import SIGNATURES, Signature
 from memprof.doctor.tensors import Question, candidates, requested, roles_in
 from memprof.doctor.tracebacks import Frame, frames, telling
 
+_WITHOUT_TENSOR = frozenset(
+    (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY, Cause.LIBRARY_HANDLE, Cause.NOT_KNOWN)
+)
+"""Of these a size, if there is one, is no tensor's."""
 _MESSAGE = 1400
 """Characters of an error's own words; the longest of torch's has some 900."""
 _SAME_ERROR_LINES = 8
@@ -124,7 +128,7 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
     if model is None and (named := model_in(nearby)) is not None:
         model = dimensions(find_model(named))
     tensors: tuple[Candidate, ...] = ()
-    if cause not in (Cause.HOST_KILLED, Cause.ENGINE_BUDGET, Cause.KV_CACHE, Cause.SHARED_MEMORY):
+    if cause not in _WITHOUT_TENSOR:
         tensors = _tensors(figures, model, known, nearby, stack)
     run = replace(known, model=model.model if model else None)
     if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:
@@ -135,7 +139,7 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
         base,
         title=_title(cause, figures, tensors),
         tensors=tensors,
-        steps=advice.steps(cause, figures, tensors, run, signature.source),
+        steps=advice.steps(cause, figures, tensors, run, signature.source, nearby + error.message),
     )
 
 

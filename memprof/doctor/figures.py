@@ -6,6 +6,7 @@ c10/cuda/CUDAMallocAsyncAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm, and vL
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from decimal import Decimal
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from memprof.doctor.diagnosis import Figures, Size
-from memprof.units import GIB, KIB, MIB, TIB
+from memprof.units import GIB, KIB, MIB, TIB, format_bytes
 
 # torch counts in powers of 1,024 under either spelling: its MPS allocator long printed "GB" for them.
 _UNITS = {"bytes": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
@@ -103,10 +104,20 @@ malloc_async = partial(
 
 
 def mps(text: str) -> Figures:
-    """Of the allocator for Apple's GPUs; what it calls the allowed maximum is all that there is."""
+    """Of the allocator for Apple's GPUs; what it calls the allowed maximum is all that there is.
+
+    "Other allocations" are this process's too, outside torch's pools: Metal counts what the process has of the device.
+    """
     found = _request(text, "Tried to allocate AMOUNT", total="max allowed: AMOUNT", allocated="MPS allocated: AMOUNT")
     others = _find("other allocations: AMOUNT", text)
-    return found if others is None else replace(found, others=((0, others),))
+    if others is None or found.allocated is None:
+        return found
+    return replace(found, process=_sum(found.allocated, others))
+
+
+def metal_buffer(text: str) -> Figures:
+    """Of a buffer that Metal does not make, however much is free."""
+    return _request(text, "Invalid buffer size: AMOUNT")
 
 
 def engine_budget(text: str) -> Figures:
@@ -135,7 +146,20 @@ kv_cache = partial(
 """Of vLLM's later words for a KV cache that is too small: what a sequence needs, and what there is."""
 host_request = partial(_request, tried="tried to allocate AMOUNT")
 """Of a refused request for host memory (bytes); pinned memory among it."""
-xla = partial(_request, tried="(?:trying to allocate|attempting to allocate) AMOUNT")
-"""Of XLA (JAX, TensorFlow): bytes, or an amount with a unit."""
+_TYPES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
+"""Bytes of an element of TensorFlow's types."""
+
+
+def xla(text: str) -> Figures:
+    """Of XLA and TensorFlow: bytes, or an amount with a unit, or the tensor's shape and type."""
+    tensor = re.search(r"OOM when allocating tensor with shape\[([\d,]+)\] and type (\w+)", text)
+    if tensor is None or tensor[2] not in _TYPES:
+        return _request(text, "(?:trying to allocate|attempting to allocate) AMOUNT")
+    num_bytes = math.prod(map(int, tensor[1].split(","))) * _TYPES[tensor[2]]
+    return Figures(tried=Size(format_bytes(num_bytes), num_bytes, num_bytes, num_bytes), tried_is_segment=False)
+
+
+nccl = partial(_request, tried="Failed to CUDA (?:host )?c?alloc(?: async)? AMOUNT")
+"""Of NCCL's own buffers."""
 cuda_malloc = partial(_request, tried="allocating AMOUNT on device", device=r"on device (\d+)")
 """Of ggml (llama.cpp, ollama): MiB, exactly what cudaMalloc was asked for."""

@@ -49,7 +49,8 @@ _ANCHORS = (
     "RESOURCE_EXH", "esource exhausted", "ResourceExh", "OutOfMemory", "GPU memory util", "cache blocks", "KV cache",
     "at least one request", "Not enough memory", "batch size found", "CPU or the disk", "to the disk", "CPUAllocator",
     "shared memory", "shm", "unable to open shared", "Bus error", "oom", "OOM", "low on memory", " -9", "137",
-    "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
+    "cuda error", "Failed to CUDA", "Cuda failure", "ncclUnhandled", "find an engine", "fallocate", "buffer size",
+    "UR_RESULT", "OOM when", "SIGKILL", "Killed", "memory pressure", "memory usage threshold",
 )  # fmt: skip
 """Few short words, one of which is in every word of the signatures: each costs a pass over the log."""
 _WORDS = {

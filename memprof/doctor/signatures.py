@@ -83,6 +83,14 @@ SIGNATURES: tuple[Signature, ...] = (
         rank=0,
     ),
     _signature("mps-oom", "MPS backend out of memory", source="torch (MPS)", figures=read.mps, rank=0),
+    _signature(
+        "mps-buffer",
+        "Invalid buffer size",
+        r"Invalid buffer size: [\d.]+ [KMGT]i?B",
+        source="torch (MPS)",
+        cause=Cause.LARGE_TENSOR,
+        figures=read.metal_buffer,
+    ),
     _mismatch("mismatch", "tensors to be on the same device", r"[Ee]xpected all tensors to be on the same device"),
     _mismatch(
         "mismatch-type",
@@ -131,6 +139,38 @@ SIGNATURES: tuple[Signature, ...] = (
         cause=Cause.LIBRARY_HANDLE,
     ),
     _signature(
+        "nccl",
+        "unhandled cuda error|Failed to CUDA|NCCL WARN Cuda failure|ncclUnhandledCudaError",
+        r"(?:unhandled cuda error|NCCL WARN|ncclUnhandledCudaError)(?:(?!Cuda failure).){0,700}?"
+        r"(?:Cuda failure (?:2 )?'out of memory'|Failed to CUDA (?:host )?c?alloc)",
+        source="NCCL",
+        cause=Cause.LIBRARY_HANDLE,
+        figures=read.nccl,
+    ),
+    _signature(
+        "nccl-unknown",
+        "unhandled cuda error|ncclUnhandledCudaError",
+        r"(?:unhandled cuda error|ncclUnhandledCudaError)(?!.{0,700}Cuda failure)",
+        source="NCCL",
+        cause=Cause.NOT_KNOWN,
+        rank=3,
+    ),
+    _signature(
+        "cudnn-unknown",
+        "CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine",
+        r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine to execute this computation",
+        source="cuDNN",
+        cause=Cause.NOT_KNOWN,
+        rank=3,
+    ),
+    _signature(
+        "bitsandbytes",
+        "Error out of memory at line",
+        r"Error out of memory at line \d+ in file",
+        source="bitsandbytes",
+        cause=Cause.DEVICE_MEMORY,
+    ),
+    _signature(
         "ggml",
         "cudaMalloc failed: out of memory",
         r"(?:allocating [\d.]+ MiB on device \d+: )?cudaMalloc failed: out of memory",
@@ -150,12 +190,21 @@ SIGNATURES: tuple[Signature, ...] = (
     _signature(
         "cuda-error",
         "CUDA error: out of memory|HIP error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
-        "|CUDA error 2|cuda runtime error (2)",
+        "|CUDA error 2|cuda runtime error (2)|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
         r"(?:CUDA|HIP) error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+        r"|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"
         r"|cuda runtime error \(2\) ?: out of memory",
         source="CUDA",
         cause=Cause.DEVICE_MEMORY,
         rank=2,
+    ),
+    _signature(
+        "tensorflow-host",
+        "OOM when allocating tensor",
+        r"OOM when allocating tensor.{0,200}(?:CPU:\d|by allocator cpu)",
+        source="TensorFlow",
+        cause=Cause.HOST_MEMORY,
+        figures=read.xla,
     ),
     _signature(
         "xla",
@@ -204,8 +253,11 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     _signature(
         "shm",
-        "insufficient shared memory|out of shared memory|torch_shm|write to shm|unable to open shared",
-        r"insufficient shared memory \(shm\)|workers are out of shared memory"
+        "insufficient shared memory|out of shared memory|torch_shm|write to shm|unable to open shared"
+        "|failed to extend /dev/shm|posix_fallocate failed|creating shared memory segment",
+        r"failed to extend /dev/shm/nccl|posix_fallocate failed ?: ?No space left on device"
+        r"|creating shared memory segment.{0,120}No space left on device"
+        r"|insufficient shared memory \(shm\)|workers are out of shared memory"
         r"|unable to (?:write to|open|mmap|resize) (?:file|shared memory).{0,80}(?:torch_|shm|No space)"
         r"|No space left on device.{0,40}shm",
         source="torch (DataLoader)",

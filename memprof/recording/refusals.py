@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.allocator.rounding import SMALL_SIZE, round_size, segment_size
+from memprof.allocator.rounding import FRAGMENTED_SHARE, SMALL_SIZE, round_size, segment_size
 from memprof.recording.occupancy import fragmentation
 from memprof.recording.origins import origin_of
 from memprof.recording.recording import Recording
@@ -32,7 +32,8 @@ class Refusal:
     largest_free_bytes: int
     """Largest free block there."""
     fragmented: bool
-    """Cached memory and what is free on the card together would have been enough."""
+    """Cached memory and what is free on the card together would have been enough, and the cache is more than a trifle
+    (FRAGMENTED_SHARE)."""
     source: str
     reasons: tuple[str, ...]
 
@@ -52,7 +53,8 @@ def _explain(recording: Recording, index: int) -> Refusal:
     largest = max((segment.largest_free for segment in mine), default=0)
     expandable = any(segment.expandable for segment in segments)
     tried = size if expandable else segment_size(size, recording.replay.config.large_segment_size)
-    fragmented = state.free_bytes + event.address >= size
+    missing = size - state.free_bytes - event.address
+    fragmented = missing <= 0 and state.free_bytes >= FRAGMENTED_SHARE * state.reserved_bytes
     reasons = [
         f"{format_bytes(event.size)} were asked for; the card had {format_bytes(event.address)} free",
         f"torch held {format_bytes(state.reserved_bytes)}, {format_bytes(state.used_bytes)} of it in use and "
@@ -76,10 +78,13 @@ def _explain(recording: Recording, index: int) -> Refusal:
             "fragmentation: free memory was enough in sum, but in no single piece"
             + ("" if expandable else f"; {EXPANDABLE_SEGMENTS} can use it (see --alloc-conf)")
         )
+    elif missing > 0:
+        reasons.append(f"not fragmentation: even with the whole cache {format_bytes(missing)} would have been missing")
     else:
+        share = 100 * state.used_bytes / state.reserved_bytes if state.reserved_bytes else 100
         reasons.append(
-            f"not fragmentation: even with the whole cache {format_bytes(size - state.free_bytes - event.address)} "
-            "would have been missing"
+            f"the card is full: {share:.0f}% of what torch holds is in use; in one piece the rest would have served "
+            f"this request, and {format_bytes(-missing)} more"
         )
     _, allocated, reserved = recording.at(index)
     return Refusal(

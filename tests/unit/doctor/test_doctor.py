@@ -245,3 +245,94 @@ def test_every_word_of_a_signature_is_searched_for():
     searched = {word for words in log._WORDS.values() for word in words}
     assert {word.encode() for signature in SIGNATURES for word in signature.words} == searched
     assert all(log._WORDS.values())
+
+
+def full_card(unused: int, **changes: int) -> OomReport:
+    """A card of 7.62 GiB with 7.13 GiB of tensors."""
+    allocated = int(7.13 * GIB)
+    figures = {
+        "total_bytes": int(7.62 * GIB), "free_bytes": 10 * MIB, "allocated_bytes": allocated,
+        "reserved_bytes": allocated + unused, "process_bytes": int(7.6 * GIB),
+    }  # fmt: skip
+    return report(20 * MIB, **{**figures, **changes})
+
+
+@pytest.mark.parametrize("version", ["2.0.1", "2.1.2", "2.15.0"])
+@pytest.mark.parametrize("unused", [0, 4 * MIB, 90 * MIB, 300 * MIB])
+def test_a_card_full_of_tensors_is_not_fragmented(version: str, unused: int):
+    (found,) = diagnoses("torch.OutOfMemoryError: " + full_card(unused).message(release_for(version)))
+    assert found.cause is Cause.CARD_FULL
+    assert all("ALLOC_CONF" not in step.command for step in found.steps)
+    serves = any("in one piece the rest would serve this request" in line for line in found.explanation)
+    assert serves == (unused > 10 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("version", "before", "command"),
+    [
+        ("2.0.1", "", "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),
+        ("2.6.0", "", "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ("2.6.0", '  File "C:\\train.py", line 3, in main\n', "set PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128"),
+    ],
+)
+def test_what_helps_against_fragmentation_is_what_the_release_has(version: str, before: str, command: str):
+    gaps = full_card(3 * GIB, allocated_bytes=4 * GIB, reserved_bytes=7 * GIB)
+    (found,) = diagnoses(before + "torch.OutOfMemoryError: " + gaps.message(release_for(version)))
+    assert found.cause is Cause.FRAGMENTATION
+    assert found.steps[0].command == command
+
+
+def test_before_max_split_size_a_newer_torch_is_all_there_is():
+    text = (
+        "CUDA out of memory. Tried to allocate 64.00 MiB (GPU 0; 8.00 GiB total capacity; 4.00 GiB already allocated; "
+    )
+    (found,) = diagnoses(text + "9.00 MiB free; 7.00 GiB reserved in total by PyTorch)")
+    assert (found.cause, found.steps[0].command) == (Cause.FRAGMENTATION, "pip install -U torch")
+
+
+NCCL = """[rank0]: torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:5, \
+unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5
+[rank0]: ncclUnhandledCudaError: Call to CUDA function failed.
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "causes"),
+    [
+        ("[rank0]: Last error:\n[rank0]: Cuda failure 2 'out of memory'\n", [Cause.LIBRARY_HANDLE]),
+        ("[rank0]: Last error:\n[rank0]: Cuda failure 'out of memory'\n", [Cause.LIBRARY_HANDLE]),
+        ("", [Cause.NOT_KNOWN]),
+        ("[rank0]: Last error:\n[rank0]: Cuda failure 999 'unknown error'\n", []),
+        ("[rank0]: Last error:\n[rank0]: Cuda failure 1 'invalid argument'\n", []),
+    ],
+)
+def test_nccl_is_believed_where_it_names_its_error(last: str, causes: list[Cause]):
+    found = diagnoses(NCCL + last)
+    assert [one.cause for one in found] == causes
+    assert all(one.source == "NCCL" and "NCCL_DEBUG" in one.steps[0].command for one in found)
+
+
+def test_metals_other_allocations_are_this_process_s():
+    text = (
+        "MPS backend out of memory (MPS allocated: 5.50 GB, other allocations: 14.76 GB, max allowed: 20.40 GB). Tried "
+    )
+    (found,) = diagnoses(text + "to allocate 147.24 MB on private pool.")
+    assert found.cause is Cause.CARD_FULL
+    assert not any("kill" in step.command or "nvidia-smi" in step.command for step in found.steps)
+    assert any(line.startswith("14.76 GiB of this process are outside torch's allocator") for line in found.explanation)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 629 bytes.", "XLA_PYTHON_CLIENT"),
+        ("CUDA error: out of memory", "nvidia-smi"),
+        ("Error out of memory at line 380 in file /a/csrc/pythonInterface.c", "adamw_8bit"),
+        ("allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory", "--n-gpu-layers"),
+    ],
+)  # fmt: skip
+def test_advice_is_of_the_program_that_failed(text: str, word: str):
+    (found,) = diagnoses(text)
+    assert any(word in step.command for step in found.steps)
+    torch_s = [step.command for step in found.steps if "--fix" in step.command]
+    assert bool(torch_s) == text.startswith("CUDA error")
