@@ -29,7 +29,13 @@ OPTIMIZERS = (
 UNFUSED_OPTIMIZERS = ("adafactor", "adagrad", "rmsprop")
 """torch has no fused implementation of these for CUDA (of Adagrad it has one for the CPU)."""
 ZERO_GRADS = ("none", "zero")
-QUANTIZATIONS = ("int8", "nf4", "fp4")
+BITSANDBYTES_FORMATS = ("int8", "nf4", "fp4")
+GGUF_FORMATS = ("gguf-q4_0", "gguf-q4_k", "gguf-q5_k", "gguf-q6_k", "gguf-q8_0")
+STORED_FORMATS = ("fp8", "gptq-int8", "gptq-int4", "awq-int4", "mxfp4", *GGUF_FORMATS)
+"""Of checkpoints whose weights are read as they are; bitsandbytes quantizes while it loads."""
+TRAINABLE_FORMATS = (*BITSANDBYTES_FORMATS, "fp8", "gptq-int8", "gptq-int4", "awq-int4")
+"""Adapters are trained on these: their layers have a backward."""
+QUANTIZATIONS = BITSANDBYTES_FORMATS + STORED_FORMATS
 ADAPTERS = ("lora",)
 DEFAULT_LORA_RANK = 8
 """As in PEFT's LoraConfig."""
@@ -186,10 +192,10 @@ class TargetSpec:
     )  # fmt: skip
     """Forward and loss under torch.autocast; with float16, a GradScaler."""
     quantize: str | None = option(
-        None, "Precision", "Weights of the linear layers are quantized: {choices}.", metavar="NAME",
-        choices=QUANTIZATIONS,
+        None, "Precision", "How weights are stored, if not as the model's configuration says: {choices}.",
+        metavar="NAME", choices=QUANTIZATIONS,
     )  # fmt: skip
-    """Weights of the linear layers but the head: int8 (LLM.int8), nf4 or fp4."""
+    """The linear layers' but the head's: bitsandbytes' int8 (LLM.int8), nf4 or fp4, or a checkpoint's format."""
     double_quant: bool = option(True, "Precision", "With 4-bit weights: leave their scales in float32.")
     """With quantize nf4 or fp4: the scales are quantized in turn, as in QLoRA."""
     optimizer: str = option("adamw", "Training", "{choices}.", choices=OPTIMIZERS)
@@ -374,12 +380,7 @@ class TargetSpec:
             return
         if self.npt is not None:
             raise UsageError("--quantize does not go with --npt", value=self.quantize, hint="leave out one of them")
-        if self.mode is Mode.TRAIN and self.adapter is None:
-            raise UsageError(
-                "quantized weights are not trained",
-                value=f"--quantize {self.quantize}",
-                hint="add --adapter lora, or --mode inference",
-            )
+        check_quantized(self.quantize, self)
 
     def edit(self, **changes: object) -> TargetSpec:
         """A copy with some fields replaced."""
@@ -408,3 +409,28 @@ def parse_layers(text: str, count: int | None = None) -> list[int]:
                 raise UsageError("--npt-layers has a range that is empty", value=part, hint="first-last")
         found.update(range(ends[0], ends[-1] + 1) if count is not None else ends)
     return sorted(found)
+
+
+def check_quantized(name: str, spec: TargetSpec) -> None:
+    """Whether weights stored as `name` says can be used as `spec` does.
+
+    Raises:
+        UsageError: they would be trained, or their layers have no backward, or the run is to be measured.
+    """
+    value = f"--quantize {name}"
+    if spec.mode is Mode.TRAIN and spec.adapter is None:
+        raise UsageError(
+            "quantized weights are not trained", value=value, hint="add --adapter lora, or --mode inference"
+        )
+    if spec.mode is Mode.TRAIN and name not in TRAINABLE_FORMATS:
+        raise UsageError(
+            "transformers has no backward through weights stored like this",
+            value=value,
+            hint=f"add --mode inference; adapters are trained on {', '.join(TRAINABLE_FORMATS)}",
+        )
+    if name in STORED_FORMATS and spec.device != "virtual":
+        raise UsageError(
+            "stored weights are simulated, and not measured",
+            value=f"{value} --device {spec.device}",
+            hint="leave out --device, or measure your own script: memprof run --device cuda",
+        )

@@ -11,7 +11,7 @@ from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
 from memprof.estimate.methods import FORMATS
-from memprof.spec import DEFAULT_LORA_RANK, OPTIMIZERS, QUANTIZATIONS, option
+from memprof.spec import BITSANDBYTES_FORMATS, DEFAULT_LORA_RANK, OPTIMIZERS, option
 
 if TYPE_CHECKING:
     from memprof.estimate.table import Estimate, Simulated
@@ -35,7 +35,7 @@ class Request(Explained):
     dtype: str | None = again("dtype", note="The column to look at.", unset="bfloat16")
     quantize: str | None = again(
         "quantize", note="The same; fp8, gptq and awq are stored checkpoints', for inference.",
-        choices=(*QUANTIZATIONS, *FORMATS),
+        choices=BITSANDBYTES_FORMATS + FORMATS,
     )  # fmt: skip
     context_length: int | None = again("context_length")
     batch_size: int = again("batch_size", note="On each card.")

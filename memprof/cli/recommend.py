@@ -15,7 +15,7 @@ from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
 from memprof.cost import HOST_BYTES
 from memprof.errors import UsageError
-from memprof.spec import Mode, TargetSpec, option
+from memprof.spec import BITSANDBYTES_FORMATS, Mode, TargetSpec, option
 
 if TYPE_CHECKING:
     from memprof.report.documents.recommendation import Recommendation
@@ -40,7 +40,9 @@ class Request(Explained):
     adapter: str | None = again("adapter")
     dtype: str | None = again("dtype", unset=_SEARCHED)
     amp: str | None = again("amp", unset=_SEARCHED)
-    quantize: str | None = again("quantize", note="With --adapter lora: QLoRA.", unset=_SEARCHED)
+    quantize: str | None = again(
+        "quantize", note="With --adapter lora: QLoRA.", choices=BITSANDBYTES_FORMATS, unset=_SEARCHED
+    )
     context_length: int | None = again("context_length")
     effective_batch: int | None = option(
         None, "Batch", "Sequences in an optimizer step, all its micro-batches together.", metavar="COUNT",

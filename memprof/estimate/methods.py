@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memprof.errors import UsageError
 from memprof.spec import DEFAULT_LORA_RANK
 
 COLUMNS = ("float32", "float16", "bfloat16", "int8", "int4")
@@ -100,10 +99,7 @@ class Plan:
         """The same for the virtual GPU, as fields of TargetSpec."""
         fields: dict[str, object] = {}
         if self.quantized:
-            if self.quantized in FORMATS:
-                hint = "leave out --exact"
-                raise UsageError("the virtual GPU does not run these kernels", value=self.quantized, hint=hint)
-            fields["quantize"] = {"int8": "int8", "int4": "nf4"}[self.quantized]
+            fields["quantize"] = "nf4" if self.quantized == "int4" else self.quantized
         if self.amp:
             fields["amp"] = "float16" if self.column == "float16" else "bfloat16"
         else:

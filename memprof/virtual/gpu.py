@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from memprof.virtual.edges import (
     data_parallel,
     distributed,
     generation,
+    hub_kernels,
     loaders,
     native,
     processes,
@@ -224,6 +226,8 @@ class VirtualGpu(Watch):
             "torchvision": detection.register_loaded,
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
+        for name, replaced in hub_kernels.patches(self.assume).items():
+            later[name] = functools.partial(self._replace_in, name, replaced)
         self._stack.enter_context(watch_imports(later))
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))
         by_device = "_group_tensors_by_device_and_dtype"
@@ -235,6 +239,9 @@ class VirtualGpu(Watch):
         self._stack.enter_context(kept_whole())
         self._stack.enter_context(function_mode)
         self._stack.enter_context(self.recording)
+
+    def _replace_in(self, name: str, replaced: Callable[[Any], Iterator[tuple[Any, str, Any]]]) -> None:
+        self._patches.set_all(replaced(sys.modules[name]))
 
     def _joined_group(self) -> None:
         self.recorder.communicates = True

@@ -12,6 +12,7 @@ from torch import nn
 from memprof.errors import UsageError, first_line, not_installed
 from memprof.spec import TargetSpec
 from memprof.workload.models import ModelSource
+from memprof.workload.packed_layers import KERNELS
 from memprof.workload.quantization import import_quietly
 
 ALL_LINEAR = "all-linear"
@@ -38,8 +39,9 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
     """`model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
 
     PEFT keeps them in float32 when the model is in half precision (`autocast_adapter_dtype`, its default). The scale
-    is twice the rank, as is usual; it changes no memory. A quantized model is prepared as PEFT does first: what is not
-    quantized becomes float32. Checkpointing, which PEFT switches on then, is left to `--activation-checkpointing`.
+    is twice the rank, as is usual; it changes no memory. A model of bitsandbytes is prepared as PEFT does first: what
+    is not quantized becomes float32. Checkpointing, which PEFT switches on then, is left to
+    `--activation-checkpointing`.
 
     Raises:
         UsageError: PEFT does not know which modules to adapt, or the model has none of the names.
@@ -55,10 +57,20 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         target_modules=target_modules(spec.lora_targets),
         task_type=_TASK_TYPES.get(source.task),
     )
-    if spec.quantize is not None:
+    if source.stored is not None and not source.stored.is_bitsandbytes:
+        config._register_custom_module(_on_packed_layers())
+    if source.stored is not None and source.stored.is_bitsandbytes:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     with adapting(f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"):
         return peft.get_peft_model(model, config)
+
+
+def _on_packed_layers() -> dict[type[nn.Module], type[nn.Module]]:
+    """Layer of a GPTQ or AWQ checkpoint -> PEFT's, which it finds by itself where GPTQModel is installed."""
+    from peft.tuners.lora.awq import AwqLoraLinear
+    from peft.tuners.lora.gptq import GPTQLoraLinear
+
+    return {kind: GPTQLoraLinear if method == "gptq" else AwqLoraLinear for (method, _), kind in KERNELS.items()}
 
 
 def target_modules(names: str | None) -> str | list[str] | None:

@@ -22,6 +22,7 @@ from memprof.catalog import ModelEntry, find_model, has_model, list_models, read
 from memprof.errors import MemprofError, UsageError, first_line, nearest
 from memprof.spec import TargetSpec
 from memprof.workload.custom_code import check_trusted, load_classes, reference_of
+from memprof.workload.formats import Stored, asked_format, check_use, checkpoint_format
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +49,8 @@ class ModelSource:
     """What was assumed in choosing it."""
     asked_vocab_size: int | None = None
     """The vocabulary that the user asked for, if any: a larger one is a finding."""
+    stored: Stored | None = None
+    """How its weights are stored, if they are quantized."""
 
 
 def find_source(spec: TargetSpec) -> ModelSource:
@@ -201,7 +204,8 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
         task = "seq2seq-lm"
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
-    dtype, why = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec)
+    stored = checkpoint_format(config, where)
+    dtype, why = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
     notes = [f"Model: {name} as {architecture}.", *why]
     find_classes = functools.partial(_classes, architecture)
     reference = reference_of(config, architecture)
@@ -209,7 +213,7 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
         notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
         find_classes = functools.partial(load_classes, config, reference, where, offline=not _hub_answers())
     config = {key: value for key, value in config.items() if key != "auto_map"}
-    return _hugging_face(name, find_classes, architecture, task, config, dtype, notes, spec)
+    return _hugging_face(name, find_classes, architecture, task, config, dtype, notes, spec, stored)
 
 
 def _default_architecture(model_type: str) -> str:
@@ -231,8 +235,12 @@ def _hugging_face(
     dtype: str,
     notes: list[str],
     spec: TargetSpec,
+    of_checkpoint: Stored | None = None,
 ) -> ModelSource:
     """`find_classes`: the configuration's and the model's."""
+    if of_checkpoint is not None:
+        check_use(of_checkpoint, spec)
+    stored = of_checkpoint or asked_format(spec)
     if spec.vocab_size is not None:
         if "vocab_size" not in config:
             raise UsageError("--vocab-size does not apply: the model has no vocabulary", value=name)
@@ -251,8 +259,8 @@ def _hugging_face(
         if spec.attention is not None:
             arguments["attn_implementation"] = spec.attention
         try:
-            if spec.quantize is not None:
-                return load_quantized(model_class, configuration, arguments, spec)
+            if stored is not None:
+                return load_quantized(model_class, configuration, arguments, stored, spec)
             model = model_class._from_config(configuration, **arguments)
         except (torch.OutOfMemoryError, MemprofError):
             raise
@@ -274,6 +282,7 @@ def _hugging_face(
         config=config,
         notes=tuple(notes),
         asked_vocab_size=spec.vocab_size,
+        stored=stored,
     )
 
 
@@ -316,8 +325,10 @@ def _max_positions(config: Mapping[str, Any]) -> int | None:
     return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
-def _dtype(checkpoint: str, spec: TargetSpec) -> tuple[str, list[str]]:
+def _dtype(checkpoint: str, spec: TargetSpec, stored: Stored | None = None) -> tuple[str, list[str]]:
     """The dtype to use, and why if it was not asked for."""
+    if (stored.name if stored else spec.quantize) == "awq-int4" and spec.amp is None:
+        return "float16", ["dtype float16: that of AWQ's kernels, to which transformers casts the model."]
     if spec.dtype is not None:
         return spec.dtype, []
     if spec.amp is not None:

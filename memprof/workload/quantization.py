@@ -1,4 +1,4 @@
-"""Quantized weights, by bitsandbytes as transformers' `from_pretrained` loads them, and the libraries it takes."""
+"""Quantized weights as transformers' `from_pretrained` loads them, and the libraries that take part."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 
 from memprof.errors import first_line, not_installed
 from memprof.spec import TargetSpec
+from memprof.workload import stored_weights
+from memprof.workload.formats import Stored
 
 
 def require(module: str) -> Any:
@@ -48,15 +50,24 @@ def import_quietly(module: str) -> Any:
             logger.setLevel(level)
 
 
-def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, Any], spec: TargetSpec) -> nn.Module:
-    """A model of transformers on "cuda", its linear layers but the head quantized while they are loaded.
+def load_quantized(
+    model_class: Any, configuration: Any, arguments: dict[str, Any], stored: Stored, spec: TargetSpec
+) -> nn.Module:
+    """A model of transformers on "cuda", its weights as `stored` says.
 
-    transformers does it: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host memory, one weight
-    after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
+    transformers does it. With bitsandbytes: `from_pretrained` with a `BitsAndBytesConfig` and a checkpoint in host
+    memory, one weight after the other (transformers/core_model_loading.py; quantizing as it loads, it uses no threads).
 
     `arguments` are `dtype` and, if asked for, `attn_implementation`.
+
+    Raises:
+        UsageError: the model's weights cannot be stored so.
     """
     import transformers
+
+    configuration.__dict__.pop("quantization_config", None)
+    if not stored.is_bitsandbytes:
+        return stored_weights.load_stored(model_class, configuration, arguments, stored, spec)
 
     checkpoint = model_class._from_config(configuration, **arguments)
     state = _as_saved(checkpoint)
@@ -65,7 +76,7 @@ def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, An
         None,
         config=configuration,
         state_dict=state,
-        quantization_config=_configuration(transformers, spec, arguments["dtype"]),
+        quantization_config=_configuration(transformers, stored, spec, arguments["dtype"]),
         device_map={"": "cuda:0"},
         **arguments,
     )
@@ -73,24 +84,37 @@ def load_quantized(model_class: Any, configuration: Any, arguments: dict[str, An
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The numbers that a model's parameters stand for; bitsandbytes packs two weights of 4 bits into an element."""
-    states = ((parameter, getattr(parameter, "quant_state", None)) for parameter in model.parameters())
-    return sum(parameter.numel() if state is None else state.shape.numel() for parameter, state in states)
+    """The numbers that a model's parameters stand for; packed, several are in an element."""
+    seen: set[int] = set()
+    total = 0
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, own))
+        stands_for = stored_weights.number_of_weights(module)
+        if stands_for is not None:
+            total += stands_for if own else 0
+            continue
+        states = ((parameter, getattr(parameter, "quant_state", None)) for parameter in own)
+        total += sum(parameter.numel() if state is None else state.shape.numel() for parameter, state in states)
+    return total
 
 
-def assumptions(spec: TargetSpec) -> list[str]:
+def assumptions(stored: Stored | None, spec: TargetSpec) -> list[str]:
     """What `load_quantized` and what follows it take for given, in sentences."""
-    if spec.quantize is None:
+    if stored is None:
         return []
-    found = [f"Weights are loaded as transformers' from_pretrained does with BitsAndBytesConfig ({spec.quantize}"]
-    if spec.quantize == "int8":
-        found[0] += ", threshold 6.0)."
+    if not stored.is_bitsandbytes:
+        return stored_weights.assumptions(stored, spec)
+    found = [f"Weights are loaded as transformers' from_pretrained does with BitsAndBytesConfig ({stored.name}"]
+    if stored.name == "int8":
+        found[0] += f", threshold {float(stored.config.get('llm_int8_threshold', 6))})."
         found.append(
             "LLM.int8 finds no outliers in the activations; each outlier column would be kept in half precision."
         )
     else:
-        double = "with" if spec.double_quant else "without"
-        found[0] += f", {double} double quantization, computing in the model's dtype)."
+        double = "with" if stored.config.get("bnb_4bit_use_double_quant") else "without"
+        computing = "in the configuration's dtype" if stored.from_checkpoint else "in the model's dtype"
+        found[0] += f", {double} double quantization, computing {computing})."
     if spec.adapter is not None:
         found.append(
             "PEFT's prepare_model_for_kbit_training casts what is not quantized to float32, the head included."
@@ -98,15 +122,22 @@ def assumptions(spec: TargetSpec) -> list[str]:
     return found
 
 
-def _configuration(transformers: Any, spec: TargetSpec, dtype: torch.dtype) -> Any:
-    if spec.quantize == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=spec.quantize,
-        bnb_4bit_use_double_quant=spec.double_quant,
-        bnb_4bit_compute_dtype=dtype if spec.amp is None else getattr(torch, spec.amp),
-    )
+def found_loaded(stored: Stored | None, model: nn.Module) -> list[str]:
+    """What only the loaded model shows: transformers may have unpacked its weights."""
+    if stored is None or stored.is_bitsandbytes:
+        return []
+    if any(stored_weights.number_of_weights(module) is not None for module in model.modules()):
+        return []
+    return [
+        f"transformers unpacked the {stored.name} weights while it loaded them: on this card, or of this model type."
+    ]
+
+
+def _configuration(transformers: Any, stored: Stored, spec: TargetSpec, dtype: torch.dtype) -> Any:
+    config = dict(stored.config)
+    if not stored.from_checkpoint and stored.name != "int8":
+        config["bnb_4bit_compute_dtype"] = dtype if spec.amp is None else getattr(torch, spec.amp)
+    return transformers.BitsAndBytesConfig.from_dict(config)
 
 
 def _as_saved(model: nn.Module) -> dict[str, torch.Tensor]:

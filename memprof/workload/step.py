@@ -53,9 +53,10 @@ class Workload:
         self._made: Any = None
         self.sequence_lengths: list[int] = []
         self._lengths = None if spec.lengths is None else parse_lengths(spec.lengths)
-        if spec.quantize is not None:
-            quantization.require("bitsandbytes.optim")
+        if source.stored is not None:
             quantization.require("accelerate")  # by which transformers loads quantized weights
+            if source.stored.is_bitsandbytes:
+                quantization.require("bitsandbytes.optim")
         if spec.adapter is not None:
             adapters.require_peft()
         if spec.mode is Mode.TRAIN:
@@ -78,12 +79,14 @@ class Workload:
 
     def _run(self, device: Device, progress: Callable[[str], None]) -> None:
         spec = self.spec
-        for note in (*self.source.notes, *quantization.assumptions(spec)):
+        for note in (*self.source.notes, *quantization.assumptions(self.source.stored, spec)):
             device.assume(note)
         progress("building the model")
         with device.phase(PhaseKind.MODEL):
             model, base = self._build(device.name)
         device.adopt(model)
+        for sentence in quantization.found_loaded(self.source.stored, model):
+            device.assume(sentence)
         self.num_parameters = quantization.count_parameters(model)
         self.num_trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.dtype is None:
@@ -141,7 +144,7 @@ class Workload:
         if self.spec.fixes and self._switch_on is not None:
             # An adapter's parameters are in the model; what wraps it has none of its own.
             self._made = self._switch_on(model, self.spec, functools.partial(optimizer_over, spec=self.spec), device)
-        elif self.spec.quantize is None:  # else it is on the card already
+        elif self.source.stored is None:  # else it is on the card already
             whole = whole.to(device)
         return whole, model
 

@@ -35,8 +35,9 @@ ANOTHER_DEFAULT = {
 OTHER_CHOICES = {
     ("estimate", "--optimizer"): "adafactor's state has no closed form",
     ("estimate", "--optimizer-impl"): "single and foreach take the same",
-    ("estimate", "--quantize"): "stored checkpoints' formats have a closed form, and are not run",
+    ("estimate", "--quantize"): "mixtures of experts and GGUF have no closed form",
     ("profile", "--device"): "see above",
+    ("recommend", "--quantize"): "it quantizes published weights, and looks for no other checkpoint",
 }
 MEANINGS = {
     # What is run.

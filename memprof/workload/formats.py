@@ -1,0 +1,220 @@
+"""How a checkpoint stores its weights: `quantization_config` of a config.json, or what --quantize asks for.
+
+What is in a configuration is obeyed or refused by name, never ignored. This file needs no torch; stored_weights.py
+builds what is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memprof.errors import UsageError
+from memprof.spec import BITSANDBYTES_FORMATS, GGUF_FORMATS, STORED_FORMATS, TargetSpec, check_quantized
+
+GROUP = 128
+"""Rows of a weight that share a scale, and the side of a float8 block, where no checkpoint says otherwise."""
+
+_METADATA = frozenset(
+    {
+        *("quant_method", "damp_percent", "dataset", "tokenizer", "true_sequential", "static_groups", "model_seqlen"),
+        *("model_name_or_path", "model_file_base_name", "meta", "quantizer", "pad_token_id", "batch_size"),
+        *("cache_block_outputs", "module_name_preceding_first_block", "use_exllama", "disable_exllama"),
+        *("exllama_config", "max_input_length", "use_cuda_fp16", "act_group_aware", "is_marlin_format", "mse"),
+        *("fuse_max_seq_len", "fmt", "_load_in_4bit", "_load_in_8bit", "damp_auto_increment", "hyb_act"),
+    }
+)
+"""Entries that say how the weights were found, or name kernels of older releases; they change no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The format of a model's weights."""
+
+    name: str
+    """As --quantize spells it."""
+    config: Mapping[str, Any]
+    """As `quantization_config` has it; of a GGUF, which has none, its type alone."""
+    from_checkpoint: bool = False
+
+    @property
+    def is_bitsandbytes(self) -> bool:
+        """Whether bitsandbytes quantizes the weights as they are loaded."""
+        return self.name in BITSANDBYTES_FORMATS
+
+
+def asked_format(spec: TargetSpec) -> Stored | None:
+    """The format that --quantize names, with the values that published checkpoints have."""
+    name = spec.quantize
+    if name is None:
+        return None
+    if name == "int8":
+        return Stored(name, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    if name in BITSANDBYTES_FORMATS:
+        config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": name}
+        return Stored(name, {**config, "bnb_4bit_use_double_quant": spec.double_quant})
+    if name in GGUF_FORMATS:
+        return Stored(name, {"quant_method": "gguf"})
+    method, _, bits = name.partition("-int")
+    if not bits:
+        return Stored(name, {"quant_method": name, "weight_block_size": [GROUP, GROUP]} if name == "fp8" else _MXFP4)
+    return Stored(name, {"quant_method": method, "bits": int(bits), "group_size": GROUP, "desc_act": False})
+
+
+_MXFP4 = {"quant_method": "mxfp4"}
+
+
+def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
+    """The format that a config.json has in its `quantization_config`; None: its weights are plain.
+
+    Raises:
+        UsageError: something in it is not simulated; the message names all of it.
+    """
+    said = config.get("quantization_config")
+    if not said:
+        return None
+    method = said.get("quant_method") or ("bitsandbytes" if _BITS.intersection(said) else None)
+    reader = _READERS.get(str(method))
+    if reader is None:
+        raise _refused(f"{method} ({where})")
+    problems: list[str] = []
+    name = reader(said, config, problems)
+    unknown = [key for key in said if key not in _METADATA | _OBEYED[str(method)]]
+    problems += [f"{key} {said[key]!r}" for key in unknown if said[key] not in (None, False, [], {}, "")]
+    if problems:
+        raise _refused(f"{method} with {', '.join(problems)} ({where})")
+    return Stored(name, {**said, "quant_method": method}, from_checkpoint=True)
+
+
+def check_use(stored: Stored, spec: TargetSpec) -> None:
+    """Whether a checkpoint's format goes with the rest of `spec`, as --quantize is checked by the spec itself.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if not stored.from_checkpoint:
+        return
+    if spec.quantize is not None:
+        raise UsageError(
+            "the checkpoint's weights are quantized already",
+            value=f"{stored.name}, and --quantize {spec.quantize}",
+            hint="leave out --quantize, or take quantization_config out of the config.json",
+        )
+    if spec.npt is not None:
+        raise UsageError("--npt does not go with quantized weights", value=stored.name)
+    check_quantized(stored.name, spec)
+
+
+def _refused(value: str) -> UsageError:
+    return UsageError(
+        "the checkpoint's weights are stored in a way that is not simulated",
+        value=value,
+        hint=f"simulated are bitsandbytes, {', '.join(STORED_FORMATS)}; for the memory of plain weights take "
+        "quantization_config out of the config.json",
+    )
+
+
+# -- by method -----------------------------------------------------------------------------------------------------
+
+_BITS = frozenset({"load_in_4bit", "load_in_8bit"})
+
+
+def _bitsandbytes(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    if said.get("load_in_4bit"):
+        kind = str(said.get("bnb_4bit_quant_type", "fp4"))
+        if kind not in BITSANDBYTES_FORMATS:
+            problems.append(f"bnb_4bit_quant_type {kind!r}")
+        return kind
+    if not said.get("load_in_8bit"):
+        problems.append("neither load_in_4bit nor load_in_8bit")
+    return "int8"
+
+
+def _gptq(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    return _packed(said, config, problems, bits=(4, 8), formats=("gptq", "gptq_v2"), kernels=("marlin", "triton"))
+
+
+def _awq(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    return _packed({"bits": 4, **said}, config, problems, bits=(4,), formats=("gemm",), kernels=("marlin", "gemm"))
+
+
+def _packed(
+    said: Mapping[str, Any],
+    config: Mapping[str, Any],
+    problems: list[str],
+    *,
+    bits: tuple[int, ...],
+    formats: tuple[str, ...],
+    kernels: tuple[str, ...],
+) -> str:
+    """GPTQ and AWQ; `formats` are their layouts in a file, `kernels` those of GPTQModel that are known here."""
+    if said["quant_method"] == "gptq" and not said.get("sym", True):
+        problems.append("sym False")
+    if said.get("bits") not in bits:
+        problems.append(f"bits {said.get('bits')!r}")
+    group = said.get("group_size", GROUP)
+    if not isinstance(group, int) or (group != -1 and group not in (32, 64, 128)):
+        problems.append(f"group_size {group!r}")
+    layout = said.get("checkpoint_format") or said.get("format") or said.get("version") or formats[0]
+    if str(layout).lower() not in formats:
+        problems.append(f"format {layout!r}")
+    kernel = said.get("backend") or "auto"
+    if kernel not in ("auto", "auto_trainable", "autoawq", *kernels):
+        problems.append(f"backend {kernel!r}")
+    if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+        problems.append("a mixture of experts")
+    return f"{said['quant_method']}-int{said.get('bits')}"
+
+
+def _fp8(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    if said.get("fmt", "e4m3") != "e4m3":
+        problems.append(f"fmt {said['fmt']!r}")
+    if said.get("expert_dtype", "fp8") != "fp8":
+        problems.append(f"expert_dtype {said['expert_dtype']!r}")
+    block = said.get("weight_block_size", [GROUP, GROUP])
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(isinstance(side, int) and side > 0 for side in block)
+    ):
+        problems.append(f"weight_block_size {block!r}")
+    return "fp8"
+
+
+def _mxfp4(said: Mapping[str, Any], config: Mapping[str, Any], problems: list[str]) -> str:
+    if config.get("model_type") != "gpt_oss":
+        problems.append(f"model_type {config.get('model_type')!r} (transformers has MXFP4 for gpt_oss)")
+    return "mxfp4"
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], str]] = {
+    "bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq, "fp8": _fp8, "mxfp4": _mxfp4,
+}  # fmt: skip
+_OBEYED: dict[str, frozenset[str]] = {
+    "bitsandbytes": frozenset(
+        {
+            *_BITS,
+            *("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type"),
+            *("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
+        }
+    ),
+    "gptq": frozenset(
+        {
+            *("bits", "group_size", "desc_act", "sym", "checkpoint_format", "format", "backend"),
+            *("block_name_to_quantize", "modules_in_block_to_quantize"),
+        }
+    ),
+    "awq": frozenset(
+        {
+            *("bits", "group_size", "zero_point", "version", "format", "checkpoint_format", "backend", "desc_act"),
+            *("sym", "modules_to_not_convert"),
+        }
+    ),
+    "fp8": frozenset(
+        {
+            *("activation_scheme", "weight_block_size", "dequantize", "modules_to_not_convert", "ignored_layers"),
+            *("modules_to_convert", "scale_fmt", "expert_dtype"),
+        }
+    ),
+    "mxfp4": frozenset({"modules_to_not_convert", "dequantize"}),
+}
+"""Method -> its entries that are followed."""
