@@ -162,7 +162,7 @@ def test_a_row_of_an_unknown_source_is_run_as_its_columns_say() -> None:
         ({"gpu": "Voodoo 2"}, "the card 'Voodoo 2' is not in the catalog"),
         ({"seq": "<=768 (padded)"}, "the sequence length '<=768 (padded)' is no number"),
         ({"batch": "many"}, "the batch 'many' is no number"),
-        ({"weights": "GPTQ-Int4"}, "weights in a format of kernels that are not simulated: gptq"),
+        ({"weights": "HQQ"}, "weights in a format of kernels that are not simulated: hqq"),
         ({"parallel": "FSDP 8"}, "needs several ranks"),
         ({"compile": "on"}, "torch.compile"),
         ({"optimizer": "sophia"}, "optimizer 'sophia' is not simulated"),
@@ -181,6 +181,8 @@ def test_quantized_weights_and_optimizers_are_those_of_the_columns() -> None:
     assert (spec.quantize, spec.adapter, spec.dtype, spec.optimizer) == ("nf4", "lora", "bfloat16", "paged-adamw-8bit")
     assert generic.spec_of(row(method="LoRA int8", weights="")).quantize == "int8"
     assert generic.spec_of(row(method="LoRA")).quantize is None
+    for weights, name in {"GPTQ-Int4": "gptq-int4", "FP8": "fp8", "AWQ-INT4": "awq-int4"}.items():
+        assert generic.spec_of(row(method="", task="infer", weights=weights)).quantize == name
 
 
 # -- a sample ----------------------------------------------------------------------------------------------------------

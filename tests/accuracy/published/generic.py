@@ -25,6 +25,11 @@ _METRICS = (("reserved", "reserved"), ("nvml", "device"), ("nvidia-smi", "device
 _METRICS = (*_METRICS, ("active", "allocated"))
 
 
+_STORED = {
+    "gptq.*8": "gptq-int8", "gptq.*4": "gptq-int4", "awq": "awq-int4", "mxfp4": "mxfp4", "fp8|float8": "fp8",
+}  # fmt: skip
+
+
 class UnclearError(Exception):
     """The row does not say enough, or says what is not simulated; the text says which."""
 
@@ -88,9 +93,12 @@ def card(name: str) -> str:
 
 
 def _quantization(row: Row) -> str | None:
-    """bitsandbytes' format of the frozen weights; None: they are not quantized."""
+    """The format of the frozen weights; None: they are not quantized."""
     said = f"{row.method} {row.weights}".lower()
-    other = re.search(r"fp8|float8|gptq|awq|int4|gguf|hqq", said)
+    stored = next((name for pattern, name in _STORED.items() if re.search(pattern, said)), None)
+    if stored is not None:
+        return stored
+    other = re.search(r"gptq|int4|gguf|hqq", said)
     if other:
         raise UnclearError(FORMAT.format(other[0]))
     if re.search(r"nf4|fp4", said):
