@@ -41,7 +41,6 @@ MAY_NAME_SETTINGS = {
     "remedies/expandable_segments.py": "its entry",
     "allocator/releases.py": "what torch's own message says",
     "spec.py": "an example",
-    "cli/analyze.py": "an example",
 }
 
 
