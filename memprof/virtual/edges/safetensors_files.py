@@ -1,16 +1,20 @@
 """Files of safetensors: written as empty shells, read by their header.
 
 A file begins with a header that names types, shapes and places. That is all that the virtual GPU needs of large
-tensors, so their data is not read. A shell's header gives tensors without data a type that no other reader knows, and
+tensors, so their data is not read; nor is a whole file mapped, which the library does, and which wants as much memory
+to be promised as the file is long. A shell's header gives tensors without data a type that no other reader knows, and
 which says what the file is; that reader's error repeats it.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +36,8 @@ _META = torch.device("meta")
 _MARK = f", in an {EMPTY}"
 _LARGEST_HEADER = 100_000_000
 """As safetensors itself refuses longer ones."""
+_MOST_READ_BYTES = 1 << 28
+"""Of one tensor of the types that are read whatever their size: far above any data set's tokens."""
 _OP = "safetensors"
 _TYPES: dict[str, torch.dtype] = {
     **{code: dtype for code, dtype in safetensors.torch._TYPES.items() if dtype is not None},
@@ -144,8 +150,7 @@ class SafetensorsFiles:
         if header is None:
             return _real_open(filename, framework, device, **options)
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        is_shell = any(_MARK in entry["dtype"] for name, entry in header.items() if name != "__metadata__")
-        return _File(self, header, target, filename if is_shell else _real_open(filename, "pt", **options))
+        return _File(self, header, target, filename)
 
     def make(self, shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor whose data is not read."""
@@ -173,7 +178,7 @@ class _Shell:
 
 
 class _File:
-    """An open file. `source` is the real one, or a shell's path."""
+    """An open file, or an open shell."""
 
     def __init__(self, files: SafetensorsFiles, header: dict[str, Any], device: torch.device, source: Any) -> None:
         self._files = files
@@ -186,8 +191,7 @@ class _File:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if isinstance(self._source, _real_open):
-            self._source.__exit__(*error)
+        return None
 
     def keys(self) -> list[str]:
         """The names, in order."""
@@ -224,13 +228,9 @@ class _File:
         shape = entry["shape"]
         with _NoTorchFunction(), _disable_current_modes():
             layout = torch.empty(shape, dtype=dtype, device=_META)[index]
-            large = layout.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES and dtype not in READ
-            if large or _MARK in entry["dtype"]:
-                tensor = None
-            elif isinstance(self._source, _real_open):
-                tensor = self._source.get_tensor(name)[index]
-            else:
-                tensor = _numbers(self._source, entry["data_offsets"], dtype).reshape(shape)[index]
+            size = layout.numel() * dtype.itemsize
+            large = size >= (_MOST_READ_BYTES if dtype in READ else HOST_VIRTUAL_BYTES)
+            tensor = None if large or _MARK in entry["dtype"] else _numbers(self._source, entry, dtype, index)
         if tensor is None:
             if _MARK not in entry["dtype"]:
                 self._files.assume(UNREAD)
@@ -271,14 +271,35 @@ def _header(filename: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(header, dict):
         return None
-    codes = [entry.get("dtype") for name, entry in header.items() if name != "__metadata__"]
-    return header if all(isinstance(code, str) and code.removesuffix(_MARK) in _TYPES for code in codes) else None
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    return header if _is_whole(entries, os.path.getsize(filename) - 8 - length) else None
 
 
-def _numbers(filename: Any, offsets: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """The data of one entry of a shell."""
+def _is_whole(entries: list[Any], data_bytes: int) -> bool:
+    """Whether the tensors have types that we know, and fill the file's data one after the other."""
+    at = 0
+    try:
+        for entry in sorted(entries, key=lambda entry: entry["data_offsets"]):
+            code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            size = 0 if _MARK in code and begin == end else math.prod(shape) * _TYPES[code.removesuffix(_MARK)].itemsize
+            if begin != at or end - begin != size or min(shape, default=0) < 0:
+                return False
+            at = end
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return at == data_bytes
+
+
+def _numbers(filename: Any, entry: dict[str, Any], dtype: torch.dtype, index: Any) -> torch.Tensor:
+    """`tensor[index]` of one entry. Pages that are not looked at are not read."""
+    begin, end = entry["data_offsets"]
+    if begin == end:
+        return torch.empty(entry["shape"], dtype=dtype)[index]
     with open(os.fspath(filename), "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        file.seek(8 + length + offsets[0])
-        content = bytearray(file.read(offsets[1] - offsets[0]))
-    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        first = 8 + length + begin
+        before = first % mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(file.fileno(), end - begin + before, access=mmap.ACCESS_READ, offset=first - before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the buffer is not to be written: what is asked for is copied
+        return torch.frombuffer(pages, dtype=dtype, offset=before).reshape(entry["shape"])[index].clone()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from torch import nn
 from memprof.catalog import find_gpu
 from memprof.trace.events import GPU, HOST, EventKind
 from memprof.virtual import VirtualGpu
+from memprof.virtual.edges import safetensors_files
 
 CARD = find_gpu("a100-80gb")
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -282,3 +286,76 @@ def test_a_trainer_resumes_in_the_same_run_and_in_another(llama: Path, tmp_path:
     with VirtualGpu(CARD, workspaces=False) as gpu:
         assert train(6, True)[0] == 6
     assert gpu.trace.failure is None and gpu.trace.mismatches == []
+
+
+# -- files larger than memory ------------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+def sparse(path: Path, entries: dict[str, tuple[str, list[int]]]) -> Path:
+    """A file with these tensors, of zeros that take no room on disk."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (code, shape) in entries.items():
+        size = math.prod(shape) * {"BF16": 2, "I64": 8}[code]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    return path
+
+
+@pytest.mark.parametrize("how", ["load_file", "safe_open"])
+def test_a_file_larger_than_memory_is_loaded_by_its_header(tmp_path: Path, how: str) -> None:
+    """The library maps the whole file, and this one is larger than what a machine can promise."""
+    file = sparse(tmp_path / "large.safetensors", {f"t{i}": ("BF16", [1 << 20, 20 << 10]) for i in range(4)})
+    assert file.stat().st_size > 160 * GIB
+    with VirtualGpu(find_gpu("b200")):
+        if how == "load_file":
+            loaded = safetensors.torch.load_file(file, device="cuda")
+        else:
+            with safe_open(file, framework="pt", device="cuda:0") as opened:
+                loaded = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                rows = opened.get_slice("t3")[-1:, :8]
+                assert rows.device.type == "cuda" and rows.cpu().tolist() == [[0.0] * 8]
+        assert torch.cuda.memory_allocated() // GIB == 160
+        assert {tensor.device.type for tensor in loaded.values()} == {"cuda"}
+
+
+def test_from_pretrained_of_a_file_larger_than_memory(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=16 << 20, hidden_size=1024, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        state = Qwen3ForCausalLM(config).state_dict()
+    del state["lm_head.weight"]
+    sparse(tmp_path / "model.safetensors", {name: ("BF16", list(tensor.shape)) for name, tensor in state.items()})
+    with VirtualGpu(CARD):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "cuda:0"})
+        assert model.lm_head.weight.device.type == "cuda"
+        assert torch.cuda.memory_allocated() // GIB == 32
+
+
+def test_integers_are_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = sparse(tmp_path / "tokens.safetensors", {"short": ("I64", [1 << 17]), "long": ("I64", [1 << 18])})
+    monkeypatch.setattr(safetensors_files, "_MOST_READ_BYTES", 1 << 21)
+    with VirtualGpu(CARD) as gpu:
+        loaded = safetensors.torch.load_file(file)
+        assert int(loaded["short"].sum()) == 0
+    assert any("not read" in sentence for sentence in gpu.trace.assumptions)
+
+
+def test_a_file_that_is_cut_off_is_the_librarys_to_refuse(tmp_path: Path) -> None:
+    file = sparse(tmp_path / "cut.safetensors", {"t": ("BF16", [64, 64])})
+    with file.open("rb+") as opened:
+        opened.truncate(file.stat().st_size - 2)
+    with VirtualGpu(CARD), pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load_file(file, device="cuda")
