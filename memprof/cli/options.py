@@ -42,6 +42,23 @@ class Remedies:
         "chunked-loss=2048; auto: the cheapest set that fits (`memprof help remedies` lists them).", metavar="NAMES",
     )  # fmt: skip
     ladder: bool = option(False, "Remedies", "Remedies one after another: what each saves, costs, and what is next.")
+    largest: str | None = option(
+        None, "Batch", "Search for the largest that fits: {choices}. In a script's own arguments {{}} is its place.",
+        metavar="WHAT", choices=("batch-size", "context-length"),
+    )  # fmt: skip
+
+    def check_largest(self, device: str) -> None:
+        """Whether a search for the largest goes with what else is asked.
+
+        Raises:
+            UsageError: it does not.
+        """
+        if self.largest is not None and (self.ladder or self.searches or device not in ("auto", "virtual")):
+            raise UsageError(
+                "--largest is a search of its own, on the virtual card",
+                value=f"--largest {self.largest}",
+                hint="leave out --ladder, --fix auto and --device; --fix with names goes with it",
+            )
 
     @property
     def searches(self) -> bool:

@@ -47,6 +47,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
             value=f"--fix {how.fix}",
             hint="--fix auto shows a ladder of its own",
         )
+    how.check_largest(how.device)
     from memprof.remedies.fixes import parse_fixes
     from memprof.remedy_catalog import check_installed
 
@@ -73,6 +74,8 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     from memprof.flows import profile as flow
     from memprof.flows.account import analyze
 
+    if how.largest is not None:
+        return _largest(spec, how.largest, how.fix, progress)
     simulated: Trace | None = None
     if how.device != "auto":
         spec = spec.edit(device=how.device)
@@ -92,3 +95,14 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     if how.fix is None:
         return climb(runs)
     return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
+
+
+def _largest(spec: TargetSpec, what: str, fix: str | None, progress: Progress) -> tuple[Trace, Document]:
+    from memprof.flows.limit import largest_of_spec
+
+    if fix is not None:
+        from memprof.flows.ladder.runs import SpecRuns
+        from memprof.remedies.fixes import parse_fixes
+
+        spec = SpecRuns(spec, progress).in_force(parse_fixes(fix))
+    return largest_of_spec(spec, what, progress)

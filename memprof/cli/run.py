@@ -97,7 +97,7 @@ def run(
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
-    if request.gpus > 1 and (request.ladder or request.searches or request.device != "virtual"):
+    if request.gpus > 1 and (request.ladder or request.searches or request.largest or request.device != "virtual"):
         raise UsageError(
             "several cards are virtual ones, and a ladder has one",
             value=f"--gpus {request.gpus}",
@@ -111,7 +111,8 @@ def run(
         raise UsageError(
             "--ladder chooses remedies itself", value=f"--fix {request.fix}", hint="give --fix or --ladder"
         )
-    several = request.ladder or request.searches
+    request.check_largest(request.device)
+    several = request.ladder or request.searches or request.largest is not None
     raise typer.Exit((_ladder if several else _run)(program, request.rule(), request.card(), request))
 
 
@@ -194,8 +195,14 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
     host_memory = request.host_memory_bytes or (HOST_BYTES if request.searches else None)
     asked = scripts.Request(program, rule, card, request.alloc_conf, request.worst_batch, host_memory)
     with Progress() as progress:
-        search = scripts.script_search if request.searches else scripts.script_ladder
-        trace, document = search(asked, progress)
+        if request.largest is not None:
+            from memprof.flows.limit import largest_of_script
+
+            fixes = () if request.fix is None else _installed(request.fix)
+            trace, document = largest_of_script(asked, request.largest, fixes, progress)
+        else:
+            search = scripts.script_search if request.searches else scripts.script_ladder
+            trace, document = search(asked, progress)
     print_document(document, request)
     request.keep(trace)
     return exit_code(document)

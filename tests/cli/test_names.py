@@ -75,6 +75,7 @@ MEANINGS = {
     "--empties-cache": "the program gives back what the allocator keeps",
     "--present": "the cards that are here", "--env": "this installation",
     # What is tried, looked at and compared.
+    "--largest": "the number that fits is searched",
     "--fix": "remedies", "--ladder": "remedies one after another", "--exact": "a simulation beside the closed form",
     "--snippet": "a script alone", "--coverage": "shares of a text", "--cap": "a vocabulary's size to be tried",
     "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",

@@ -95,23 +95,32 @@ class ScriptRuns(Runs):
 
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "as it is"))
-        with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
-            kept = Path(folder) / "run.memprof"
-            options = ["--beyond", *self._request.options(), "--save", str(kept)]
-            options += ["--fix", ",".join(map(str, fixes))] if fixes else []
-            done = subprocess.run(
-                [sys.executable, "-m", "memprof", "run", *options, *self._request.program.command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                check=False,
-            )
-            if done.returncode not in (0, 3) or not kept.exists():
-                raise _failure(done.returncode, done.stderr, fixes)
-            trace = load_trace(kept)
-        return trace, analyze(trace)
+        return run_alone(self._request, fixes)
+
+
+def run_alone(request: Request, fixes: Sequence[Fix] = ()) -> tuple[Trace, Document]:
+    """The script in a process of its own, past a full card.
+
+    Raises:
+        MemprofError: it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
+        kept = Path(folder) / "run.memprof"
+        options = ["--beyond", *request.options(), "--save", str(kept)]
+        options += ["--fix", ",".join(map(str, fixes))] if fixes else []
+        done = subprocess.run(
+            [sys.executable, "-m", "memprof", "run", *options, *request.program.command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode not in (0, 3) or not kept.exists():
+            raise _failure(done.returncode, done.stderr, fixes)
+        trace = load_trace(kept)
+    return trace, analyze(trace)
 
 
 def _failure(code: int, said: str, fixes: Sequence[Fix]) -> MemprofError:

@@ -20,6 +20,7 @@ from memprof.ledger.steps import TrainingStep, training_steps
 from memprof.ledger.workspaces import Workspaces
 from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
+from memprof.report.documents.limit import Limit
 from memprof.report.documents.shown import Shown
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
@@ -146,6 +147,9 @@ class Document(Shown):
     """Of a run that had several cards in one process: the one that all but the verdict and the findings is about."""
     cards: tuple[CardRow, ...] = ()
     """Of such a run, a row each; in JSON both are left out of other documents."""
+    limit: Limit | None = None
+    """What was searched for (`--largest`); all but this is of the run at the largest number that fits, or at the least
+    if none does. In JSON it is left out where nothing was."""
 
     @property
     def on_cpu(self) -> bool:
@@ -157,7 +161,9 @@ class Document(Shown):
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
-        return plain if self.cards else {name: plain[name] for name in plain if name not in ("card", "cards")}
+        absent = {"card", "cards"} if not self.cards else set()
+        absent |= {"limit"} if self.limit is None else set()
+        return {name: plain[name] for name in plain if name not in absent}
 
 
 def build_document(

@@ -20,6 +20,7 @@ from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
+from memprof.report.terminal.limit import render_limit
 from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.steps import render_steps
 from memprof.spec import Mode
@@ -48,6 +49,8 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
         parts.append(render_batches(document.batches, _unit(document)))
     if document.steps:
         parts.append(render_steps(document.steps, _unit(document)))
+    if document.limit is not None:
+        parts.append(render_limit(document.limit, document.device.total_bytes or 0))
     parts.append(_categories(document))
     if document.bridge is not None:
         parts.append(render_bridge(document.bridge, _unit(document)))

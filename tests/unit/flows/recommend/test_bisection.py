@@ -46,3 +46,22 @@ def test_a_straight_line_takes_few_runs(grain):
 
 def test_nothing_fits():
     assert find_limit(lambda number: 10, 5, low=1, high=9).largest is None
+
+
+@given(st.lists(st.integers(0, 40), min_size=4, max_size=40), st.integers(0, 1000), st.integers(1, 4))
+def test_looks_beyond_what_rounding_may_hide(rises, available, begin):
+    """Need that falls again, as the allocator's rounding may have it: what is named fits, and nothing near it more."""
+    needs = [30 * place + rise for place, rise in enumerate(rises)]
+    asked = {}
+
+    def needed(number):
+        asked[number] = needs[number - 1]
+        return asked[number]
+
+    limit = find_limit(needed, available, low=1, high=len(needs), begin=begin, beyond=2)
+    if limit.largest is None:
+        assert needs[0] > available
+        return
+    assert asked[limit.largest] <= available
+    for number in range(limit.largest + 1, min(limit.largest + 4, len(needs) + 1)):
+        assert asked[number] > available

@@ -1,0 +1,140 @@
+"""`--largest`: the largest batch, or the longest context, with which a run or a script fits; both sides are run."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Sequence
+
+from memprof.catalog import Gpu
+from memprof.command_line import profile_command
+from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.flows.cards import virtual_card
+from memprof.flows.ladder.scripts import Request, run_alone
+from memprof.flows.profile import profile
+from memprof.flows.recommend.bisection import find_limit
+from memprof.remedies.fixes import Fix
+from memprof.report.documents.limit import Limit, LimitRun
+from memprof.report.documents.report import Document
+from memprof.script import Program
+from memprof.spec import TargetSpec
+from memprof.trace.events import Trace
+
+LARGEST = {"batch-size": "batch_size", "context-length": "context_length"}
+"""What can be searched for -> the field of the spec."""
+PLACE = "{}"
+"""Where the number stands in the arguments of a script."""
+MOST = 1 << 16
+"""Where a search ends that finds no limit; of a context, the model's own number of positions."""
+BEYOND = 2
+"""Numbers past the first that does not fit which are run too: the allocator rounds, and one of them may fit."""
+
+Run = Callable[[int], tuple[Trace, Document]]
+Progress = Callable[[str], None]
+
+
+def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doing: None) -> tuple[Trace, Document]:
+    """The run of `spec` at the largest `what` that fits its card, and its report with all that was tried.
+
+    The search begins at the batch size or context length of `spec`.
+
+    Raises:
+        UsageError: the model takes no tokens, and a context length is searched for.
+        MemprofError: it cannot be run at all.
+    """
+    # Here and not above: --help needs no torch.
+    from memprof.workload.models import find_source
+
+    field, most, begin = LARGEST[what], MOST, spec.batch_size
+    if what == "context-length":
+        most = max((find_source(spec).max_positions or MOST) - (spec.new_tokens or 0), 1)
+        begin = spec.context_length or min(2048, most)
+
+    def run(number: int) -> tuple[Trace, Document]:
+        said = f"{what} {number:,}"
+        trace, document = profile(spec.edit(**{field: number}), lambda doing: progress(f"{said}: {doing}"))
+        target = document.target
+        if what == "context-length" and target is not None and target.context_length is None:
+            raise UsageError(
+                "the model takes no tokens, and so has no context length",
+                value=target.model,
+                hint="ask for --largest batch-size",
+            )
+        return trace, document
+
+    def command(number: int) -> str:
+        return profile_command(spec.edit(**{field: number}))
+
+    return _search(run, virtual_card(spec), what, command, begin=begin, most=most)
+
+
+def largest_of_script(
+    request: Request, what: str, fixes: Sequence[Fix] = (), progress: Progress = lambda doing: None
+) -> tuple[Trace, Document]:
+    """The same of a script with `fixes` in force, whose arguments have `{}` where the number is to stand.
+
+    Each run is a process of its own.
+
+    Raises:
+        UsageError: no argument has a place for the number.
+        MemprofError: the script fails with the least number.
+    """
+    program = request.program
+    if not any(PLACE in argument for argument in program.arguments):
+        raise UsageError(
+            f"--largest {what} needs a place for the number in the script's own arguments",
+            value=shlex.join(program.command),
+            hint=f"write {PLACE} there: memprof run --largest {what} {program.name} --{what} {PLACE}",
+        )
+
+    def at(number: int) -> Request:
+        arguments = tuple(argument.replace(PLACE, str(number)) for argument in program.arguments)
+        return dataclasses.replace(request, program=Program(program.name, arguments, program.is_module))
+
+    def run(number: int) -> tuple[Trace, Document]:
+        progress(f"running the script with {what} {number:,}")
+        return run_alone(at(number), fixes)
+
+    def command(number: int) -> str:
+        one = at(number)
+        named = ["--fix", ",".join(map(str, fixes))] if fixes else []
+        return shlex.join(["memprof", "run", *one.options(), *named, *one.program.command])
+
+    return _search(run, request.gpu, what, command, begin=1, most=MOST)
+
+
+def _search(
+    run: Run, gpu: Gpu, what: str, command: Callable[[int], str], *, begin: int, most: int
+) -> tuple[Trace, Document]:
+    made: dict[int, LimitRun] = {}
+    kept: dict[bool, tuple[int, Trace, Document]] = {}
+    available = gpu.total_bytes
+
+    def needed(number: int) -> int:
+        try:
+            trace, document = run(number)
+        except MemprofError as error:
+            # Something else ends here than memory: a model has no such position, or a data set no such batch.
+            if not any(one.fits for one in made.values()) or isinstance(error, UsageError):
+                raise
+            made[number] = LimitRun(number, None, False, _failure(error), command(number))
+            return available + 1
+        verdict = document.verdict
+        fits = bool(verdict.fits)
+        dies_in = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
+        made[number] = LimitRun(number, verdict.required_bytes, fits, dies_in, command(number))
+        before = kept.get(fits)
+        if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
+            kept[fits] = number, trace, document
+        # It may fit although left alone it would take more: the allocator gives its cache back on the way.
+        return min(verdict.required_bytes, available) if fits else max(verdict.required_bytes, available + 1)
+
+    bound = find_limit(needed, available, low=1, high=most, begin=begin, beyond=BEYOND)
+    limit = Limit(what, bound.largest, bound.first_too_large, tuple(made[number] for number in sorted(made)))
+    _, trace, document = kept[bound.largest is not None]
+    return trace, dataclasses.replace(document, limit=limit)
+
+
+def _failure(error: MemprofError) -> str:
+    document = error.document if isinstance(error, RunFailedError) else None
+    return error.line if document is None or document.failure is None else document.failure.error

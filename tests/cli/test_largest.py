@@ -1,0 +1,80 @@
+"""`--largest`: the number that it names fits, the next does not, and both were run."""
+
+import shlex
+
+import pytest
+
+CNN = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+"""
+TRAIN = """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int)
+size = parser.parse_args().batch_size
+model = torch.nn.Linear(1024, 1024, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    model(torch.zeros(size, 1024, device="cuda")).relu().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def _check(memprof, found):
+    limit = found["limit"]
+    runs = {run["number"]: run for run in limit["runs"]}
+    assert limit["first_too_large"] == limit["largest"] + 1
+    for number, code in ((limit["largest"], 0), (limit["first_too_large"], 3)):
+        alone = memprof(*shlex.split(runs[number]["command"])[1:], "--json")
+        assert alone.exit_code == code
+        assert alone.json["verdict"]["required_bytes"] == runs[number]["needed_bytes"]
+    assert found["verdict"]["required_bytes"] == runs[limit["largest"]]["needed_bytes"]
+    assert not any(run["fits"] for number, run in runs.items() if number > limit["largest"])
+    return limit
+
+
+@pytest.mark.slow
+def test_the_batch_of_a_cnn(memprof, tmp_path):
+    (tmp_path / "cnn.py").write_text(CNN, encoding="utf-8")
+    command = ("profile", "--model", f"{tmp_path / 'cnn.py'}:build", "--gpu-vram", 0.6, "--largest", "batch-size")
+    result = memprof(*command, "--json")
+    assert result.exit_code == 0, result.stderr
+    limit = _check(memprof, result.json)
+    assert len(limit["runs"]) < 14
+    said = " ".join(memprof(*command).stdout.split())
+    assert f"The largest batch that fits: {limit['largest']}" in said
+    assert f"{limit['first_too_large']} needs" in said and "and dies in" in said
+
+
+def test_a_context_of_what_takes_no_tokens(memprof, tmp_path):
+    (tmp_path / "cnn.py").write_text(CNN, encoding="utf-8")
+    command = ("profile", "--model", f"{tmp_path / 'cnn.py'}:build", "--gpu-vram", 1, "--largest", "context-length")
+    result = memprof(*command)
+    assert result.exit_code == 2 and "takes no tokens" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_batch_of_a_script(memprof, script):
+    script(TRAIN)
+    command = ("run", "--gpu-vram", 0.5, "--largest", "batch-size", "--json", "train.py", "--batch-size")
+    missing = memprof(*command, 8)
+    assert missing.exit_code == 2 and "--batch-size {}" in missing.stderr
+    result = memprof(*command, "{}")
+    assert result.exit_code == 0, result.stderr
+    limit = result.json["limit"]
+    assert limit["first_too_large"] == limit["largest"] + 1
+    runs = {run["number"]: run for run in limit["runs"]}
+    assert runs[limit["largest"]]["fits"] and not runs[limit["first_too_large"]]["fits"]
+    assert runs[limit["largest"]]["command"].endswith(f"train.py --batch-size {limit['largest']}")
+
+
+def test_what_does_not_go_with_it(memprof):
+    for others in (("--ladder",), ("--fix", "auto"), ("--device", "cpu")):
+        result = memprof("profile", "--model", "gpt2", "--largest", "batch-size", *others)
+        assert result.exit_code == 2 and "a search of its own" in result.stderr
