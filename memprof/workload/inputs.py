@@ -47,13 +47,18 @@ class Feeder:
             self.host_batch: Callable[[], Batch] = self._padded_tokens
             return
         self.context_length = context_length or min(2048, source.max_positions or 2048)
+        self._has_targets = source.task != "other"
         makers: dict[str, Callable[[], Batch]] = {
             "causal-lm": self._tokens,
             "masked-lm": self._tokens,
             "seq2seq-lm": self._tokens,
             "image-classification": self._images,
             "speech-seq2seq": self._speech,
+            "other": self._by_signature,
         }
+        if source.task == "other":
+            self.takes_tokens = "input_ids" in inspect.signature(model.forward).parameters
+            self.context_length = min(self.context_length, _text_positions(model) or self.context_length)
         self.host_batch = makers.get(source.task) or self._custom()
         """Makes a batch in host memory, as a data loader gives it."""
         if context_length is None and self.takes_tokens and source.task != "speech-seq2seq":
@@ -91,12 +96,45 @@ class Feeder:
 
     def _images(self) -> Batch:
         """pixel_values, float (batch, channels, height, width), and one label per image."""
-        config = self.model.config
+        return {"pixel_values": self._pixels(), "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
+
+    def _pixels(self) -> torch.Tensor:
+        config: Any = self.model.config
+        config = getattr(config, "vision_config", config)
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)
-        pixels = torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
-        return {"pixel_values": pixels, "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
+        return torch.zeros(self.batch_size, channels, height, width, dtype=_parameter_dtype(self.model))
+
+    def _by_signature(self) -> Batch:
+        """What forward takes of tokens, images and sound, and labels where the name of the class says their shape."""
+        names, count = inspect.signature(self.model.forward).parameters, self.batch_size
+        ids = torch.zeros(count, self.context_length, dtype=torch.int64)
+        batch: Batch = {}
+        if "input_ids" in names:
+            batch["input_ids"] = ids
+            if "decoder_input_ids" in names and getattr(self.model.config, "is_encoder_decoder", False):
+                batch["decoder_input_ids"] = ids.clone()
+        if "pixel_values" in names:
+            batch["pixel_values"] = self._pixels()
+            self.assumptions.append(f"Images of {tuple(batch['pixel_values'].shape[1:])}.")
+        if "input_values" in names:
+            batch["input_values"] = torch.zeros(count, _SOUND_SAMPLES, dtype=_parameter_dtype(self.model))
+            self.assumptions.append(f"Sound of {_SOUND_SAMPLES:,} samples each: 10 s at 16 kHz.")
+        if not batch:
+            raise UsageError(
+                "what the model takes as input is not known here",
+                value=f"{type(self.model).__name__}: {', '.join(list(names)[:4])}",
+                hint="give a file.py:factory whose model has a method memprof_inputs",
+            )
+        kind = type(self.model).__name__
+        if kind.endswith(("ForSequenceClassification", "ForAudioClassification")):
+            batch["labels"] = torch.zeros(count, dtype=torch.int64)
+        elif kind.endswith("ForTokenClassification"):
+            batch["labels"] = ids.clone()
+        elif kind.endswith("ForSemanticSegmentation"):
+            batch["labels"] = torch.zeros(count, *batch["pixel_values"].shape[2:], dtype=torch.int64)
+        return batch
 
     def _speech(self) -> Batch:
         """input_features, float (batch, mel bins, frames), and labels (batch, length)."""
@@ -163,7 +201,7 @@ class Feeder:
                 "the model returns nothing that can be trained", value=type(outputs).__name__, hint=_INPUTS_HINT
             )
         ids = next((v for v in batch.values() if isinstance(v, torch.Tensor) and v.dtype == torch.int64), None)
-        if ids is not None and result.dim() == ids.dim() + 1 and result.shape[:-1] == ids.shape:
+        if self._has_targets and ids is not None and result.dim() == ids.dim() + 1 and result.shape[:-1] == ids.shape:
             self.assumptions.append("Loss: cross_entropy over the output's last dimension (the model returns no loss).")
             return nn.functional.cross_entropy(result.flatten(0, -2), ids.flatten())
         self.assumptions.append("Loss: the mean of the output (the model returns no loss).")
@@ -171,7 +209,14 @@ class Feeder:
 
 
 _INPUTS_HINT = "give the model a method memprof_inputs(batch_size, context_length) that returns forward's arguments"
+_SOUND_SAMPLES = 160_000
 _INPUT_LAYERS = (nn.Embedding, nn.Linear, nn.Conv2d, nn.RNNBase)
+
+
+def _text_positions(model: nn.Module) -> int | None:
+    """Of a model with a text tower, whose configuration has its positions."""
+    text = getattr(model.config, "text_config", None)
+    return getattr(text, "max_position_embeddings", None)
 
 
 def _parameter_dtype(model: nn.Module) -> torch.dtype:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
 from memprof.errors import MemprofError, UsageError, first_line, nearest
-from memprof.spec import TargetSpec
+from memprof.spec import DTYPES, TargetSpec
 from memprof.workload.custom_code import check_trusted, load_classes, reference_of
 from memprof.workload.formats import Stored, asked_format, check_use, checkpoint_format
 
@@ -37,7 +37,8 @@ class ModelSource:
 
     name: str
     task: str
-    """causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, or custom."""
+    """causal-lm, masked-lm, seq2seq-lm, image-classification, speech-seq2seq, other (fed what its forward takes), or
+    custom."""
     build: Callable[[], nn.Module]
     """Builds the module on the default device, in the dtype of `dtype`."""
     dtype: str | None
@@ -106,7 +107,8 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
     for key in _SIZES:
         size = config.get(key)
         most = _MOST_LAYERS if "layer" in key else _MOST
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most):
+        each = size if isinstance(size, list) and size else [size]
+        if size is not None and not all(type(one) is int and 1 <= one <= most for one in each):
             raise UsageError(
                 "the configuration is wrong",
                 value=f"{file}: {key} is {size!r}",
@@ -127,7 +129,7 @@ _SIZES = (
     *("num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads", "n_head"),
     *("num_key_value_heads", "max_position_embeddings", "n_positions"),
 )
-"""Entries of a configuration that are positive whole numbers in every model type."""
+"""Entries of a configuration that are positive whole numbers in every model type, or one for each stage."""
 _KINDS = {"architectures": list, "quantization_config": dict, "auto_map": dict}
 _MOST = 2**31 - 1
 _MOST_LAYERS = 10_000
@@ -197,11 +199,14 @@ _TASK_OF_SUFFIX = {
 
 def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
     """`where`: the folder, or the name on the hub, which may have code of its own."""
+    _check_dtype(name, config, spec)
     architecture = next(iter(config.get("architectures") or ()), None) or _default_architecture(config["model_type"])
     if architecture == "WhisperForConditionalGeneration":
         task = "speech-seq2seq"
     elif architecture.endswith("ForConditionalGeneration"):
         task = "seq2seq-lm"
+    elif not architecture.endswith(tuple(_TASK_OF_SUFFIX)):
+        task = "other"
     else:
         task = next((t for suffix, t in _TASK_OF_SUFFIX.items() if architecture.endswith(suffix)), "causal-lm")
     stored = checkpoint_format(config, where)
@@ -284,6 +289,21 @@ def _hugging_face(
         asked_vocab_size=spec.vocab_size,
         stored=stored,
     )
+
+
+def _check_dtype(name: str, config: Mapping[str, Any], spec: TargetSpec) -> None:
+    """Whether the checkpoint has a dtype that can be built, where no other is asked for.
+
+    Raises:
+        UsageError: it has not.
+    """
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if spec.dtype is None and spec.amp is None and dtype not in DTYPES:
+        raise UsageError(
+            "the configuration has a dtype that no model is built in",
+            value=f"{name}: dtype is {dtype!r}",
+            hint=f"mend that entry, or give --dtype {'|'.join(DTYPES)}",
+        )
 
 
 def _has_class(architecture: str) -> bool:

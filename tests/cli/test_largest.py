@@ -4,25 +4,15 @@ import shlex
 
 import pytest
 
+from memprof.flows import limit as limit_flow
+from memprof.flows.profile import profile
+from memprof.spec import TargetSpec
+
 CNN = """
 from torch import nn
 
 def build():
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-"""
-TRAIN = """
-import argparse
-import torch
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--batch-size", type=int)
-size = parser.parse_args().batch_size
-model = torch.nn.Linear(1024, 1024, device="cuda")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(2):
-    model(torch.zeros(size, 1024, device="cuda")).relu().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 """
 
 
@@ -60,18 +50,29 @@ def test_a_context_of_what_takes_no_tokens(memprof, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_batch_of_a_script(memprof, script):
-    script(TRAIN)
-    command = ("run", "--gpu-vram", 0.5, "--largest", "batch-size", "--json", "train.py", "--batch-size")
-    missing = memprof(*command, 8)
-    assert missing.exit_code == 2 and "--batch-size {}" in missing.stderr
-    result = memprof(*command, "{}")
+def test_the_batch_of_a_script(memprof, script, monkeypatch):
+    """Its number stands where the arguments say. In the place of processes, which take long: the same model here."""
+    cnn, asked = script(CNN, "cnn.py"), []
+
+    def run_alone(request, fixes):
+        assert request.program.arguments[0] == "--steps" and request.program.arguments[1] == "5"
+        flag, _, number = request.program.arguments[2].partition("=")
+        assert (flag, fixes) == ("--bs", ())
+        asked.append(int(number))
+        return profile(TargetSpec(model=f"{cnn}:build", batch_size=int(number), gpu_vram_bytes=request.gpu.total_bytes))
+
+    monkeypatch.setattr(limit_flow, "run_alone", run_alone)
+    command = ("run", "--gpu-vram", 0.6, "--largest", "batch-size", "--json", script("", "train.py"), "--steps", 5)
+    missing = memprof(*command, "--bs", 8)
+    assert missing.exit_code == 2 and "{}" in missing.stderr and not asked
+    result = memprof(*command, "--bs={}")
     assert result.exit_code == 0, result.stderr
     limit = result.json["limit"]
     assert limit["first_too_large"] == limit["largest"] + 1
     runs = {run["number"]: run for run in limit["runs"]}
+    assert sorted(asked) == list(runs)
     assert runs[limit["largest"]]["fits"] and not runs[limit["first_too_large"]]["fits"]
-    assert runs[limit["largest"]]["command"].endswith(f"train.py --batch-size {limit['largest']}")
+    assert runs[limit["largest"]]["command"].endswith(f"train.py --steps 5 --bs={limit['largest']}")
 
 
 def test_what_does_not_go_with_it(memprof):

@@ -66,13 +66,12 @@ def _title(answer: Recommendation) -> str:
     if answer.model is None:
         return f"What fits {card}"
     goal = "inference" if answer.goal == "infer" else f"training ({answer.goal})"
-    many = "sequence" if answer.effective_batch == 1 else "sequences"
+    # What takes no tokens, such as images, has no length.
+    many = ("sequence" if answer.context_length else "sample") + ("" if answer.effective_batch == 1 else "s")
+    length = f", {answer.context_length:,} tokens" if answer.context_length else ""
     batch = f"{many} at a time" if answer.goal == "infer" else f"{many} a step"
     size = format_count(answer.num_parameters or 0)
-    return (
-        f"{answer.model} ({size} parameters), {goal}, {answer.context_length:,} tokens, "
-        f"{answer.effective_batch} {batch}, on {card}"
-    )
+    return f"{answer.model} ({size} parameters), {goal}{length}, {answer.effective_batch} {batch}, on {card}"
 
 
 def _command(command: str) -> Text:
