@@ -24,6 +24,7 @@ ELSEWHERE = {
     "memprof recommend --gpu-vram 8": "test_printed_commands.py, on a smaller card",
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192": "likewise",
     "memprof profile --model cnn.py:build --gpu rtx-4070 --largest batch-size": "test_largest.py",
+    "memprof profile --model docs/stories/cnn.py:build --gpu rtx-4070 --largest batch-size": "likewise",
     "memprof profile --model qwen3-0.6b --gpu rtx-4090 --largest context-length": "likewise",
     "memprof run --largest batch-size train.py --batch-size {}": "likewise",
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",

@@ -388,6 +388,8 @@ def _reason(chosen: Tried | None, found: Found, search: Search) -> str:
     earlier = search.tiers[: kinds.index((chosen.plan.precision, chosen.plan.optimizer))]
     gives_less = any(tier.given_up != chosen.plan.given_up for tier in earlier)
     no_less = "; what gives up less does not fit" if gives_less else ""
+    if len(found.tried) == 1:
+        return f"the first that was run, and it fits; it {what}"
     if len(fitting) == 1:
         return f"the only one of {len(found.tried)} that were run that fits; it {what}{no_less}"
     return f"the quickest of {len(fitting)} that fit; it {what}{no_less}"
