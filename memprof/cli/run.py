@@ -52,7 +52,16 @@ class Request(Saved, Remedies):
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
     host_memory_bytes: int | None = again("host_memory_bytes")
-    gpus: int = again("gpus", note="cuda:0, cuda:1 and so on, in one process.")
+    gpus: int | None = again(
+        "gpus", default=None, unset="1, or as many as a launcher starts processes",
+        note="cuda:0, cuda:1 and so on: for one process, or a rank on each.",
+    )  # fmt: skip
+    nodes: int | None = option(
+        None, "Card", "How many machines with so many cards.", is_count=True, unset="1, or the launcher's"
+    )
+    rank: int | None = option(
+        None, "Card", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to run.", unset="0"
+    )
     shown_card: int | None = again("shown_card")
     device: str = again("device")
     detail: bool = again("detail")
@@ -97,13 +106,15 @@ def run(
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
-    if request.gpus > 1 and (request.ladder or request.searches or request.largest or request.device != "virtual"):
+    asked = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
+    beyond_one = [f"{flag} {number}" for flag, number in asked.items() if number not in (None, int(flag != "--rank"))]
+    if beyond_one and (request.ladder or request.searches or request.largest or request.device != "virtual"):
         raise UsageError(
             "several cards are virtual ones, and a ladder has one",
-            value=f"--gpus {request.gpus}",
-            hint="leave out --ladder and --device, or --gpus",
+            value=" ".join(beyond_one),
+            hint=f"leave out --ladder and --device, or {beyond_one[0].split()[0]}",
         )
-    if request.shown_card is not None and not 0 <= request.shown_card < request.gpus:
+    if request.shown_card is not None and not 0 <= request.shown_card < (request.gpus or request.shown_card + 1):
         raise UsageError(
             "there is no such card", value=f"--card {request.shown_card}", hint=f"--gpus {request.gpus} counts from 0"
         )
@@ -123,9 +134,10 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     fixes = () if request.fix is None else tuple(map(str, _installed(request.fix)))
     with script_output(to_stderr=request.as_json):
         found = run_script(
-            program, rule, gpu=card, gpus=request.gpus, card=request.shown_card, device=request.device,
-            alloc_conf=request.alloc_conf, beyond=request.beyond, fixes=fixes, worst_batch=request.worst_batch,
-            detail=request.detail, host_memory_bytes=request.host_memory_bytes,
+            program, rule, gpu=card, gpus=request.gpus, nodes=request.nodes, rank=request.rank,
+            card=request.shown_card, device=request.device, alloc_conf=request.alloc_conf, beyond=request.beyond,
+            fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
+            host_memory_bytes=request.host_memory_bytes,
         )  # fmt: skip
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script

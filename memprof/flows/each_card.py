@@ -30,12 +30,16 @@ def document_of_cards(
         raise UsageError("the run had no such card", value=f"--card {card}", hint=f"it had {', '.join(trace.cards)}")
     made: dict[str, tuple[Ledger, Document]] = {}
     holding = {storage.device for storage in trace.storages if storage.num_bytes}
-    for device in trace.cards:
+    # A rank leaves the other cards to others.
+    cards = [device for device, used in trace.cards.items() if used or device in holding or trace.facts.rank is None]
+    for device in cards:
         if device in holding:
             made[device] = report(trace.on(device))
     if not made:
         report(trace)  # which says so
     decides = min(made, key=lambda device: _order(*made[device]))
+    if len(cards) == 1 and card is None:
+        return made[decides][1]
     shown = decides if card is None else f"cuda:{card}"
     if shown not in made:
         raise UsageError(
@@ -49,7 +53,7 @@ def document_of_cards(
         verdict=made[decides][1].verdict,
         findings=_findings(shown, document.findings, others),
         cards=tuple(
-            _row(trace, device, made[device][1] if device in made else None, decides, shown) for device in trace.cards
+            _row(trace, device, made[device][1] if device in made else None, decides, shown) for device in cards
         ),
     )
 

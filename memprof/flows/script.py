@@ -42,7 +42,9 @@ def run_script(
     rule: StopRule,
     *,
     gpu: Gpu,
-    gpus: int = 1,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    rank: int | None = None,
     card: int | None = None,
     device: str = "virtual",
     alloc_conf: str | None = None,
@@ -55,7 +57,9 @@ def run_script(
     """Run `program` until `rule` stops it.
 
     Args:
-        gpus: how many such cards the script has in its one process.
+        gpus: how many such cards there are on each machine; None: one for each process that a launcher starts there.
+        nodes: machines; None: as many as the launcher takes.
+        rank: of a program of several processes, the one that is run; None: the first.
         card: of several, the number of the one that the report shows in full; None: the fullest.
         device: "virtual", or "cuda" or "cpu" to measure there.
         alloc_conf: settings of the caching allocator; None: those that the environment, or the script, sets.
@@ -72,7 +76,8 @@ def run_script(
     from memprof.measured import MeasuredDevice
     from memprof.measured.outside import Outside
     from memprof.remedies.from_outside import Switch
-    from memprof.script.capture import capture_script
+    from memprof.script.capture import ask, capture_script
+    from memprof.script.launchers import Place
     from memprof.virtual import VirtualGpu
 
     program.check()
@@ -80,9 +85,14 @@ def run_script(
     switch = Switch(fixes)
     settings.add(switch.alloc_conf)
     if device == "virtual":
+        start = ask(program, Place(rank, gpus, nodes), gpu)
+        if isinstance(start, ScriptOutcome):
+            return DryRun(Trace(), start, None)
         virtual = VirtualGpu(
             gpu,
-            cards=gpus,
+            cards=start.cards,
+            nodes=start.nodes,
+            rank=start.rank,
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: RunAllocator(trace, gpu, settings.read()),
             # Kernels write tensors that they are given: memory is their callers' to ask for.
@@ -90,7 +100,9 @@ def run_script(
             allocator_settings=settings,
             refuses=not beyond,
         )
-        trace, outcome = capture_script(program, virtual, rule, switch.before_forward, worst_batch=worst_batch)
+        trace, outcome = capture_script(
+            program, virtual, rule, switch.before_forward, worst_batch=worst_batch, start=start
+        )
         on = device_facts(gpu)
     else:
         on = measured_device_facts(device)

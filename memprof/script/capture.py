@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.optim import Optimizer
 
+from memprof.catalog import Gpu
 from memprof.measured import MeasuredDevice
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
+from memprof.script.launchers import Place, Start
 from memprof.script.stop import StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
@@ -73,6 +76,7 @@ def capture_script(
     before_forward: Callable[[nn.Module, Iterable[Optimizer]], None] = lambda model, optimizers: None,
     *,
     worst_batch: bool = False,
+    start: Start | None = None,
 ) -> tuple[Trace, ScriptOutcome]:
     """Run `program` on `device` until `rule` stops it, it ends, or it raises.
 
@@ -80,6 +84,7 @@ def capture_script(
         device: what it finds as "cuda", or is measured on.
         before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
+        start: the process of the program that is run, if it was asked for before.
     """
     if isinstance(device, VirtualGpu):
         device.instead_of_another = "memprof run has made it: run this script with plain python instead"
@@ -99,7 +104,7 @@ def capture_script(
             if worst_batch:
                 patches.set_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.building()
-            outcome = _run(program, device, rule, handlers)
+            outcome = _run(program, device, rule, handlers, start)
             if seen.stopped:  # whatever a program does that goes on after that
                 outcome = ScriptOutcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
@@ -126,18 +131,32 @@ def capture_script(
     return trace, outcome
 
 
+def ask(program: Program, place: Place, gpu: Gpu) -> Start | ScriptOutcome:
+    """The process of `program` that is run, as its launcher says where there are such cards.
+
+    Raises:
+        UsageError: there is no such process, or too few cards for it.
+    """
+    with VirtualGpu(gpu, cards=place.cards or 1) if program.has_launcher else contextlib.nullcontext():
+        return program.start(place)
+
+
 def _run(
-    program: Program, device: VirtualGpu | MeasuredDevice, rule: StopRule, handlers: ExitHandlers
+    program: Program,
+    device: VirtualGpu | MeasuredDevice,
+    rule: StopRule,
+    handlers: ExitHandlers,
+    start: Start | None,
 ) -> ScriptOutcome:
     """Run `program` until it ends, or until a thread of its own dies because it sees no card."""
     if isinstance(device, MeasuredDevice):
-        return program.run(rule, handlers)
+        return program.run(rule, handlers, start)
     with stopping_from_threads() as stop:
         watch = ThreadWatch(stop)
         patches = Patches()
         patches.set_all(watch.patches())
         try:
-            outcome = program.run(rule, handlers)
+            outcome = program.run(rule, handlers, start)
         finally:
             patches.undo()
     if watch.error is None:

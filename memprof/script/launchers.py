@@ -1,7 +1,7 @@
-"""Launchers (torchrun, accelerate, deepspeed): with one process, what they start is run in this process instead.
+"""Launchers (torchrun, accelerate, deepspeed): of what they start, one process is run in this process instead.
 
 A launcher's child would know nothing of the card that the run has. What its arguments mean is asked of the launcher's
-own parser where it is installed, on the card that the run has: `--nproc_per_node gpu` is one.
+own parser where it is installed, on the cards that the run has: `--nproc_per_node gpu` is so many.
 """
 
 from __future__ import annotations
@@ -17,27 +17,115 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memprof.errors import MemprofError, UsageError
+from memprof.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of all processes of a program, the one that is run: and what there is for them."""
+
+    rank: int | None = None
+    """None: the first, or what the environment says."""
+    cards: int | None = None
+    """On each machine; None: as many as the launcher starts processes there."""
+    nodes: int | None = None
+    """Machines; None: as many as the launcher takes, or one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a launcher starts: the program as `python` takes it, and the variables of its environment."""
+    """One process: the program as `python` takes it, the variables of its environment, and its place among others."""
 
     name: str
     arguments: tuple[str, ...]
     is_module: bool
     environment: dict[str, str]
+    rank: int = 0
+    cards: int = 1
+    """On each machine."""
+    nodes: int = 1
 
 
-Launcher = Callable[[Sequence[str]], Start]
+Launcher = Callable[[Sequence[str], Place], Start]
 """Given its arguments, says what it starts.
 
 Raises:
-    MemprofError: more than one process.
-    UsageError: what it starts is no Python program, or the launcher is not installed.
+    UsageError: what it starts is no Python program, the launcher is not installed, or there are fewer cards or ranks.
     SystemExit: of the launcher's own parser.
 """
+_CARDS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+"""Variables that say how many cards a process of several finds, the first that is there."""
+
+
+def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: Place) -> Start:
+    """A program that no launcher starts; RANK and WORLD_SIZE may be in the environment.
+
+    Raises:
+        UsageError: there is no such rank.
+    """
+    given = [int(os.environ[one]) for one in _CARDS if os.environ.get(one, "").isdigit()]
+    cards = place.cards or (given[0] if given else 1)
+    nodes = place.nodes or (-(-given[-1] // cards) if given and place.cards is None else 1)
+    if place.rank is None:
+        text = os.environ.get("RANK", "")
+        return Start(name, arguments, is_module, {}, int(text) if text.isdigit() else 0, cards, nodes)
+    _check_rank(place.rank, given[-1] if given else cards * nodes)
+    environment = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank % cards)} if given else {}
+    return Start(name, arguments, is_module, environment, place.rank, cards, nodes)
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise UsageError("there is no such rank", value=f"--rank {rank} of {size}", hint="ranks count from 0")
+
+
+class _Started:
+    """The process of a launcher that is run.
+
+    Args:
+        launcher: its name.
+        place: which process is asked for.
+        processes: on each machine.
+
+    Raises:
+        UsageError: there is no such rank, or there are fewer cards than processes.
+    """
+
+    def __init__(self, launcher: str, place: Place, processes: Sequence[int]) -> None:
+        most = max(processes)
+        if place.cards is not None and most > place.cards:
+            raise UsageError(
+                f"{launcher} is to start {most} processes on a machine with {place.cards} of the cards",
+                value=f"--gpus {place.cards}",
+                hint=f"--gpus {most}, or leave it out",
+            )
+        if place.nodes is not None and place.nodes != len(processes):
+            raise UsageError(
+                f"{launcher} is to start processes on {len(processes)} machines",
+                value=f"--nodes {place.nodes}",
+                hint="leave out --nodes: the launcher's own options say how many",
+            )
+        self.size = sum(processes)
+        self.rank = place.rank or 0
+        _check_rank(self.rank, self.size)
+        self.cards, self.nodes = place.cards or most, len(processes)
+        self.local_rank, self.node = self.rank, 0
+        while self.local_rank >= processes[self.node]:
+            self.local_rank -= processes[self.node]
+            self.node += 1
+        self.local_size = processes[self.node]
+
+    def start(self, args: Any, environment: dict[str, str], *before: str) -> Start:
+        """What it runs."""
+        if args.no_python:
+            raise UsageError(
+                "the launcher is to start a command, and no Python program",
+                value=args.training_script,
+                hint="leave out --no_python, and name the script",
+            )
+        arguments = (*before, *args.training_script_args)
+        where = (self.rank, self.cards, self.nodes)
+        return Start(args.training_script, arguments, bool(args.module), environment, *where)
 
 
 def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tuple[Launcher, Sequence[str]] | None:
@@ -62,22 +150,29 @@ def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tu
     return launcher, arguments[1:] if first else arguments
 
 
-def _torchrun(arguments: Sequence[str], module: str = "torch.distributed.run") -> Start:
+def _torchrun(arguments: Sequence[str], place: Place, module: str = "torch.distributed.run") -> Start:
     run = importlib.import_module("torch.distributed.run")
     args = importlib.import_module(module).parse_args(list(arguments))
     processes = run.determine_local_world_size(args.nproc_per_node)
-    _one(processes * run.parse_min_max_nnodes(args.nnodes)[1], "torch.distributed.run")
-    local_rank = () if run.get_use_env(args) else ("--local-rank=0",)
-    return _start(args, _variables_of_torch(args), *local_rank)
+    nodes = run.parse_min_max_nnodes(args.nnodes)[1]
+    started = _Started("torch.distributed.run", place, [processes] * nodes)
+    local_rank = () if run.get_use_env(args) else (f"--local-rank={started.local_rank}",)
+    return started.start(args, _variables_of_torch(args, started), *local_rank)
 
 
-def _variables_of_torch(args: Any) -> dict[str, str]:
+def _variables_of_torch(args: Any, started: _Started) -> dict[str, str]:
     """Of one worker (torch/distributed/elastic/agent/server/local_elastic_agent.py, `_start_workers`)."""
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RESTART_COUNT"), "0")
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), "1")
+    numbers = {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), started.rank),
+        "LOCAL_RANK": started.local_rank,
+        "GROUP_RANK": started.node,
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), started.size),
+        "LOCAL_WORLD_SIZE": started.local_size,
+        "GROUP_WORLD_SIZE": started.nodes,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
     return {
-        **ranks,
-        **sizes,
+        **{name: str(number) for name, number in numbers.items()},
         "ROLE_NAME": args.role,
         "MASTER_ADDR": args.master_addr,
         "MASTER_PORT": str(args.master_port or 29500),
@@ -89,24 +184,28 @@ def _variables_of_torch(args: Any) -> dict[str, str]:
     }
 
 
-def _accelerate(arguments: Sequence[str]) -> Start:
+def _accelerate(arguments: Sequence[str], place: Place) -> Start:
     try:
         launch = importlib.import_module("accelerate.commands.launch")
         utils = importlib.import_module("accelerate.utils.launch")
     except ImportError as error:
         raise UsageError("accelerate cannot be imported", value=str(error), hint="pip install accelerate") from error
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(list(arguments)))
-    _one(max(args.num_processes, args.num_machines or 1), "accelerate launch")
-    if not (args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu) or args.cpu:
-        return _start(args, utils.prepare_simple_launcher_cmd_env(args)[1])
+    nodes = args.num_machines or 1
+    started = _Started("accelerate launch", place, [max(args.num_processes // nodes, 1)] * nodes)
+    own_kind = args.use_deepspeed or args.use_fsdp or args.use_megatron_lm or args.multi_gpu
+    if not own_kind and started.size > 1 and not args.cpu:
+        args.multi_gpu = own_kind = True  # as on a machine that has these cards
+    if not own_kind or args.cpu:
+        return started.start(args, utils.prepare_simple_launcher_cmd_env(args)[1])
     # accelerate has torch's launcher start these.
     own = utils.prepare_deepspeed_cmd_env(args)[1] if args.use_deepspeed else utils.prepare_multi_gpu_env(args)
     of_torch = importlib.import_module("torch.distributed.run").get_args_parser().parse_args([args.training_script])
     of_torch.master_port = args.main_process_port or of_torch.master_port
-    return _start(args, own | _variables_of_torch(of_torch))
+    return started.start(args, own | _variables_of_torch(of_torch, started))
 
 
-def _deepspeed(arguments: Sequence[str]) -> Start:
+def _deepspeed(arguments: Sequence[str], place: Place) -> Start:
     """The arguments of `deepspeed` (deepspeed/launcher/runner.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed")
     for flag in ("-H", "-i", "-e", "--hostfile", "--exclude", "--launcher", "--launcher_args", "--bind_core_list"):
@@ -122,13 +221,14 @@ def _deepspeed(arguments: Sequence[str]) -> Start:
     _deepspeed_both(parser)
     args = parser.parse_args(list(arguments))
     # NAME[:SLOT[,SLOT ...]][@...]: a name alone is all cards of the machine, of which there is one.
-    slots = [node.partition(":")[2].split(",") for node in (args.include or args.i).split("@")]
+    included = args.include or args.i
+    slots = [len(node.partition(":")[2].split(",")) for node in included.split("@") if included]
     nodes = abs(int(args.num_nodes.rpartition(":")[2]))
-    _one(max(args.num_gpus, nodes, sum(map(len, slots))), "deepspeed")
-    return _deepspeed_start(args)
+    on_each = args.num_gpus if args.num_gpus > 0 else place.cards or 1
+    return _deepspeed_start(args, _Started("deepspeed", place, slots or [on_each] * nodes))
 
 
-def _deepspeed_node(arguments: Sequence[str]) -> Start:
+def _deepspeed_node(arguments: Sequence[str], place: Place) -> Start:
     """The arguments of what `deepspeed` starts on each machine (deepspeed/launcher/launch.py of 0.17)."""
     parser = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
     for flag in ("--node_rank", "--min_elastic_nodes", "--max_elastic_nodes", "--save_pid"):
@@ -143,11 +243,10 @@ def _deepspeed_node(arguments: Sequence[str]) -> Start:
     args = parser.parse_args(list(arguments))
     try:
         cards = json.loads(base64.urlsafe_b64decode(args.world_info))
-        processes = sum(map(len, cards.values()))
+        processes = list(map(len, cards.values()))
     except (ValueError, AttributeError, TypeError) as error:
         raise UsageError("--world_info cannot be read", value=args.world_info, hint="it is base64 of JSON") from error
-    _one(processes, "deepspeed.launcher.launch")
-    return _deepspeed_start(args)
+    return _deepspeed_start(args, _Started("deepspeed.launcher.launch", place, processes))
 
 
 def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
@@ -158,29 +257,18 @@ def _deepspeed_both(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
 
 
-def _deepspeed_start(args: argparse.Namespace) -> Start:
-    environment = dict.fromkeys(("RANK", "LOCAL_RANK", "CROSS_RANK"), "0")
-    environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "CROSS_SIZE"), "1")
+def _deepspeed_start(args: argparse.Namespace, started: _Started) -> Start:
+    numbers = {
+        "RANK": started.rank,
+        "LOCAL_RANK": started.local_rank,
+        "CROSS_RANK": started.node,
+        "WORLD_SIZE": started.size,
+        "LOCAL_SIZE": started.local_size,
+        "CROSS_SIZE": started.nodes,
+    }
+    environment = {name: str(number) for name, number in numbers.items()}
     environment |= {"MASTER_ADDR": args.master_addr or "127.0.0.1", "MASTER_PORT": args.master_port}
-    return _start(args, environment, *(() if args.no_local_rank else ("--local_rank=0",)))
-
-
-def _one(processes: int, launcher: str) -> None:
-    if processes != 1:
-        raise MemprofError(
-            f"not yet: {launcher} is to start {processes} processes: several GPUs come later",
-            hint="ask it for one process, on one machine: the run is then that of one card",
-        )
-
-
-def _start(args: Any, environment: dict[str, str], *before: str) -> Start:
-    if args.no_python:
-        raise UsageError(
-            "the launcher is to start a command, and no Python program",
-            value=args.training_script,
-            hint="leave out --no_python, and name the script",
-        )
-    return Start(args.training_script, (*before, *args.training_script_args), bool(args.module), environment)
+    return started.start(args, environment, *(() if args.no_local_rank else (f"--local_rank={started.local_rank}",)))
 
 
 _COMMANDS: dict[str, tuple[Launcher, str]] = {

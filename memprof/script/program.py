@@ -19,6 +19,7 @@ from memprof.script.stop import Ended, ScriptOutcome, StopRule, StopRun
 
 if TYPE_CHECKING:
     from memprof.script.exits import ExitHandlers
+    from memprof.script.launchers import Place, Start
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _LAUNCH = (_OWN, runpy.__file__, "<frozen runpy>")
@@ -62,6 +63,11 @@ class Program:
         if path.is_file() and not os.access(path, os.R_OK):
             raise UsageError("the script cannot be read", value=self.name, hint="mind its permissions")
 
+    @property
+    def has_launcher(self) -> bool:
+        """Whether a launcher (torchrun, accelerate, deepspeed) starts it."""
+        return self._launcher() is not None
+
     def _launcher(self) -> Any:
         from memprof.script.launchers import find_launcher  # `memprof --help` is to start without argparse
 
@@ -84,24 +90,51 @@ class Program:
                 "this package is no program", value=self.name, hint="it has no __main__ module: name a module in it"
             )
 
-    def run(self, rule: StopRule, handlers: ExitHandlers | None = None) -> ScriptOutcome:
+    def start(self, place: Place | None = None) -> Start | ScriptOutcome:
+        """The one process of the program that is run: what a launcher is to start, or it itself.
+
+        A launcher's own parser may end it instead (`--help`).
+
+        Raises:
+            UsageError: there is no such process, or too few cards for it.
+        """
+        from memprof.script import launchers
+
+        place = place or launchers.Place()
+        launcher = self._launcher()
+        if launcher is None:
+            return launchers.start_by_hand(self.name, self.arguments, self.is_module, place)
+        ask, arguments = launcher
+        try:
+            found: Start = ask(arguments, place)
+            Program(found.name, found.arguments, found.is_module).check()
+            return found
+        except UsageError:
+            raise
+        except BaseException as error:
+            return _ended_by(error)
+
+    def run(self, rule: StopRule, handlers: ExitHandlers | None = None, start: Start | None = None) -> ScriptOutcome:
         """Run it here, in this process, to its end or until `rule` stops it. Nothing that it raises comes through.
 
         Args:
             rule: when to stop it.
             handlers: of the program's own for its end, which are run then; None: they are left to this process.
+            start: the process that is run, if it was asked for before.
         """
-        launcher = self._launcher()
-        if launcher is None:
-            return self._run(rule, handlers)
         environment = dict(os.environ)
-        start, arguments = launcher
         try:
-            found = start(arguments)
-            program = Program(found.name, found.arguments, found.is_module)
-            program.check()
+            found = start or self.start()
+            if isinstance(found, ScriptOutcome):
+                return found
+            if start is None and self.has_launcher and found.cards * found.nodes > 1:
+                raise UsageError(
+                    f"several processes are run on virtual cards, one of them: there are {found.cards * found.nodes}",
+                    value=" ".join(self.command),
+                    hint="ask the launcher for one process, or leave out --device",
+                )
             os.environ.update(found.environment)
-            return program._run(rule, handlers)
+            return Program(found.name, found.arguments, found.is_module)._run(rule, handlers)
         except BaseException as error:
             return _ended_by(error)
         finally:

@@ -80,6 +80,14 @@ class ProgramFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class RankFacts:
+    """Which process of how many the run was, in the group that the program joined."""
+
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """The device that a run was on; None: not known."""
 
@@ -140,6 +148,8 @@ class Facts(Plain):
     allocator: AllocatorFacts | None = None
     """None: a capture of an early release."""
     nvml: NvmlFacts | None = None
+    rank: RankFacts | None = None
+    """None: a program of one process."""
 
     def to_json(self) -> dict[str, Any]:
         """As a capture has it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.trace.events import Failure, Owner, Phase, PhaseKind, Role, Trace
+from memprof.trace.facts import RankFacts
 from memprof.virtual import python_functions
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
@@ -22,7 +24,6 @@ from memprof.virtual.edges import (
     compiled,
     control_flow,
     data_parallel,
-    distributed,
     generation,
     hub_kernels,
     loaders,
@@ -32,6 +33,8 @@ from memprof.virtual.edges import (
 from memprof.virtual.kernels import detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.limits import noting
+from memprof.virtual.ranks import joining
+from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
@@ -51,6 +54,8 @@ class VirtualGpu(Watch):
     Args:
         gpu: the card to be.
         cards: how many of them this process sees; of several, `memory` must tell them apart.
+        nodes: machines with so many cards, on which the program may have a rank for each.
+        rank: which of them the program is where it starts them itself.
         context_bytes: what the CUDA context takes of it.
         workspaces: whether to count library workspaces (cuBLAS, cuDNN's convolutions).
         tensors_only: count neither these nor any other memory that no tensor shows.
@@ -77,6 +82,8 @@ class VirtualGpu(Watch):
         gpu: Gpu,
         *,
         cards: int = 1,
+        nodes: int = 1,
+        rank: int = 0,
         context_bytes: int = 0,
         workspaces: bool = True,
         tensors_only: bool = False,
@@ -99,6 +106,7 @@ class VirtualGpu(Watch):
         self._context_bytes = context_bytes
         self._memory = Memory(self.recorder, memory)
         self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
+        self._nodes, self._rank = nodes, rank
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
         if refuses:
             self.recorder.refusal = lambda device: self._memory.of(device).refusal()
@@ -207,12 +215,16 @@ class VirtualGpu(Watch):
         patches.set_all(data_parallel.patches())
         patches.set_all(native.patches(self.recording.is_on_card))
         patches.set_all(loaders.patches(self.assume, self.recording.is_on_card))
-        patches.set_all(processes.patches(self.assume, self.recording.is_virtual))
+        patches.set_all(processes.patches(self.assume, self.recording.is_virtual, self._cards.number, self._rank))
         self._stack.enter_context(self._children)
         self._stack.enter_context(noting(self._note_refused))
         patches.set_all(self._children.patches())
-        patches.set_all(distributed.patches(self.assume, self.recording.is_on_card, self._joined_group))
-        self._stack.enter_context(distributed.groups_end_with_the_run())
+        others = Alone(self.assume, self._values)
+        groups = joining.Joining(
+            self._cards.number * self._nodes, others, self.recording.is_on_card, self.assume, self._joined_group
+        )
+        patches.set_all(groups.patches())
+        self._stack.enter_context(joining.groups_end_with_the_run())
         self._stack.enter_context(function_mode.interchange.safetensors.opening())
         self._stack.enter_context(loaders.collating_here())
         self._stack.enter_context(processes.left_in_children(self._leave_in_child))
@@ -243,8 +255,11 @@ class VirtualGpu(Watch):
     def _replace_in(self, name: str, replaced: Callable[[Any], Iterator[tuple[Any, str, Any]]]) -> None:
         self._patches.set_all(replaced(sys.modules[name]))
 
-    def _joined_group(self) -> None:
+    def _joined_group(self, rank: RankFacts) -> None:
         self.recorder.communicates = True
+        if rank.world_size > 1:
+            trace = self.recorder.trace
+            trace.facts = dataclasses.replace(trace.facts, rank=rank)
 
     def _used_bytes(self, device: str) -> int:
         """What is in use on a card, as nvidia-smi says it."""

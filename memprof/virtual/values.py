@@ -45,6 +45,7 @@ MODERATE_ELEMENTS = 1 << 24
 
 PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
 """Pages that cost nothing until they are written to (MAP_NORESERVE, in Python's mmap from 3.13 on)."""
+_COLLECTIVES = "_c10d_functional"
 _MAPPED_BYTES = 1 << 16
 """Shadows of zeros from this size on are pages that the system makes when they are written."""
 
@@ -199,6 +200,9 @@ class Values:
                 return self._draw(func, known, kwargs)
             with threads_for(max((tensor.numel() for tensor in tensors_of(known)), default=0)):
                 result = func(*known, **kwargs)
+            if func.namespace == _COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
+                for tensor in tensors_of(result):  # torch keeps those that are not waited for
+                    torch.ops._c10d_functional.wait_tensor(tensor)
             return self.tokens.compared(func, args, known, result)
         except (LookupError, RuntimeError, NotImplementedError):
             # The CPU cannot do it, or the same call on the meta tensors is about to raise the user's own error.

@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import typing_extensions
 
 from memprof.trace.events import (
     NONE,
@@ -34,6 +35,8 @@ from memprof.watch.streams import Streams
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
 _TORCH_DIR = str(torch.__path__[0])
+_DEPRECATIONS = typing_extensions.__file__
+"""What torch wraps functions in that have another name now."""
 _PYTHON_DIR = sysconfig.get_path("stdlib")
 _MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
@@ -374,7 +377,7 @@ class Recorder:
         if name.startswith(_PYTHON_DIR) and "-packages" not in name:
             return False
         return not (
-            name.startswith((_TORCH_DIR, "<frozen", "<string>"))
+            name.startswith((_TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>"))
             or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
         )
 

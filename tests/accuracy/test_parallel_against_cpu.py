@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from memprof.virtual.edges import distributed
+from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.ranks.joining import Joining
+from memprof.virtual.values import Values
 from memprof.watch.patches import Patches
 from tests.accuracy.cpu_events import Change, Program
 from tests.accuracy.cpu_models import LLAMA, Batch, tokens
@@ -92,13 +94,20 @@ _HOST_BYTES = {8 * 74, 4 * (_PARAMETERS + 1), 4 * _PARAMETERS}
 parameters, the order in which their gradients came, which of them were used."""
 
 
+def _joining() -> Joining:
+    def silent(told: Any) -> None:
+        pass
+
+    return Joining(1, Alone(silent, Values(silent)), lambda tensor: False, silent)
+
+
 def program(way: str, started: Patches) -> Program:
     """On the CPU without gloo, whose threads give back what they were given at times of their own: with torch's own
     group of which nothing is done, or, for DDP, which asks for results, memprof's."""
     make_parallel, backend = WAYS[way], "gloo" if way.startswith("ddp") else "fake"
 
     def make(device: str) -> Callable[[], None]:
-        started.set_all(distributed.patches(lambda assumption: None, lambda tensor: False) if device == "cpu" else ())
+        started.set_all(_joining().patches() if device == "cpu" else ())
         dist.init_process_group("nccl" if device == "cuda" else backend, rank=0, world_size=1)
         batch: Batch = {name: value.to(device) for name, value in tokens().items()}
 

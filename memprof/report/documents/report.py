@@ -23,7 +23,7 @@ from memprof.report.documents.ladder import Rung
 from memprof.report.documents.limit import Limit
 from memprof.report.documents.shown import Shown
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
-from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, Target, target_to_json
+from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
 from memprof.units import format_bytes
 
 SCHEMA = 2
@@ -150,6 +150,8 @@ class Document(Shown):
     limit: Limit | None = None
     """What was searched for (`--largest`); all but this is of the run at the largest number that fits, or at the least
     if none does. In JSON it is left out where nothing was."""
+    rank: RankFacts | None = None
+    """Of a program of several processes, which of them it was; in JSON left out of other documents."""
 
     @property
     def on_cpu(self) -> bool:
@@ -163,6 +165,7 @@ class Document(Shown):
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
         absent = {"card", "cards"} if not self.cards else set()
         absent |= {"limit"} if self.limit is None else set()
+        absent |= {"rank"} if self.rank is None else set()
         return {name: plain[name] for name in plain if name not in absent}
 
 
@@ -218,6 +221,7 @@ def build_document(
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
         batches=None if trace.failure else batches(ledger.run, ledger.allocated, steps),
         steps=() if len(steps) < 2 else steps,
+        rank=facts.rank,
     )
 
 

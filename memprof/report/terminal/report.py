@@ -73,6 +73,10 @@ def _heading(document: Document) -> RenderableType:
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
     lines = [heading("memprof", f" {document.command}: {kind} {device.name}{size}")]
+    if document.rank is not None:
+        lines.append(
+            Text(f"rank {document.rank.rank} of {document.rank.world_size}, alone: the others are taken to be like it")
+        )
     if document.cards:
         lines.append(Text(f"{len(document.cards)} such cards in one process; in full, {document.card}:"))
     if target:

@@ -26,6 +26,7 @@ from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here
 from memprof.virtual.recording import RecordingMode
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
+_SPAWN_ONE = "torch.multiprocessing.spawn with {} processes: the function of one of them runs, in this process."
 _READ_AHEAD = frozenset({"transformers.core_model_loading"})
 """Modules whose jobs for threads make tensors on the card."""
 _leave: Callable[[], None] | None = None
@@ -80,14 +81,21 @@ class _NoRecordingMode(RecordingMode):
 
 
 def patches(
-    assume: Callable[[str], None], is_virtual: Callable[[torch.Tensor], bool]
+    assume: Callable[[str], None], is_virtual: Callable[[torch.Tensor], bool], cards: int = 1, rank: int = 0
 ) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what starts processes, and talks to them."""
+    """The patches (owner, name, replacement) of what starts processes, and talks to them.
+
+    Args:
+        assume: told what the run rests on.
+        is_virtual: whether a tensor has no data.
+        cards: how many there are: the program starts a rank for each.
+        rank: the one that this process is.
+    """
     for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
         yield queue, "put", _putting(queue.put, is_virtual)
     yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)
     for name in ("spawn", "start_processes"):
-        yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume)
+        yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume, cards, rank)
 
 
 def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
@@ -118,16 +126,16 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
-def _inline(original: Callable[..., Any], assume: Callable[[str], None]) -> Callable[..., Any]:
-    """`torch.multiprocessing.spawn` of as many processes as there are cards: of one, which may as well be this."""
+def _inline(original: Callable[..., Any], assume: Callable[[str], None], cards: int, rank: int) -> Callable[..., Any]:
+    """`torch.multiprocessing.spawn` of as many processes as there are cards, or fewer: this is one of them."""
 
     def spawn(
         fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any
     ) -> Any:
-        if nprocs != 1:
+        if nprocs > cards:
             return original(fn, args, nprocs, join, *rest, **options)
-        assume(_SPAWN_INLINE)
-        fn(0, *args)
+        assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
+        fn(rank % nprocs, *args)
         return None if join else _Done()
 
     return spawn

@@ -8,19 +8,21 @@ import os
 
 import pytest
 
-from memprof.errors import MemprofError, UsageError
+from memprof.errors import UsageError
 from memprof.script import Ended, Program, StopRule
-from memprof.script.launchers import Start, find_launcher
+from memprof.script.launchers import Place, Start, find_launcher
+
+FIRST = Place()
 
 
-def start(command: str) -> Start:
+def start(command: str, place: Place = FIRST) -> Start:
     words = command.split()
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     found = find_launcher(name, arguments, is_module=is_module)
     assert found is not None
     launcher, rest = found
-    return launcher(rest)
+    return launcher(rest, place)
 
 
 def world(**nodes: list[int]) -> str:
@@ -81,21 +83,60 @@ def test_what_is_started(command, name, arguments, is_module, environment):
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "rank", "cards", "nodes", "variables"),
     [
-        ("torchrun --nproc_per_node 4 t.py", "torch.distributed.run is to start 4 processes"),
-        ("torchrun --nnodes 1:2 --rdzv-backend c10d t.py", "torch.distributed.run is to start 2 processes"),
-        ("accelerate launch --multi_gpu --num_processes 8 t.py", "accelerate launch is to start 8 processes"),
-        ("deepspeed --num_gpus=2 t.py", "deepspeed is to start 2 processes"),
-        ("deepspeed --include localhost:0,1@other:0 t.py", "deepspeed is to start 3 processes"),
-        ("deepspeed --num_nodes 2 t.py", "deepspeed is to start 2 processes"),
-        (f"-m deepspeed.launcher.launch --world_info={world(a=[0], b=[0])} t.py", "launch is to start 2 processes"),
+        ("torchrun --nproc_per_node 4 t.py", 3, 4, 1, {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}),
+        ("torchrun --nproc_per_node 4 --nnodes 1:2 t.py", 5, 4, 2, {"RANK": "5", "LOCAL_RANK": "1", "GROUP_RANK": "1"}),
+        ("-m torch.distributed.launch --nproc_per_node 2 t.py", 1, 2, 1, {"LOCAL_WORLD_SIZE": "2"}),
+        ("accelerate launch --multi_gpu --num_processes 8 t.py", 7, 8, 1, {"RANK": "7", "WORLD_SIZE": "8"}),
+        ("accelerate launch --num_processes 2 t.py", 1, 2, 1, {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}),
+        ("accelerate launch --num_processes 4 --num_machines 2 --machine_rank 0 t.py", 3, 2, 2, {"LOCAL_RANK": "1"}),
+        ("deepspeed --num_gpus=2 t.py", 1, 2, 1, {"LOCAL_SIZE": "2"}),
+        ("deepspeed --include localhost:0,1@other:0 t.py", 2, 2, 2, {"WORLD_SIZE": "3", "CROSS_RANK": "1"}),
+        ("deepspeed --num_nodes 2 t.py", 1, 1, 2, {"LOCAL_RANK": "0", "CROSS_SIZE": "2"}),
+        (f"-m deepspeed.launcher.launch --world_info={world(a=[0], b=[0])} t.py", 1, 1, 2, {"WORLD_SIZE": "2"}),
     ],
 )
-def test_several_processes_come_later(command, said):
-    with pytest.raises(MemprofError, match=said) as raised:
-        start(command)
-    assert raised.value.problem.startswith("not yet: ") and "several GPUs come later" in raised.value.problem
+def test_one_of_several_processes(command, rank, cards, nodes, variables):
+    found = start(command, Place(rank))
+    assert (found.rank, found.cards, found.nodes) == (rank, cards, nodes)
+    assert variables.items() <= found.environment.items()
+    assert start(command).environment["RANK"] == "0"
+    with pytest.raises(UsageError, match="no such rank"):
+        start(command, Place(99))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (Place(cards=2), "start 4 processes on a machine with 2 of the cards"),
+        (Place(nodes=2), "processes on 1 machines"),
+    ],
+)
+def test_fewer_cards_than_processes(place, said):
+    with pytest.raises(UsageError, match=said):
+        start("torchrun --nproc_per_node 4 t.py", place)
+
+
+@pytest.mark.parametrize(
+    ("environment", "place", "found"),
+    [
+        ({}, Place(), (0, 1, 1, {})),
+        ({}, Place(3, 4), (3, 4, 1, {})),
+        ({}, Place(5, 4, 2), (5, 4, 2, {})),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, Place(), (3, 8, 1, {})),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Place(5), (5, 4, 2, {"RANK": "5", "LOCAL_RANK": "1"})),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, Place(cards=4), (3, 4, 1, {})),
+    ],
+)
+def test_processes_by_hand(monkeypatch, environment, place, found):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started = Program("train.py").start(place)
+    assert isinstance(started, Start)
+    assert (started.rank, started.cards, started.nodes, started.environment) == found
 
 
 @pytest.mark.parametrize(
@@ -125,7 +166,6 @@ def test_it_runs_here_as_main(tmp_path, capsys, monkeypatch):
 
 
 def test_what_cannot_be_started():
-    outcome = Program("torchrun", ("no_such.py",)).run(StopRule())
-    assert outcome.ended is Ended.NOT_SIMULATED and isinstance(outcome.error, UsageError)
-    outcome = Program("torchrun", ("--nproc_per_node", "3", "no_such.py")).run(StopRule())
-    assert outcome.ended is Ended.NOT_SIMULATED and outcome.exit_code == 1
+    for arguments in (("no_such.py",), ("--nproc_per_node", "3", "no_such.py"), ("--nproc_per_node", "3", __file__)):
+        outcome = Program("torchrun", arguments).run(StopRule())
+        assert outcome.ended is Ended.NOT_SIMULATED and isinstance(outcome.error, UsageError)

@@ -1,0 +1,211 @@
+"""How a program joins the process groups of `torch.distributed`, and what it finds there.
+
+There is no NCCL and nobody to talk to. The groups that the program asks for are those of group.py. All else is torch's
+own, so that DistributedDataParallel makes its buckets, and fully_shard its shards, where and when they do on a card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sys
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+
+from memprof.errors import UsageError
+from memprof.trace.facts import RankFacts
+from memprof.virtual.card import nccl_version, torch_release
+from memprof.virtual.limits import not_yet, program_line
+from memprof.virtual.ranks import objects
+from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.ranks.group import BACKEND, Group
+
+_c10d: Any = getattr(dist, "distributed_c10d", None)
+"""None in a build of torch without it."""
+_OF_HOSTS = ("gloo", "mpi")
+"""Backends that take as many processes on a card as there are."""
+_REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "undefined"})
+_TIMEOUT = datetime.timedelta(minutes=10)
+_OUTSIDE = "What NCCL takes of the card outside the caching allocator is not known, and not counted."
+_ONE_PROCESS = "torch.distributed runs with one process: collectives change nothing."
+_HashStore: Any = getattr(torch._C, "_distributed_c10d", None) and torch._C._distributed_c10d.HashStore
+
+
+class Joining:
+    """What `torch.distributed` is to a program.
+
+    Args:
+        most_ranks: cards that there are, on all machines.
+        others: what the other ranks contribute.
+        on_card: whether a tensor is on a card.
+        assume: told what the run rests on.
+        joined: told of the first group of the program.
+    """
+
+    def __init__(
+        self,
+        most_ranks: int,
+        others: Alone,
+        on_card: Callable[[torch.Tensor], bool],
+        assume: Callable[[str], None],
+        joined: Callable[[RankFacts], None] = lambda rank: None,
+    ) -> None:
+        self._most_ranks = most_ranks
+        self._others = others
+        self._on_card = on_card
+        self._assume = assume
+        self._joined = joined
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement) of what joins groups and makes them."""
+        if _c10d is None:
+            return
+        starting = self._starting(dist.init_process_group)
+        for owner in (dist, _c10d):
+            yield owner, "init_process_group", starting
+            yield owner, "split_group", _split_group
+        yield _c10d, "_new_process_group_helper", self._creating(_c10d._new_process_group_helper)
+        yield _c10d, "_store_based_barrier", lambda *args, **options: None
+        for owner in (dist, _c10d):
+            for name in ("TCPStore", "FileStore"):
+                if hasattr(owner, name):
+                    yield owner, name, _Store
+        yield from objects.patches(self._others)
+        yield dist, "is_nccl_available", lambda: True
+        yield torch.cuda.nccl, "version", lambda: nccl_version(torch_release())
+        if getattr(_c10d, "default_pg_nccl_timeout", None) is None:  # a build without NCCL warns
+            yield _c10d, "default_pg_nccl_timeout", _TIMEOUT
+
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., None]:
+        def init_process_group(
+            backend: Any = None,
+            init_method: str | None = None,
+            timeout: Any = None,
+            world_size: int = -1,
+            rank: int = -1,
+            store: Any = None,
+            group_name: str = "",
+            *rest: Any,
+            **options: Any,
+        ) -> None:
+            size = world_size if world_size > 0 else _said("world_size", init_method)
+            place = rank if rank >= 0 else _said("rank", init_method)
+            if size is None or (size > 1 and place is None) or str(backend) == "fake":  # torch says what is missing
+                self._joined(RankFacts())
+                original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
+                return
+            found = RankFacts(place or 0, size)
+            self._check(found, str(backend))
+            self._assume(_OUTSIDE)
+            if size == 1:
+                self._assume(_ONE_PROCESS)
+            self._joined(found)
+            # Neither a store of the network nor what only NCCL understands (pg_options, device_id).
+            original(backend, store=_HashStore(), rank=found.rank, world_size=size, timeout=timeout or _TIMEOUT)
+
+        return init_process_group
+
+    def _check(self, found: RankFacts, backend: str) -> None:
+        if not found.rank < found.world_size:
+            raise UsageError(
+                f"there is no such rank: {program_line()}",
+                value=f"rank {found.rank} of {found.world_size}",
+                hint="ranks count from 0",
+            )
+        if found.world_size > self._most_ranks and backend not in _OF_HOSTS:
+            raise UsageError(
+                f"{program_line()} joins a group of {found.world_size} processes, and there are cards for "
+                f"{self._most_ranks}",
+                hint=f"memprof run --gpus {found.world_size}, or with --nodes: so many on each machine",
+            )
+
+    def _creating(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def create(size: int, rank: int, ranks: Any, backend: Any, store: Any, *rest: Any, **more: Any) -> Any:
+            asked = str(backend)
+            if not {part.rpartition(":")[2] for part in asked.split(",")} <= _REPLACED:
+                return original(size, rank, ranks, backend, store, *rest, **more)
+            more.pop("backend_options", None)
+            with _registered(lambda store, rank, size, timeout: Group(rank, size, asked, self._others, self._on_card)):
+                group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, *rest, **more)
+            if isinstance(group, Group):
+                # What the program reads as its backend.
+                name = "nccl" if asked == "undefined" else asked
+                _c10d._world.pg_map[group] = (name, _c10d._world.pg_map[group][1])
+                _c10d._world.pg_backend_config[group] = str(_c10d.BackendConfig(_c10d.Backend(name)))
+            return group, prefix
+
+        return create
+
+
+def _split_group(
+    parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None, *args: Any, **more: Any
+) -> Any:
+    """New groups of parts of another, which NCCL splits a communicator for; the one in which this rank is."""
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    parent: Any = parent_pg or dist.group.WORLD
+    own = None
+    for part in split_ranks:
+        made = dist.new_group([dist.get_global_rank(parent, rank) for rank in part], timeout=timeout)
+        own = made if dist.get_rank(parent) in part else own
+    return own
+
+
+class _Store(_HashStore or object):  # type: ignore[misc]
+    """What other processes would put into a store is not there."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def get(self, key: str) -> Any:
+        """What this process has put there."""
+        self.wait([key])
+        return super().get(key)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """Nothing comes later."""
+        if not self.check(keys):
+            raise not_yet(f"waits for {keys} of another process in a store", "have this rank put it there as well")
+
+
+@contextlib.contextmanager
+def groups_end_with_the_run() -> Iterator[None]:
+    """A group that the program leaves behind belongs to no process afterwards; nor does the hook that it installs."""
+    hook = sys.excepthook
+    before = _c10d is not None and dist.is_initialized()
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        if _c10d is not None and dist.is_initialized() and not before:
+            dist.destroy_process_group()
+
+
+def _said(name: str, init_method: str | None) -> int | None:
+    """A number that a program does not give as an argument; None if it is not said."""
+    query = urllib.parse.parse_qs(urllib.parse.urlparse(init_method or "").query)
+    text = query.get(name, [os.environ.get(name.upper(), "")])[0]
+    return int(text) if text.isdigit() else None
+
+
+@contextlib.contextmanager
+def _registered(create: Callable[..., Any]) -> Iterator[None]:
+    """Our backend, known to torch while a group is made."""
+    backend = _c10d.Backend
+    backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
+    try:
+        yield
+    finally:
+        delattr(backend, BACKEND.upper())
+        for table in vars(backend).values():
+            if isinstance(table, list) and BACKEND in table:
+                table.remove(BACKEND)
+            elif isinstance(table, dict):
+                for name in (BACKEND, BACKEND.upper()):
+                    table.pop(name, None)
