@@ -1,17 +1,28 @@
 """Collectives that are operators, as DTensor and tensor parallelism call them.
 
-Their meta kernels make the results that CUDA's make, but for waiting.
+Their meta kernels make the results that CUDA's make. What hands a result on until it is waited for makes nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from memprof.virtual.kernels.registry import kernel
 from memprof.virtual.launch import Launch
+
+if dist.is_available():
+    from torch.distributed import _functional_collectives as functional
 
 
 @kernel("_c10d_functional.wait_tensor", on_host=True)
 def wait_tensor(launch: Launch) -> Any:
     """Gives back the tensor that it is given (torch/csrc/distributed/c10d/Functional.cpp)."""
     return launch.args[0] if launch.args[0].is_meta else NotImplemented
+
+
+@kernel("_c10d_functional._wrap_tensor_autograd", on_host=True)
+def wrap_tensor(launch: Launch) -> Any:
+    """The same tensor, which is waited for where it is first used (torch/distributed/_functional_collectives.py)."""
+    return functional.AsyncCollectiveTensor(launch.args[0])

@@ -141,9 +141,9 @@ def test_functional_collectives_make_one_result_each() -> None:
     with rank(2, 4) as gpu:
         tensor, world = torch.empty(MIB, dtype=torch.uint8, device="cuda"), dist.group.WORLD
         for call, size in (
-            (lambda: functional.wait_tensor(functional.all_reduce(tensor, "sum", world)), 1),
-            (lambda: functional.wait_tensor(functional.all_gather_tensor(tensor, 0, world)), 4),
-            (lambda: functional.wait_tensor(functional.all_to_all_single(tensor, None, None, world)), 1),
+            (lambda: functional.all_reduce(tensor, "sum", world).wait(), 1),
+            (lambda: functional.all_gather_tensor(tensor, 0, world).wait(), 4),
+            (lambda: functional.all_to_all_single(tensor, None, None, world).wait(), 1),
         ):
             assert made(gpu, call) == [("ALLOC", size), ("FREE", size)]
         assert functional.all_reduce(numbers(), "sum", world).tolist() == [0, 4, 8, 12]
