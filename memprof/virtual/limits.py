@@ -41,7 +41,16 @@ def note_from_here(note: Note | None) -> None:
 def not_yet(what: str, hint: str) -> MemprofError:
     """The error for what the program's innermost line does."""
     line = program_line()
-    error = _error(line, what, hint)
+    return _noted(_error(line, what, hint), hint, line)
+
+
+def refused(what: str, hint: str) -> MemprofError:
+    """The same for what does not go on a card either, as the run was asked for."""
+    line = program_line()
+    return _noted(MemprofError(f"{line} {what}", hint=hint), hint, line)
+
+
+def _noted(error: MemprofError, hint: str, line: str) -> MemprofError:
     if _note is not None:
         _note(error.problem, hint, line)
     return error

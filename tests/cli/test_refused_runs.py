@@ -48,7 +48,7 @@ def test_what_is_not_simulated_ends_the_run(tmp_path):
     done = ran(tmp_path, TWO)
     assert done.exit_code == 1 and "\nRefused: " in done.stdout and "Fits" not in done.stdout
     assert "stopped where it cannot be simulated" in " ".join(done.stdout.split())  # folded after the path of the file
-    assert done.stderr.startswith("memprof: not yet: ")
+    assert done.stderr.startswith("memprof: ") and "cards for 1\n  hint:  memprof run --gpus 2" in done.stderr
 
 
 @pytest.mark.parametrize("then", ["pass", "raise SystemExit(5)", "raise ValueError('mine')"])

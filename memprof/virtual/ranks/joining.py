@@ -18,10 +18,9 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
-from memprof.errors import UsageError
 from memprof.trace.facts import RankFacts
 from memprof.virtual.card import nccl_version, torch_release
-from memprof.virtual.limits import not_yet, program_line
+from memprof.virtual.limits import not_yet, refused
 from memprof.virtual.ranks import objects
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.group import BACKEND, Group
@@ -113,16 +112,11 @@ class Joining:
 
     def _check(self, found: RankFacts, backend: str) -> None:
         if not found.rank < found.world_size:
-            raise UsageError(
-                f"there is no such rank: {program_line()}",
-                value=f"rank {found.rank} of {found.world_size}",
-                hint="ranks count from 0",
-            )
+            raise refused(f"is rank {found.rank} of {found.world_size}, and there is none", "ranks count from 0")
         if found.world_size > self._most_ranks and backend not in _OF_HOSTS:
-            raise UsageError(
-                f"{program_line()} joins a group of {found.world_size} processes, and there are cards for "
-                f"{self._most_ranks}",
-                hint=f"memprof run --gpus {found.world_size}, or with --nodes: so many on each machine",
+            raise refused(
+                f"joins a group of {found.world_size} processes, and there are cards for {self._most_ranks}",
+                f"memprof run --gpus {found.world_size}, or with --nodes: so many on each machine",
             )
 
     def _creating(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
 from memprof.catalog import find_gpu
-from memprof.errors import MemprofError, UsageError
+from memprof.errors import MemprofError
 from memprof.trace.events import EventKind
 from memprof.trace.facts import RankFacts
 from memprof.virtual import VirtualGpu
@@ -183,7 +183,7 @@ def test_stores_hold_what_this_rank_puts_there() -> None:
 
 
 def test_no_such_rank() -> None:
-    with pytest.raises(UsageError, match="no such rank"), rank(2, 2):
+    with pytest.raises(MemprofError, match="rank 2 of 2, and there is none"), rank(2, 2):
         pass
 
 

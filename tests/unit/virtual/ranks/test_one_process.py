@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memprof.catalog import find_gpu
-from memprof.errors import UsageError
+from memprof.errors import MemprofError
 from memprof.trace.events import GPU, EventKind, Role
 from memprof.virtual import VirtualGpu
 
@@ -99,7 +99,7 @@ def test_more_processes_than_cards(monkeypatch: pytest.MonkeyPatch, said: str) -
         arguments = {"init_method": "tcp://10.0.0.1:1?rank=0&world_size=8"}
     with (
         VirtualGpu(CARD),
-        pytest.raises(UsageError, match=r"test_one_process\.py.* a group of 8 processes, and there are cards for 1"),
+        pytest.raises(MemprofError, match=r"test_one_process\.py.* a group of 8 processes, and there are cards for 1"),
     ):
         dist.init_process_group("nccl", **arguments)
 
