@@ -173,18 +173,30 @@ class DeviceMode(TorchFunctionMode):
         """A gradient has data where its tensor has: small tensors on the host may have, whatever came from the card."""
         with _NoTorchFunction():
             if isinstance(value, _Tensor) and value.is_meta != tensor.is_meta and self._believed(tensor) == HOST:
-                if value.is_meta:
-                    value = self.interchange.read(value).clone()
-                else:
-                    real = value
-                    with _disable_current_modes():
-                        value = torch.empty_like(real, device=_META)
-                    self._recording.record(
-                        [value], "aten.clone", self._recording.recorder.place(sys._getframe(1)), HOST
-                    )
-                    if self._recording.values.wants(value):
-                        self._recording.values.set(value, real)
+                value = self._as_real_as(tensor, value)
             tensor.grad = value
+
+    def _as_real_as(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            parts = {name: getattr(value, name) for name in names}
+            for name, part in parts.items():
+                if isinstance(part, _Tensor):
+                    parts[name] = self._as_real_as(getattr(tensor, name), part)
+            made: torch.Tensor = type(value).__tensor_unflatten__(  # type: ignore[attr-defined]
+                parts, context, value.size(), value.stride()
+            )
+            return made
+        if value.is_meta == tensor.is_meta:
+            return value
+        if value.is_meta:
+            return self.interchange.read(value).clone()
+        with _disable_current_modes():
+            virtual = torch.empty_like(value, device=_META)
+        self._recording.record([virtual], "aten.clone", self._recording.recorder.place(sys._getframe(1)), HOST)
+        if self._recording.values.wants(virtual):
+            self._recording.values.set(virtual, value)
+        return virtual
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides

@@ -52,7 +52,7 @@ class Machine(TorchDispatchMode):
         """What a library makes once and keeps for good."""
         self.accumulation = Accumulation()
         self._node_cards: dict[int, str] = {}
-        """Number of an autograd node -> the card that it was made on, if that is another than the first."""
+        """Of several cards: number of an autograd node -> the one that it was made on."""
         self.empty: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
         """Storages without bytes that are genuinely on the meta device, or on another card than the first."""
         self._host: set[int] = set()
@@ -94,13 +94,13 @@ class Machine(TorchDispatchMode):
 
     def note_node(self, card: str) -> None:
         """What runs now, on this of several cards, has an autograd node as a rule."""
-        if card != GPU and is_card(card):
+        if is_card(card):
             self._node_cards[_sequence_number() - 1] = card
 
     def card_of_node(self) -> str:
         """Where C++ makes a tensor of no other: in a backward pass on the card of the node, else on the current one."""
         node = torch._C._current_autograd_node()
-        return self.cards.named() if node is None else self._node_cards.get(node._sequence_nr(), GPU)
+        return self.cards.named() if node is None else self._node_cards.get(node._sequence_nr(), self.cards.named())
 
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
@@ -139,6 +139,10 @@ class Machine(TorchDispatchMode):
             self.values.drop(storage._cdata)
         if storage.nbytes():
             self.recorder.allocate(storage, (storage.nbytes(),), torch.uint8, device, "storage.resize_", place)
+            if is_card(device) and device != GPU:
+                self._elsewhere[storage._cdata] = device
+        elif device != GPU:
+            self.empty[storage] = device
 
     def hidden(
         self, sizes: Iterable[int], op: str, place: Place, device: str = GPU
