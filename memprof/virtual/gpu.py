@@ -33,7 +33,7 @@ from memprof.virtual.edges import (
 from memprof.virtual.kernels import detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.limits import noting
-from memprof.virtual.ranks import joining
+from memprof.virtual.ranks import joining, objects
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -236,6 +236,7 @@ class VirtualGpu(Watch):
             "bitsandbytes": self._watch_kernels,
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
             "torchvision": detection.register_loaded,
+            "torch.distributed.checkpoint.default_planner": lambda: patches.set_all(objects.checkpoint_patches()),
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
         for name, replaced in hub_kernels.patches(self.assume).items():

@@ -220,12 +220,16 @@ def test_a_launcher_with_one_process_runs_in_this_one(tmp_path, how):
     assert ("communication" in document["peak"]["categories"]) == (wrap != ACCELERATE)  # which joins no group
 
 
-def test_several_processes_come_later(tmp_path):
+def test_of_several_processes_one_is_run(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN.format(wrap=DDP), encoding="utf-8")
-    done = python("-m", "memprof", "run", "torchrun", "--nproc_per_node", "4", "train.py", folder=tmp_path)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("memprof: not yet: torch.distributed.run is to start 4 processes: several GPUs come")
-    assert len(done.stderr.splitlines()) == 2
+    launched = ("torchrun", "--nproc_per_node", "4", "train.py")
+    done = python("-m", "memprof", "run", "--rank", "2", "--json", *launched, folder=tmp_path)
+    assert done.exit_code == 0 and "[] 2 4 2 29500" in done.stderr
+    document = json.loads(done.stdout)
+    assert document["rank"] == {"rank": 2, "world_size": 4} and "cards" not in document
+    assert "communication" in document["peak"]["categories"]
+    done = python("-m", "memprof", "run", "--gpus", "2", *launched, folder=tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "") and "start 4 processes on a machine with 2" in done.stderr
     missing = python("-m", "memprof", "run", "torchrun", "no_such.py", folder=tmp_path)
     assert missing.exit_code == 2 and missing.stderr.startswith("memprof: no such script")
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.virtual.limits import program_line
-from memprof.virtual.values import Values
+from memprof.virtual.values import Values, is_small
 
 _aten = torch.ops.aten
 _EQUAL = "taken to be equal on all ranks, as it is on this one"
@@ -33,6 +33,8 @@ class Alone:
         self._assume = assume
         self._values = values
         self._said: set[str] = set()
+        self._sent: dict[Any, torch.Tensor] = {}
+        """What this rank sent last, by shape and dtype, where that is little and known."""
 
     def say(self, kind: str, sentence: str) -> None:
         """An assumption, of each kind once, with the line of the program that rests on it first."""
@@ -57,6 +59,23 @@ class Alone:
         self.say(kind, f"What this rank {what} is not known, for it runs alone")
         if _has_no_data(target):
             self._values.drop(target.untyped_storage()._cdata)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """`tensor` goes to one other rank."""
+        if self.knows(tensor) and is_small(tensor):
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                known = self._values.get(tensor.detach())
+                if known is not None:
+                    self._sent[tensor.shape, tensor.dtype] = known.clone()
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """`tensor` is sent by one other rank: it is what this one has sent, as a vote that goes round."""
+        sent = self._sent.get((tensor.shape, tensor.dtype))
+        if sent is None:
+            self.forget(tensor, "receive", "receives from another")
+        else:
+            self.say("sent", "What this rank receives from another is taken to be what it sent last of that shape")
+            self._write(_aten.copy_.default, tensor, sent)
 
     def reduce(self, tensor: torch.Tensor, reduction: str, size: int) -> None:
         """`tensor` is reduced in place over so many ranks that have it alike."""

@@ -230,12 +230,14 @@ class Group(_ProcessGroup):
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
         """To somebody who takes it."""
+        for tensor in tensors:
+            self._others.send(tensor)
         return self._done(tensors)
 
     def recv(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """From somebody of whom no more is known than the shape."""
+        """From somebody who is like this rank."""
         for tensor in tensors:
-            self._others.forget(tensor, "recv", "receives from another")
+            self._others.receive(tensor)
         return self._done(tensors)
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:

@@ -6,10 +6,12 @@ What this rank sends itself, and what it gathers, goes through torch's own code:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
+from memprof.virtual.limits import not_yet
 from memprof.virtual.ranks.alone import Alone
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
@@ -21,15 +23,29 @@ def patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
         name: _from_one(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
     }
 
-    def recv_object_list(object_list: list[Any], src: int | None = None, *args: Any, **options: Any) -> int | None:
-        others.say("objects", _NOT_KNOWN)
-        return src
+    def recv_object_list(*args: Any, **options: Any) -> None:
+        raise not_yet(
+            "receives objects of another rank, which one that runs alone does not know",
+            "run the rank that sends them (--rank); give a PipelineStage its input_args and output_args",
+        )
 
     for owner in (dist, _c10d):
         for name, replacement in received.items():
             yield owner, name, replacement
         if hasattr(owner, "recv_object_list"):
             yield owner, "recv_object_list", recv_object_list
+
+
+def checkpoint_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Once distributed checkpoints are imported: they are of this rank's parts, without a plan of the others'."""
+    from torch.distributed.checkpoint import default_planner as planner
+    from torch.distributed.checkpoint.utils import _DistWrapper as Wrapper
+
+    original = Wrapper.__init__
+    yield Wrapper, "__init__", lambda wrapper, *given: original(wrapper, None, False, 0)
+    validate: Any = planner._validate_global_plan
+    # Parts of other ranks are missing: what it says of a plan without tensors.
+    yield planner, validate.__name__, lambda *given: validate([], SimpleNamespace(state_dict_metadata={}))
 
 
 _NOT_KNOWN = (

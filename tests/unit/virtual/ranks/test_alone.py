@@ -193,3 +193,19 @@ def test_spawned_processes_are_one_of_them() -> None:
         torch.multiprocessing.spawn(lambda *given: seen.append(given), args=(7,), nprocs=torch.cuda.device_count())
     assert seen == [(2, 7)]
     assert "torch.multiprocessing.spawn with 4 processes" in " ".join(gpu.trace.assumptions)
+
+
+def test_a_storage_resized_to_nothing_stays_on_its_card() -> None:
+    with rank(1, 2):
+        tensor = torch.ones(4, device="cuda")
+        for num_bytes in (0, 16):
+            tensor.untyped_storage().resize_(num_bytes)
+            assert tensor.device == torch.device("cuda", 1)
+
+
+def test_a_ring_gives_back_what_it_was_given() -> None:
+    with rank(1, 2):
+        vote, result = torch.tensor([0], device="cuda"), torch.tensor([7], device="cuda")
+        dist.send(vote, 0)
+        dist.recv(result, 0)
+        assert result.item() == 0

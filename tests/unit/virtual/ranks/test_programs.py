@@ -1,0 +1,33 @@
+"""Programs for several processes, unmodified and each by torchrun: one rank of four, alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from memprof.catalog import find_gpu
+from memprof.flows.script import run_script
+from memprof.script import Ended, Program, StopRule
+from memprof.trace.facts import RankFacts
+from tests.programs import parallel
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+]
+RANKS = {"pipeline": (0, 3), "pipeline-gpipe": (1,)}
+"""Stages of a pipeline are of several kinds."""
+
+
+@pytest.mark.parametrize("program", parallel.PROGRAMS)
+def test_one_rank_of_four(program: str) -> None:
+    for rank in RANKS.get(program, (2,)):
+        launched = Program("torchrun", ("--nproc-per-node", "4", str(Path(parallel.__file__)), program))
+        run = run_script(launched, StopRule(None), gpu=find_gpu("a100-80gb"), rank=rank)
+        assert run.outcome.ended is Ended.EXIT, run.outcome.error
+        assert run.document is not None and run.document.rank == RankFacts(rank, 4)
+        assert not run.document.cards and run.document.verdict.fits, "only its own card is used"
+        assert run.trace.mismatches == []
