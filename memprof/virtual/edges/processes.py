@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import gc
 import multiprocessing.queues
 import os
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from memprof.errors import MemprofError
 from memprof.probe import no_card
 from memprof.virtual.devices import DeviceMode
 from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here
+from memprof.virtual.ranks import joining
 from memprof.virtual.recording import RecordingMode
 
 _SPAWN_INLINE = "torch.multiprocessing.spawn with one process: its function runs in this process."
@@ -135,7 +137,12 @@ def _inline(original: Callable[..., Any], assume: Callable[[str], None], cards: 
         if nprocs > cards:
             return original(fn, args, nprocs, join, *rest, **options)
         assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
-        fn(rank % nprocs, *args)
+        with joining.groups_end_with_the_run():
+            fn(rank % nprocs, *args)
+        # The next one is a process of its own.
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         return None if join else _Done()
 
     return spawn

@@ -195,6 +195,20 @@ def test_spawned_processes_are_one_of_them() -> None:
     assert "torch.multiprocessing.spawn with 4 processes" in " ".join(gpu.trace.assumptions)
 
 
+def _joins(number: int, size: int) -> None:
+    dist.init_process_group("nccl", rank=number, world_size=size)
+    assert torch.cuda.max_memory_allocated() == 0
+    circle = [torch.ones(4, device="cuda")]
+    circle.append(circle)  # type: ignore[arg-type]
+
+
+def test_each_spawned_process_begins_anew() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), cards=2):
+        for _ in range(2):
+            torch.multiprocessing.spawn(_joins, args=(2,), nprocs=2)
+        assert not dist.is_initialized()
+
+
 def test_a_storage_resized_to_nothing_stays_on_its_card() -> None:
     with rank(1, 2):
         tensor = torch.ones(4, device="cuda")
