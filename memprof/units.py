@@ -23,6 +23,7 @@ _UNITS = {
     "g": GIB, "gib": GIB, "gb": 1000**3,
     "t": TIB, "tib": TIB, "tb": 1000**4,
 }  # fmt: skip
+_MOST = 1e18
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*")
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -58,7 +59,7 @@ def parse_gib(text: str | float) -> int:
     """
     match = _SIZE.fullmatch(str(text))
     unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or float(match[1]) <= 0:
+    if match is None or unit is None or not 0 < float(match[1]) < _MOST:
         raise UsageError("not an amount of memory", value=repr(text), hint="give GiB, such as 80 or 23.6, or 24GB")
     return int(float(match[1]) * unit)
 
@@ -79,7 +80,7 @@ def parse_count(text: str) -> int:
         UsageError: not a number with an optional K, M, B or T, or not above zero.
     """
     match = _COUNT.fullmatch(text)
-    if match is None or float(match[1]) <= 0:
+    if match is None or not 0 < float(match[1]) < _MOST:
         raise UsageError("not a number of parameters", value=repr(text), hint="write it like 70M, 1.2B or 4B")
     # Round, since 1.1 * 10**9 is not an integer in floating point.
     return round(float(match[1]) * _COUNT_SUFFIX[match[2].lower()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import logging
@@ -12,7 +13,7 @@ import typer
 
 import memprof
 from memprof.cli.options import Commands, add
-from memprof.cli.streams import accept_any_text, say
+from memprof.cli.streams import give_up, prepare, say
 
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
@@ -20,6 +21,8 @@ COMMANDS = (
 )  # fmt: skip
 """In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
 `EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are click's for the command's context."""
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 app = typer.Typer(
     name="memprof",
@@ -58,16 +61,24 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     ends_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
-        accept_any_text()
+        prepare()
         # What these have to say when a library imports them is not about the run.
         for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
             logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        app(arguments, standalone_mode=True)
-    except BrokenPipeError:
-        # The reader of our output (`| head`) has gone: not an error.
-        sys.stderr.close()
+        try:
+            app(arguments, standalone_mode=True)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # what was left to write
+        give_up(sys.stdout)
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        give_up(sys.stdout)
+        say(f"memprof: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(1)
     finally:
         if ends_process:
             # Looking for garbage among the millions of objects of torch and transformers on the way out takes as long

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ import typer.core
 
 from memprof.cli import settings
 from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
-from memprof.cli.streams import say, tell
+from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
 from memprof.errors import MemprofError, UsageError
 from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, options_of
@@ -29,6 +32,9 @@ from memprof.units import parse_gib
 OUTPUT = "Output"
 _Refused: Any = typer.BadParameter.__bases__[0]
 """Arguments that cannot be parsed; some releases of typer have a click of their own."""
+_MOST = 10**12
+"""Every number of an option is below: of steps, tokens, seconds or rows."""
+_MANY_DIGITS = re.compile(r"\d{400}")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
 
@@ -294,13 +300,23 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def call(*, debug: bool, **values: Any) -> None:
+        asked = dict(values)
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:
+            _check_numbers(asked)
             built = {group: _build(kind, given[group]) for group, kind in groups.items()}
             reading = next((one for one in built.values() if isinstance(one, Reading)), None)
             files = [value for value in values.values() if isinstance(value, Path)]
             with contextlib.nullcontext() if reading is None else ceiling(reading.max_memory, files):
                 function(**values, **built)
+        except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error
+            give_up(sys.stdout)
+            raise typer.Exit(0) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            say(f"memprof: {UsageError('a name is too long for a file', value=str(error.filename)[:80])}", err=True)
+            raise typer.Exit(UsageError.exit_code) from None
         except MemprofError as error:
             if debug:
                 raise
@@ -311,6 +327,14 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     call.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return call
+
+
+def _check_numbers(asked: Mapping[str, Any]) -> None:
+    for name, value in asked.items():
+        beyond = isinstance(value, int | float) and not abs(value) < _MOST  # nor is what is no number
+        if beyond or (isinstance(value, str) and _MANY_DIGITS.search(value)):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give less than {_MOST:,}")
 
 
 def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:

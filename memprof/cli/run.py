@@ -101,7 +101,7 @@ def run(
     optimizer step, when memory has reached its steady state; after its eighth at the latest, if it still grows. With
     --steps 200, what is reserved over steps whose batches differ. With --json, what it prints goes to stderr. Exit code
     0: it fits; 3: it does not; 1: no verdict, for something cannot be simulated, or too little was seen; if the script
-    fails by itself, its own.
+    fails by itself, its own (1 for 2 and 3).
     """
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
@@ -154,18 +154,18 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
         if failure is not None and failure.kind is FailureKind.REFUSED:
             if not isinstance(outcome.error, MemprofError):
                 error = MemprofError(failure.message, hint=failure.hint)
-                tell(error, as_json=as_json, exit_code=outcome.exit_code)
-            return outcome.exit_code or 1
+                tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
+            return _passed_on(outcome.exit_code) or 1
         how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
         error = MemprofError(f"the script {how} before anything was on the card: there is nothing to report")
-        tell(error, as_json=as_json, exit_code=outcome.exit_code)
-        return outcome.exit_code
+        tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
+        return _passed_on(outcome.exit_code)
     print_document(document, request)
     request.keep(found.trace)
     if outcome.ended is Ended.REFUSED:
         code = int(Exit.DOES_NOT_FIT)
     elif outcome.exit_code:
-        code = outcome.exit_code
+        code = _passed_on(outcome.exit_code)
     else:
         code = exit_code(document)
     if outcome.ended is not Ended.EXIT:
@@ -181,6 +181,11 @@ def _installed(text: str) -> list[Fix]:
     fixes = parse_fixes(text)
     check_installed(None, [fix.remedy for fix in fixes])
     return fixes
+
+
+def _passed_on(own_code: int) -> int:
+    """A script's own exit code; 1 for those that say something else here: wrong use, does not fit, differs."""
+    return int(Exit.FAILED) if own_code in (Exit.WRONG_USE, Exit.DOES_NOT_FIT, Exit.DIFFERS) else own_code
 
 
 def _leave_threads(before: Collection[threading.Thread], code: int) -> None:

@@ -20,7 +20,11 @@ _theirs: list[object] = []
 
 def say(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print a text, which may have names from files and programs in it, to stdout or stderr."""
-    typer.echo(printable(text), err=err, nl=nl)
+    try:
+        typer.echo(printable(text), err=err, nl=nl)
+    except OSError:
+        if not err:  # an error is told by the exit code too
+            raise
 
 
 def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) -> None:
@@ -37,10 +41,28 @@ def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) ->
         say(json.dumps({"error": fault}, indent=1))
 
 
-def accept_any_text() -> None:
-    """What the encoding of stdout lacks, such as latin-1 the bars, is written as `?`; stderr is that way already."""
+def prepare() -> None:
+    """All three streams are there, and take any text.
+
+    What was closed (`>&-`) goes nowhere: the next file that is opened would be taken for it. What the encoding of
+    stdout lacks, such as latin-1 the bars, is written as `?`; stderr is that way already.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def give_up(stream: TextIO) -> None:
+    """Whatever is still to be written to it goes nowhere: its reader has gone, or its disk is full."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ MEMORY_PER_BYTE = 12
 measures it."""
 _MEMORY_PER_PACKED_BYTE = 400
 """The same of a capture, which is packed; a run of 150 steps took 280."""
+_UNLIMITED = 1 << 62
 _GZIP = b"\x1f\x8b"
 
 _ceiling_bytes: int | None = None
@@ -84,7 +85,7 @@ def _kept(most_bytes: int) -> Iterator[None]:
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         before = resource.getrlimit(resource.RLIMIT_DATA)
         known = [limit for limit in before if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([used + most_bytes, *known]), before[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (min([used + most_bytes, _UNLIMITED, *known]), before[1]))
     except (ImportError, OSError, ValueError, IndexError):
         yield
         return

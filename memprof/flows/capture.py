@@ -14,6 +14,7 @@ from memprof.virtual import VirtualGpu
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
+from memprof.workload.custom_code import may_not_leave
 from memprof.workload.step import Workload
 
 
@@ -38,7 +39,7 @@ def capture_virtual(
         allocator_settings=allocator_settings,
     )
     try:
-        with no_collection(), device:
+        with no_collection(), device, may_not_leave("the model"):
             workload.run(device, progress)
     except MemprofError:
         raise
@@ -68,7 +69,7 @@ def capture_measured(
     """
     device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
-        with no_collection(), device:
+        with no_collection(), device, may_not_leave("the model"):
             workload.run(device, progress)
         if device.error is not None:
             raise device.error

@@ -1,12 +1,14 @@
-"""Models whose class is code beside their configuration (`auto_map`), on the hub or in a folder.
+"""Code of others that makes models: beside their configuration (`auto_map`), on the hub or in a folder, or a factory.
 
 Loading such a model runs that code, with all that its user may do: memprof does so only where it was asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 from memprof.errors import UsageError, first_line
 
@@ -19,6 +21,31 @@ def reference_of(config: Mapping[str, Any], architecture: str) -> str | None:
     models = {key: value for key, value in named.items() if key.startswith("AutoModel") and isinstance(value, str)}
     same = [value for value in models.values() if value.rpartition(".")[2] == architecture]
     return next(iter([*same, *models.values()]), None)
+
+
+@contextlib.contextmanager
+def may_not_leave(what: str) -> Iterator[None]:
+    """Inside, code of others may not end the process: its exit code 0 would be read as "it fits".
+
+    Raises:
+        UsageError: it tried to.
+    """
+    leave, process = os._exit, os.getpid()
+
+    def exit_now(status: int) -> NoReturn:
+        if os.getpid() != process:  # a process that the code started
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = exit_now
+    try:
+        yield
+    except SystemExit as end:
+        raise UsageError(
+            f"{what} ends the program", value=f"exit code {end.code}", hint="let it return a model instead"
+        ) from end
+    finally:
+        os._exit = leave
 
 
 def check_trusted(reference: str, where: str, *, trusted: bool) -> str:
@@ -50,8 +77,11 @@ def load_classes(config: Mapping[str, Any], reference: str, where: str, *, offli
 
     named = config["auto_map"].get("AutoConfig")
     try:
-        config_class = load(named) if named else type(AutoConfig.for_model(config["model_type"]))
-        return config_class, load(reference)
+        with may_not_leave("the model's own code"):
+            config_class = load(named) if named else type(AutoConfig.for_model(config["model_type"]))
+            return config_class, load(reference)
+    except UsageError:
+        raise
     except Exception as error:  # whatever the code does
         raise UsageError(
             "the model's own code cannot be loaded",

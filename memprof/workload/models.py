@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
 from memprof.errors import MemprofError, UsageError, first_line, nearest
 from memprof.spec import DTYPES, TargetSpec
-from memprof.workload.custom_code import check_trusted, load_classes, reference_of
+from memprof.workload.custom_code import check_trusted, load_classes, may_not_leave, reference_of
 from memprof.workload.formats import Stored, asked_format, check_use, checkpoint_format
 
 if TYPE_CHECKING:
@@ -382,10 +382,11 @@ def _from_factory(target: str, factory: str, spec: TargetSpec) -> ModelSource:
             known = inspect.signature(function).parameters
             offered = {key: value for key, value in offered.items() if key in known and value is not None}
         try:
-            model = function(**offered)
-        except MemprofError:
+            with may_not_leave(f"the factory {factory}"):
+                model = function(**offered)
+        except (MemprofError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             raise UsageError(
                 f"the factory {factory} raised {type(error).__name__}",
                 value=f"{first_line(error)} ({_where(error)})",
@@ -419,7 +420,10 @@ def _import_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        with may_not_leave(str(path)):
+            spec.loader.exec_module(module)
+    except UsageError:
+        raise
     except Exception as error:
         raise _import_failed(str(path), error) from error
     finally:
@@ -430,7 +434,10 @@ def _import_file(path: Path) -> ModuleType:
 def _import_module(name: str) -> ModuleType:
     sys.path.insert(0, "")
     try:
-        return importlib.import_module(name)
+        with may_not_leave(name):
+            return importlib.import_module(name)
+    except UsageError:
+        raise
     except Exception as error:
         raise _import_failed(name, error) from error
     finally:

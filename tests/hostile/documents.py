@@ -16,6 +16,12 @@ from memprof.trace.io import save_trace
 from tests.golden.test_report import training_run
 from tests.unit.recording.builder import training
 
+TINY = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 32,
+}  # fmt: skip
+"""The configuration of the smallest model."""
+
 
 @functools.cache
 def _capture() -> bytes:
@@ -25,6 +31,12 @@ def _capture() -> bytes:
         file = Path(folder) / "run"
         save_trace(trace, file)
         return file.read_bytes()
+
+
+def write_capture(file: Path) -> Path:
+    """The capture of a small run."""
+    file.write_bytes(_capture())
+    return file
 
 
 def capture() -> dict[str, Any]:

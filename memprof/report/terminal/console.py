@@ -17,6 +17,7 @@ from memprof.errors import printable
 
 WIDTH = 110
 """Columns of a text that is not for a terminal."""
+_NARROWEST, _WIDEST = 20, 1000
 
 
 class _Console(Console):
@@ -24,6 +25,8 @@ class _Console(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
+        if "width" not in options and self._width is not None:  # what COLUMNS says, which may be anything
+            self._width = min(max(self._width, _NARROWEST), _WIDEST)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
