@@ -1,6 +1,7 @@
 """Writes the parts of the documentation that the program itself knows: `make docs`.
 
 * docs/cli.md, from the parser;
+* docs/python.md, from the docstrings of the public names and of what they return;
 * in docs/remedies.md, the tables between `<!-- table of remedies -->` and `<!-- end of table -->`, from the table of
   remedies;
 * in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import inspect
 import itertools
 import os
@@ -23,6 +25,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from memprof.cli.options import panels_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
+PYTHON_PAGE = ROOT / "docs" / "python.md"
 REMEDIES_PAGE = ROOT / "docs" / "remedies.md"
 WIDTH = 110
 """Columns of the outputs shown."""
@@ -101,6 +105,83 @@ def _row(parameter: Any, context: Any) -> str:
 
 
 _EXTRA = re.compile(r"\[(default: )?([^\[\]]*)\]$")
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------
+
+_PYTHON_HEADER = """\
+<!-- Generated from docstrings by docs/generate.py: run `make docs`, do not edit. -->
+
+# memprof in Python
+
+Everything that `import memprof` offers. The names are imported when first used; `MemprofError`, `TargetSpec` and `load`
+need no torch. The marker for pytest is described in [dry runs in CI](dry-run-in-ci.md), and the tables of a document
+(`frames()`) in [data frames](data-frames.md). The names that a document has are [those of its JSON](concepts.md).
+"""
+_RETURNED = {
+    "virtual_gpu": ("memprof.api", "ProfiledGpu", ("report", "save", "allocated_bytes", "trace")),
+    "profile": ("memprof.report.documents.report", "Document", ("save", "frames", "to_json", "from_json")),
+    "apply": ("memprof.remedies.applied", "Applied", ("undo",)),
+}
+"""Public function -> the class of what it returns, with the attributes that are described."""
+
+
+def python_reference() -> str:
+    """The page of the public names: signature, docstring and example of each."""
+    import memprof
+
+    parts = [_PYTHON_HEADER]
+    names = sorted(memprof.__all__, key=lambda name: (name.startswith("_"), name[0].isupper(), name not in _RETURNED))
+    for name in names:
+        public = getattr(memprof, name)
+        if isinstance(public, str):
+            parts.append(f"## `memprof.{name}`\n\nThe release.\n\n" + _example(f"print(memprof.{name})"))
+            continue
+        parts.append(_described(f"## `memprof.{name}`", f"memprof.{name}", public))
+        if name in _RETURNED:
+            module, kind, attributes = _RETURNED[name]
+            returned = getattr(importlib.import_module(module), kind)
+            parts.append(_described(f"### What it returns: `{kind}`", "", returned))
+            rows = [(attribute, inspect.getattr_static(returned, attribute)) for attribute in attributes]
+            parts.append("\n".join(_attribute(attribute, found) for attribute, found in rows) + "\n")
+    return "\n".join(parts)
+
+
+def _described(title: str, call: str, what: Any) -> str:
+    """A heading, the signature of `call`, and a docstring of Google's style as Markdown."""
+    about, *sections = re.split(r"\n\n(Args|Raises|Example):\n", inspect.getdoc(what) or "")
+    parts = [title, about]
+    if call and inspect.isfunction(what):
+        parts.insert(1, f"```text\n{call}{_signature(what)}\n```")
+    for section, text in zip(sections[::2], sections[1::2], strict=True):
+        text = textwrap.dedent(text)
+        if section == "Example":
+            parts.append(_example(text))
+        else:
+            items = re.sub(r"\n +", " ", text).splitlines()
+            marked = [re.sub(r"^([\w*]+):", r"* `\1`:", item) for item in items]
+            parts.append("\n".join([f"{section}:", "", *marked]))
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _signature(function: Any) -> str:
+    signature = inspect.signature(function)
+    parameters = [parameter for name, parameter in signature.parameters.items() if name not in ("self", "cls")]
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(signature.replace(parameters=parameters)))
+
+
+def _attribute(name: str, found: Any) -> str:
+    function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    arguments = "" if isinstance(found, property) else _signature(function).partition(" -> ")[0]
+    first = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    return f"* `.{name}{arguments}`: {first}"
+
+
+def _example(code: str) -> str:
+    imports = "\n\n".join(f"import {name}" for name in ("torch", "memprof") if f"{name}." in code)
+    if code.startswith("def "):  # as ruff sets the code in a page
+        imports, code = imports + "\n", re.sub(r"\n\n(?=\S)", "\n\n\n", code)
+    return f"```python\n{imports}\n\n{code.strip()}\n```\n"
 
 
 # -- remedies ----------------------------------------------------------------------------------------------------------
@@ -218,6 +299,7 @@ def main() -> int:
 
     # The reference first: it may be linked from, and it costs nothing.
     wanted = {CLI_PAGE: command_line_reference(app)}
+    wanted[PYTHON_PAGE] = python_reference()
     wanted[REMEDIES_PAGE] = with_table(REMEDIES_PAGE.read_text(encoding="utf-8"))
     for page in pages_with_outputs():
         wanted[page] = with_outputs(wanted.get(page) or page.read_text(encoding="utf-8"), slow=options.slow)

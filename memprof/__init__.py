@@ -8,24 +8,51 @@
 
     memprof.apply(model, ["chunked-loss"])  # remedies, in your own model
 
-The public names are imported when first used, so that `import memprof` costs nothing.
+    memprof.load("run.memprof")  # a capture or a report that was saved
+
+The public names are imported when first used, so that `import memprof` costs nothing. docs/python.md has them all.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from memprof.version import __version__
 
-__all__ = ["__version__", "apply", "profile", "virtual_gpu"]
+__all__ = [
+    "MemprofError",
+    "RunFailedError",
+    "TargetSpec",
+    "UsageError",
+    "__version__",
+    "apply",
+    "load",
+    "profile",
+    "virtual_gpu",
+]
 
 if TYPE_CHECKING:
     from memprof.api import apply, profile, virtual_gpu
+    from memprof.errors import MemprofError, RunFailedError, UsageError
+    from memprof.flows.saved import load
+    from memprof.spec import TargetSpec
+
+_ELSEWHERE = {
+    "MemprofError": "errors",
+    "RunFailedError": "errors",
+    "TargetSpec": "spec",
+    "UsageError": "errors",
+    "load": "flows.saved",
+}
+"""Where names are that need no torch; the others are in api.py."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("apply", "profile", "virtual_gpu"):
-        from memprof import api
-
-        return getattr(api, name)
+    if name in __all__:
+        return getattr(importlib.import_module(f"memprof.{_ELSEWHERE.get(name, 'api')}"), name)
     raise AttributeError(f"module 'memprof' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, overload
 
 from memprof.allocator import Settings, SettingsInForce
@@ -20,6 +21,7 @@ from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Facts
+from memprof.trace.io import save_trace
 from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
 from memprof.virtual.arguments import copied, to_card
@@ -64,8 +66,21 @@ class ProfiledGpu:
         trace.facts = Facts(command="virtual_gpu", device=device_facts(self._gpu), allocator=self._settings.now.facts)
         return trace
 
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Keep what was recorded in a capture, for `memprof.load` and for `memprof show`, `compare` and `analyze`.
+
+        Args:
+            path: of the file; a capture that is there is replaced.
+            force: replace another file, too.
+
+        Raises:
+            UsageError: another file is there.
+            MemprofError: the file cannot be written.
+        """
+        save_trace(self.trace, Path(path), force=force)
+
     def report(self, limit_bytes: int | None = None, *, card: int | None = None) -> Document:
-        """The report so far; `print` shows it, `.to_json()` is a dictionary.
+        """The report so far; `print` shows it, `save()` keeps it, `.to_json()` is a dictionary.
 
         Args:
             limit_bytes: of device memory, CUDA context included: judged as if the card had no more. None: the card's.
@@ -118,6 +133,13 @@ def virtual_gpu(
 
     Raises:
         UsageError: there is no such card, or none at all.
+
+    Example:
+        with memprof.virtual_gpu("rtx-4090") as gpu:
+            model = torch.nn.Linear(4096, 4096).to("cuda")
+            model(torch.zeros(64, 4096, device="cuda")).sum().backward()
+        report = gpu.report()
+        print(report.verdict.required_bytes, report.peak.categories)
     """
     if gpus < 1:
         raise UsageError("gpus must be at least 1", value=gpus, hint="give a positive whole number")
@@ -163,6 +185,16 @@ def profile(target: TargetSpec | Callable[..., object], /, *args: Any, **kwargs:
         UsageError: the card is not known, an argument cannot be copied, `steps` is below 1.
         RunFailedError: the function raised; `trace` and `document` are what happened until then.
         EmptyTraceError: the function put nothing on the card.
+
+    Example:
+        def step(model, optimizer, batch):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model = torch.nn.Linear(512, 512)
+        report = memprof.profile(step, model, torch.optim.AdamW(model.parameters()), torch.zeros(8, 512), gpu="t4")
+        print(report)
     """
     if isinstance(target, TargetSpec):
         return profile_spec(target, *args, **kwargs)

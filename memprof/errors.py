@@ -32,6 +32,12 @@ class MemprofError(Exception):
         problem: one line that says what is wrong.
         value: the offending value, if there is one.
         hint: one line that says what to do.
+
+    Example:
+        try:
+            memprof.virtual_gpu("rtx-4900")
+        except memprof.MemprofError as error:
+            print(error.problem, error.value, error.hint)
     """
 
     exit_code = 1
@@ -57,13 +63,30 @@ class MemprofError(Exception):
 
 
 class UsageError(MemprofError):
-    """Wrong use: an unknown name, a value out of range, a file that is not what it should be."""
+    """Wrong use: an unknown name, a value out of range, a file that is not what it should be.
+
+    Example:
+        try:
+            memprof.load("no-such-file.memprof")
+        except memprof.UsageError as error:
+            print(error)
+    """
 
     exit_code = 2
 
 
 class RunFailedError(MemprofError):
-    """The program that was run raised an error of its own, or did what cannot be simulated."""
+    """The program that was run raised an error of its own, or did what cannot be simulated.
+
+    Example:
+        def step(layer):
+            raise ValueError(layer(torch.zeros(2, 8, device="cuda")).shape)
+
+        try:
+            memprof.profile(step, torch.nn.Linear(8, 8))
+        except memprof.RunFailedError as error:
+            print(error, error.document.peak.allocated_bytes)
+    """
 
     trace: Any = None
     """What happened until then (`memprof.trace.events.Trace`)."""

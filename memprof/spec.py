@@ -161,6 +161,11 @@ class TargetSpec:
 
     Raises:
         UsageError: a value is unknown or out of range; the message names the flag.
+
+    Example:
+        spec = memprof.TargetSpec(model="gpt2", context_length=64, batch_size=2)
+        trace, report = memprof.profile(spec)
+        print(report.target.num_parameters, report.verdict.fits)
     """
 
     model: str = option(

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import Reading, again
-from memprof.cli.output import Told, exit_code, print_document
+from memprof.cli.output import Told, exit_code, print_document, print_json
+from memprof.cli.streams import say
 
 EXAMPLES = """
 memprof show run.memprof
@@ -26,14 +27,20 @@ class Shown(Told):
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="A capture that `memprof profile --save` wrote.")],
+    file: Annotated[Path, typer.Argument(help="A capture (--save) or a report (--json).")],
     shown: Shown,
     reading: Reading,
 ) -> None:
-    """Show the report of a saved capture. Needs neither torch nor the model."""
-    from memprof.flows.account import analyze
-    from memprof.trace.io import load_trace
+    """Show the report of a saved capture, or one in JSON. Needs neither torch nor the model."""
+    from memprof.flows.saved import load
+    from memprof.report.documents.report import Document
 
-    document = analyze(load_trace(file), shown.alloc_conf, card=shown.shown_card)
-    print_document(document, shown)
-    raise typer.Exit(exit_code(document))
+    document = load(file, alloc_conf=shown.alloc_conf, card=shown.shown_card)
+    if isinstance(document, Document):
+        print_document(document, shown)
+        raise typer.Exit(exit_code(document))
+    if shown.as_json:
+        print_json(document)
+    else:
+        say(str(document).removesuffix("\n"))
+    shown.write_tables(document)

@@ -8,20 +8,18 @@ both go through the same lines.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.flows.account import analyze
 from memprof.flows.recordings import GZIP, PICKLE, head_of, open_file
-from memprof.ledger.ledger import EmptyTraceError
+from memprof.flows.saved import load_capture, load_json
+from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
-from memprof.report.documents.report import SCHEMA, Document
+from memprof.report.documents.report import Document
 from memprof.report.matching.comparison_build import build_comparison
 from memprof.report.matching.runs import Run, run_of_document, run_of_recording
 from memprof.report.matching.tolerance import Tolerance
-from memprof.trace.io import load_trace
 
 _KINDS = "a capture (--save), a report (--json) of `memprof profile`, or a snapshot of torch"
 
@@ -49,12 +47,7 @@ def open_run(path: Path) -> Run:
     """
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
-        try:
-            return run_of_document(analyze(load_trace(path)), path.name, "memprof capture")
-        except EmptyTraceError as error:
-            raise UsageError(str(error.problem), value=path, hint="record it again") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
+        return run_of_document(load_capture(path), path.name, "memprof capture")
     if head.startswith(PICKLE):
         return _snapshot(path)
     if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
@@ -63,31 +56,16 @@ def open_run(path: Path) -> Run:
 
 
 def _report(path: Path) -> Document:
-    try:
-        report = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            "the report is truncated or damaged", value=f"{path} ({error})", hint="write it again"
-        ) from None
-    if isinstance(report, dict) and report.get("command") == "analyze":
+    document = load_json(path)
+    if isinstance(document, Analysis):
         raise UsageError(
             "a report of memprof analyze has not all that is compared",
             value=path,
             hint="give the capture or the snapshot that it is of",
         )
-    if not isinstance(report, dict) or "peak" not in report or "stages" not in report:
-        raise UsageError("not a report of memprof profile", value=path, hint=f"give {_KINDS}")
-    schema = report.get("schema")
-    if not isinstance(schema, int) or schema > SCHEMA:
-        raise UsageError(
-            "the report was written by a newer memprof",
-            value=f"{path} (schema {schema}; this release reads up to {SCHEMA})",
-            hint="update memprof",
-        )
-    try:
-        return Document.from_json(report)
-    except ValueError as error:
-        raise UsageError("the report is damaged", value=f"{path} ({error})", hint="write it again") from error
+    if isinstance(document, Comparison):
+        raise UsageError("this is a comparison already", value=path, hint=f"give {_KINDS}")
+    return document
 
 
 def _snapshot(path: Path) -> Run:

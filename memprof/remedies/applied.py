@@ -167,11 +167,7 @@ class Changes:
 def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = True, **options: Any) -> Applied:
     """Switch `remedies` on in `model`; all of them, or, on an error, none.
 
-        applied = memprof.apply(model, ["chunked-loss", "activation-checkpointing"], chunk_size=2048)
-        ...
-        applied.undo()
-
-    It is a context manager too: leaving the block undoes it.
+    `undo()` of what is returned takes them back. It is a context manager too: leaving the block undoes it.
 
     Args:
         model: the model, built; on the card or on its way there.
@@ -182,6 +178,12 @@ def apply(model: nn.Module, remedies: str | Sequence[str], *, undoable: bool = T
     Raises:
         UsageError: an unknown remedy or option, a remedy that does not apply to this model, one that is on already, or
             two that do not go together. The model is as before.
+
+    Example:
+        layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        with memprof.apply(layers, ["activation-checkpointing"], modules="0,1") as applied:
+            layers(torch.zeros(2, 64)).sum().backward()
+            print(applied)
     """
     if not isinstance(model, nn.Module):
         raise UsageError("remedies are applied to a torch.nn.Module", value=type(model).__name__)

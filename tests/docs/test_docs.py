@@ -101,6 +101,15 @@ def test_command_line_reference_is_current():
     assert generate.CLI_PAGE.read_text(encoding="utf-8") == wanted, "docs/cli.md is out of date: run `make docs`"
 
 
+def test_the_page_of_public_names_is_current():
+    text = _generate().PYTHON_PAGE.read_text(encoding="utf-8")
+    assert text == _generate().python_reference(), "docs/python.md is out of date: run `make docs`"
+    for name in memprof.__all__:  # test_python_blocks_run runs them
+        section = text.partition(f"## `memprof.{name}`\n")[2].partition("\n## ")[0]
+        assert f"memprof.{name}" in BLOCK.search(section[section.index("```python") :])[2]
+        assert name in dir(memprof)
+
+
 def test_the_tables_of_remedies_are_current():
     text = _generate().REMEDIES_PAGE.read_text(encoding="utf-8")
     assert text == _generate().with_table(text), "docs/remedies.md is out of date: run `make docs`"
@@ -144,7 +153,8 @@ def test_a_figure_in_prose_is_what_its_command_prints(monkeypatch):
 
 
 @pytest.mark.parametrize("code", _blocks("python"))
-def test_python_blocks_run(code, capsys):
+def test_python_blocks_run(code, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, "documentation", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
 

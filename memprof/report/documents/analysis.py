@@ -155,7 +155,7 @@ class DeviceReport:
     what_if: WhatIf | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Analysis(Shown):
     """The whole document."""
 

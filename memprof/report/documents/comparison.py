@@ -172,7 +172,7 @@ class FindingRow:
     b_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison(Shown):
     """The whole document. Every list has its largest differences first."""
 

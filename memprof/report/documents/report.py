@@ -106,7 +106,7 @@ class FailureRow:
     source: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Document(Shown):
     """A whole report."""
 

@@ -1,14 +1,20 @@
-"""What the documents on runs, recordings and comparisons offer beside JSON: tables, and a text."""
+"""What the documents on runs, recordings and comparisons offer beside JSON: tables, a text, and a file."""
 
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import Plain
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+_REPORT = Form("report", "its path", lambda begin, end: begin.startswith(b"{") and b'"memprof_version"' in begin)
 
 
 class Shown(Plain):
@@ -21,6 +27,22 @@ class Shown(Plain):
         from memprof.report.frames import frames_of
 
         return frames_of(self)
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write it to a file in JSON, as `--json` prints it, for `memprof.load` and `memprof show`.
+
+        Args:
+            path: of the file; a report of memprof that is there is replaced.
+            force: replace another file, too.
+
+        Raises:
+            UsageError: another file is there.
+            MemprofError: the file cannot be written.
+        """
+        write_whole(Path(path), (json.dumps(self.to_json(), indent=1) + "\n").encode(), _REPORT, force=force)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {str(self).partition(chr(10))[0]}>"
 
     def __str__(self) -> str:
         from memprof.report.terminal.console import text_of

@@ -24,7 +24,8 @@ class _Console(Console):
     """Shows the text of others as it is: it is no markup, and its control characters are visible and do nothing."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, **options)
+        # In a notebook rich would show everything at once, and leave the stream that it was given empty.
+        super().__init__(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)
         if "width" not in options and self._width is not None:  # what COLUMNS says, which may be anything
             self._width = min(max(self._width, _NARROWEST), _WIDEST)
 

@@ -175,6 +175,8 @@ class Checkpoints:
         **options: Any,
     ) -> Any:
         """What `torch.serialization._load` does; a mapped file (`overall_storage`) is read as any other."""
+        # From 2.15 on it is said here, too, and not for the unpickler.
+        trust = {"weights_only": options.pop("weights_only")} if "weights_only" in options else {}
         restore = _FORM._get_restore_location(map_location)
         to_meta = map_location is not None and not callable(map_location) and str(map_location) == "meta"
         loaded: dict[str, Any] = {}
@@ -211,7 +213,7 @@ class Checkpoints:
             finally:
                 _FORM._serialization_tls.map_location = None
                 loaded.clear()
-        torch._utils._validate_loaded_sparse_tensors()
+        torch._utils._validate_loaded_sparse_tensors(**trust)
         return result
 
     def _read(

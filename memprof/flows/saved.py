@@ -1,0 +1,97 @@
+"""What was saved, again: a capture is accounted for anew, and a document in JSON becomes what it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from memprof.errors import UsageError
+from memprof.flows.account import analyze
+from memprof.flows.recordings import GZIP, head_of
+from memprof.ledger.ledger import EmptyTraceError
+from memprof.report.documents import analysis, comparison
+from memprof.report.documents.analysis import Analysis
+from memprof.report.documents.comparison import Comparison
+from memprof.report.documents.report import SCHEMA, Document
+from memprof.trace.io import load_trace
+
+_OTHERS: dict[str, tuple[type[Analysis | Comparison], int]] = {
+    "analyze": (Analysis, analysis.SCHEMA),
+    "compare": (Comparison, comparison.SCHEMA),
+}
+"""What `command` is in their JSON -> they, and the newest schema that is read."""
+SavedDocument = Document | Analysis | Comparison
+_KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
+
+
+def load(path: str | Path, *, alloc_conf: str | None = None, card: int | None = None) -> SavedDocument:
+    """The document in a file: in JSON, as `save()` and `--json` write it, or of a capture, accounted for anew.
+
+    Needs neither torch nor the model.
+
+    Args:
+        path: of the file.
+        alloc_conf: settings of the caching allocator instead of the run's; for a capture alone.
+        card: of several, the number of the one that is shown in full; None: the fullest. For a capture alone.
+
+    Raises:
+        UsageError: the file is neither, or damaged; torch would refuse `alloc_conf`; there is no such card.
+
+    Example:
+        with memprof.virtual_gpu("rtx-4090") as gpu:
+            layer = torch.nn.Linear(4096, 4096).cuda()
+        gpu.save("layer.memprof")
+        print(memprof.load("layer.memprof"))
+    """
+    path = Path(path)
+    head = head_of(path, _KINDS)
+    if head.startswith(GZIP):
+        return load_capture(path, alloc_conf, card)
+    if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+        raise UsageError("neither a capture nor a report", value=path, hint=f"give {_KINDS}")
+    if alloc_conf is not None or card is not None:
+        raise UsageError("only a capture can be accounted for anew", value=path, hint="leave settings and card out")
+    return load_json(path)
+
+
+def load_capture(path: Path, alloc_conf: str | None = None, card: int | None = None) -> Document:
+    """The report of a capture; the other arguments are those of `load`.
+
+    Raises:
+        UsageError: it is none, is damaged, or has nothing in it.
+    """
+    try:
+        return analyze(load_trace(path), alloc_conf, card=card)
+    except EmptyTraceError as error:
+        raise UsageError(str(error.problem), value=path, hint="record it again") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
+
+
+def load_json(path: Path) -> SavedDocument:
+    """The document that was written as JSON.
+
+    Raises:
+        UsageError: it is none, is damaged, or of a newer memprof.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            "the report is truncated or damaged", value=f"{path} ({error})", hint="write it again"
+        ) from None
+    command = str(values.get("command")) if isinstance(values, dict) else ""
+    kind, newest = _OTHERS.get(command, (Document, SCHEMA))
+    if not isinstance(values, dict) or (kind is Document and not {"peak", "stages"} <= set(values)):
+        raise UsageError("not a report of memprof profile", value=path, hint=f"give {_KINDS}")
+    schema = values.get("schema")
+    if not isinstance(schema, int) or schema > newest:
+        raise UsageError(
+            "the report was written by a newer memprof",
+            value=f"{path} (schema {schema}; this release reads up to {newest})",
+            hint="update memprof",
+        )
+    try:
+        return kind.from_json(values)
+    except ValueError as error:
+        raise UsageError("the report is damaged", value=f"{path} ({error})", hint="write it again") from error
