@@ -227,7 +227,8 @@ class DeviceMode(TorchFunctionMode):
     ) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
             target = self._device(data) if device is None else device
-            return self._to(data.detach(), target, dtype, copy=True).requires_grad_(requires_grad)
+            result = self._to(data.detach(), target, dtype, copy=True)
+            return result.requires_grad_() if requires_grad else result
         try:
             result = torch.tensor(data, dtype=dtype, device=_CPU)
         except (RuntimeError, TypeError):
@@ -235,7 +236,8 @@ class DeviceMode(TorchFunctionMode):
         result = self._placed(result, device)
         if pin_memory:
             self.interchange.note_pinned(result)
-        return result.requires_grad_(requires_grad)
+        # Functions that torch.func transforms may make tensors, and not call requires_grad_.
+        return result.requires_grad_() if requires_grad else result
 
     def _plain(self, data: Any) -> Any:
         """Data with the numbers of the tensors in it."""

@@ -159,9 +159,9 @@ def _operations(call: Call, result: Any) -> int:
     if formula is None:
         return 0
     try:
-        operations = int(formula(*call.args, **call.kwargs, out_val=result))
-    except (TypeError, ValueError, IndexError, AttributeError):
-        return 0  # torch's formula does not know this overload
+        operations = int(formula(*_heads_of_its_own(call), **call.kwargs, out_val=result))
+    except (TypeError, ValueError, IndexError, AttributeError, AssertionError):
+        return 0  # torch's formula does not know this overload, or these shapes
     place = _causal_place(call.func)
     if place is not None:
         causal = call.args[place] if place < len(call.args) else call.kwargs.get("is_causal", False)
@@ -171,8 +171,23 @@ def _operations(call: Call, result: Any) -> int:
     return operations
 
 
+def _heads_of_its_own(call: Call) -> list[Any]:
+    """The arguments, where several heads of a query share a key as if each had its own: torch's formulas of attention
+    know no others before release 2.12, and a shape is as good to them as a tensor."""
+    args = list(call.args)
+    if call.func.overloadpacket.__name__.startswith("_scaled_dot_product"):
+        query, key, value = (_argument_place(call.func, name) for name in ("query", "key", "value"))
+        for place in (key, value):
+            *batch, _, length, width = args[place].shape
+            args[place] = torch.Size((*batch, args[query].shape[-3], length, width))
+    return args
+
+
+def _argument_place(func: Any, name: str) -> int:
+    return [argument.name for argument in func._schema.arguments].index(name)
+
+
 def _query_and_key(call: Call) -> tuple[int, int]:
     """Their lengths: where they differ, a causal mask hides less than half."""
-    names = [argument.name for argument in call.func._schema.arguments]
-    query, key = call.args[names.index("query")], call.args[names.index("key")]
+    query, key = (call.args[_argument_place(call.func, name)] for name in ("query", "key"))
     return query.shape[-2], key.shape[-2]

@@ -131,7 +131,7 @@ def backend(
 def _order(card: Card) -> tuple[str, ...]:
     """The order that the program set, or the default, in which cuDNN may come first."""
     numbers = torch._C._get_sdp_priority_order() if hasattr(torch._C, "_get_sdp_priority_order") else [1, 2, 0, 3]
-    order = tuple(_NAMES[number] for number in numbers if number in _NAMES)
+    order = tuple(dict.fromkeys(_NAMES[number] for number in numbers if number in _NAMES))  # 2.8 names one twice
     if order == _DEFAULT_ORDER and prefers_cudnn(card):
         return ("cudnn", "flash", "efficient", "math")
     return order

@@ -144,5 +144,11 @@ def meta_rms_norm(data: torch.Tensor, shape: Any, weight: torch.Tensor | None, e
     return torch.empty_like(data, memory_format=torch.contiguous_format), data.new_empty(size, dtype=dtype)
 
 
-if hasattr(_aten, "_fused_rms_norm"):
+HAS_FUSED_RMS_NORM = (
+    hasattr(_aten, "_fused_rms_norm")
+    and _aten._fused_rms_norm.default._schema.arguments[1].name == "normalized_shape"
+)  # fmt: skip
+"""In release 2.8 an operator of that name is Apple's alone."""
+
+if HAS_FUSED_RMS_NORM:
     composite(torch.rms_norm)(rms_norm)

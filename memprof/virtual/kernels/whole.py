@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual.kernels.norms import meta_rms_norm
+from memprof.virtual.kernels.norms import HAS_FUSED_RMS_NORM, meta_rms_norm
 
 _aten = torch.ops.aten
 _WHOLE = ("mish_backward", "native_channel_shuffle")
@@ -27,7 +27,7 @@ def kept_whole() -> Iterator[None]:
     # torch.library refuses a kernel for an operator that is taken apart.
     for_meta: Any = torch._C._dispatch_library("IMPL", "aten", "Meta", __file__, 0)
     try:
-        if hasattr(_aten, "_fused_rms_norm"):
+        if HAS_FUSED_RMS_NORM:
             for_meta.impl("_fused_rms_norm", "Meta", meta_rms_norm, False)
         for name in _WHOLE:
             library.impl(name, _below_autograd(getattr(_aten, name).default), "AutogradMeta")

@@ -159,9 +159,15 @@ def test_operators_are_those_of_cuda(name: str, lower: torch.dtype) -> None:
     for given in GIVEN:
         errors: list[type | None] = []
         ops = on_fake_cuda(lambda: errors.append(program(given)), lower)  # noqa: B023
+        if errors[0] is getattr(torch, "AcceleratorError", None) and not torch.cuda.is_available():
+            pytest.skip("fake tensors of this build of torch ask for a card")
         assert actual[given] == (errors[0] or ops), given
 
 
+@pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"),
+    reason="autocast of this torch leaves RMS norm",
+)
 def test_rms_norm_is_one_kernel_in_float32() -> None:
     """For fake tensors a CPU build takes it to pieces, which a card does not."""
     operators = Operators()

@@ -95,6 +95,25 @@ def test_work_on_the_host_is_the_hosts():
     assert not any(work.device == GPU and work.num_bytes for work in gpu.trace.work)
 
 
+def test_shared_heads_count_with_a_formula_that_knows_none(monkeypatch):
+    """As torch's is before 2.12."""
+
+    def formula(query, key, value, *rest, **options):
+        shapes = [given if isinstance(given, torch.Size) else given.shape for given in (query, key, value)]
+        assert shapes[0][:2] == shapes[1][:2] == shapes[2][:2]
+        return 4 * shapes[0].numel() * shapes[1][-2]
+
+    for name in ("flash", "efficient"):
+        packet = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+        monkeypatch.setitem(_formulas(), packet, formula)
+    with memprof.virtual_gpu("a100-80gb") as gpu:
+        query = torch.zeros(2, 8, 64, 32, dtype=torch.bfloat16, device="cuda")
+        key = torch.zeros(2, 2, 64, 32, dtype=torch.bfloat16, device="cuda")
+        nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+    assert total(gpu.trace, "operations") == 4 * query.numel() * 64
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.8 takes this overload for another on meta tensors")
 def test_an_overload_that_torch_has_no_formula_for_counts():
     with memprof.virtual_gpu() as gpu:
         left = torch.zeros(8, 16, dtype=torch.bfloat16, device="cuda")

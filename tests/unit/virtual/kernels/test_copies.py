@@ -106,4 +106,4 @@ def test_a_shifted_target_is_copied_for_the_loss(gpu: VirtualGpu) -> None:
 def test_products_in_place_take_cublas_workspace() -> None:
     with VirtualGpu(find_gpu("a100-80gb")) as gpu:
         torch.zeros(8, 8, device="cuda").addmm_(torch.ones(8, 8, device="cuda"), torch.ones(8, 8, device="cuda"))
-    assert any("workspace" in gpu.trace.op(storage) for storage in gpu.trace.storages if storage.hidden)
+    assert 8320 << 10 in [storage.num_bytes for storage in gpu.trace.storages if storage.hidden]

@@ -270,7 +270,7 @@ def test_parameters_of_norms_that_are_not_contiguous_are_copied() -> None:
     assert norms.rms_norm_backward_copy((empty(8, 4).t(), empty(4, 8), [8], None, weight)) == [32]
 
 
-@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has no fused RMS norm")
+@pytest.mark.skipif(not norms.HAS_FUSED_RMS_NORM, reason="this torch has no fused RMS norm")
 def test_rms_norm_and_its_backward_are_one_kernel_each() -> None:
     """As on a card, where autograd differentiates it as one: 40.02 MiB are published for what pieces make 136 of."""
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:

@@ -117,6 +117,7 @@ def test_the_gradient_of_a_maximum_has_three_masks(gpu):
     assert since.sizes().count(BOOLS) == 2 and "logical_and" not in {op for _, op in since.made()}
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="torch has another formula from 2.14 or 2.15 on")
 def test_clamping_by_tensors_combines_masks_in_place(gpu):
     data = leaf()
     low, high = torch.zeros(N, device="cuda"), torch.ones(N, device="cuda")
