@@ -7,6 +7,7 @@
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
 # make truth    on a machine with a CUDA card: records tests/accuracy/cases there, and compares their simulation
 # make bench    how fast the simulation and the allocator's replay are
+# make matrix   before a release: tests with other releases of torch and transformers, into docs/releases.md (half an hour)
 # make clean    removes .venv and caches
 #
 # PYTHON=python3.12 make demo  uses another interpreter than python3.
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := demo
-.PHONY: demo check quick-tests test nightly lint format docs accuracy truth bench clean
+.PHONY: demo check quick-tests test nightly lint format docs accuracy truth bench matrix clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
@@ -64,6 +65,9 @@ bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.simulate
 	$(BIN)/python -m tests.benchmarks.replay
 	$(BIN)/python -m tests.benchmarks.dry_run
+
+matrix: $(VENV)/.stamp-dev
+	$(BIN)/python -m tests.benchmarks.releases
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
