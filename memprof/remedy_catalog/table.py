@@ -7,23 +7,38 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.resources
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from importlib.resources.abc import Traversable
 
+from memprof.errors import MemprofError
 from memprof.remedy_catalog import remedy as names
 from memprof.remedy_catalog.remedy import Remedy
 
 
-def read_entries(folder: Path) -> Iterator[Remedy]:
-    """The entries of the files in a folder. They are written in Python, with the names of `remedy.py` and no others."""
-    for file in sorted(folder.glob("*.py")):
+def read_entries(folder: Traversable) -> Iterator[Remedy]:
+    """The entries of the files in a folder. They are written in Python, with the names of `remedy.py` and no others.
+
+    Raises:
+        MemprofError: the folder has no such files.
+    """
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".py")), key=lambda file: file.name)
+    if not files:
+        raise MemprofError(
+            "memprof is installed without its source files, in which the remedies are described",
+            value=folder,
+            hint="install it with them: compiled files alone are not enough",
+        )
+    for file in files:
         text = file.read_text(encoding="utf-8")
         body = ast.parse(text).body if "@Remedy(" in text else []
         for function in (node for node in body if isinstance(node, ast.FunctionDef)):
             for mark in function.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "Remedy":
                     entry = eval(compile(ast.Expression(mark), str(file), "eval"), dict(vars(names)))
-                    yield dataclasses.replace(entry, install=f"memprof.remedies.{file.stem}:{function.name}")
+                    yield dataclasses.replace(
+                        entry, install=f"memprof.remedies.{file.name.removesuffix('.py')}:{function.name}"
+                    )
 
 
 def in_order(entries: Iterable[Remedy]) -> dict[str, Remedy]:
@@ -40,5 +55,5 @@ def in_order(entries: Iterable[Remedy]) -> dict[str, Remedy]:
     return found
 
 
-REMEDIES = in_order(read_entries(Path(__file__).parents[1] / "remedies"))
+REMEDIES = in_order(read_entries(importlib.resources.files("memprof") / "remedies"))
 """In the order in which they are switched on, whatever the order in which they were named."""

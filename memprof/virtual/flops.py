@@ -18,6 +18,7 @@ from memprof.trace.events import GPU, HOST, Work, is_card
 from memprof.virtual.calls import OVERWRITES, Call, Kind, Operator, tensors_of
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse
+from memprof.workload.quantization import import_quietly
 
 _aten = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.copy_})
@@ -130,8 +131,8 @@ _PRODUCTS = frozenset({_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.ad
 
 @functools.cache
 def _formulas() -> dict[Any, Any]:
-    from torch.utils.flop_counter import flop_registry
-
+    # Where there is no Triton, as beside torch for the CPU, it says so to everybody who imports it.
+    flop_registry = import_quietly("torch.utils.flop_counter").flop_registry
     products = dict.fromkeys(_PRODUCTS, _product)
     grouped = {_aten._grouped_mm: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}
     return {**flop_registry, **products, **grouped}

@@ -37,7 +37,7 @@ def import_quietly(module: str) -> Any:
     Raises:
         ImportError: it is not installed, or does not go with this torch.
     """
-    loggers = [logging.getLogger(name) for name in (module.partition(".")[0], "torch.utils._pytree")]
+    loggers = [logging.getLogger(name) for name in (module.partition(".")[0], module, "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -39,7 +39,7 @@ TESTS = (
     "tests/unit/test_pytest_plugin.py",
     "tests/golden",
     "tests/cli/test_exit.py",
-    "tests/cli/test_run.py",
+    "tests/unit/script",
 )
 _LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "triton")
 _NEEDED = ("bitsandbytes", "pytest", "hypothesis", "expecttest", "hatchling")

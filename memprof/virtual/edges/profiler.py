@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.autograd.profiler as autograd_profiler
+
+from memprof.workload.quantization import import_quietly
 
 _LATE = ("torch.utils.flop_counter",)
 """What memprof imports while operators run. torch's tracer keeps the name of every code object that it sees without the
@@ -22,7 +23,7 @@ def patches() -> Iterator[tuple[Any, str, Any]]:
     @functools.wraps(original)
     def __init__(profiler: Any, *args: Any, **kwargs: Any) -> None:
         for name in _LATE:
-            importlib.import_module(name)
+            import_quietly(name)
         original(profiler, *args, **kwargs)
         kinds = torch._C._profiler.ProfilerState
         if getattr(profiler, "profiler_kind", None) == kinds.KINETO_GPU_FALLBACK:

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import pkgutil
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 import memprof
 import memprof.remedies
 from memprof.catalog import find_gpu
+from memprof.errors import MemprofError
 from memprof.findings.evidence import would_help
 from memprof.flows.account import analyze
 from memprof.flows.cards import allocator_settings, device_facts
@@ -193,3 +195,16 @@ def test_the_documentation_has_it_too(toy):
 def test_two_remedies_have_two_names_and_places(toy, change):
     with pytest.raises(ValueError, match="two remedies"):
         in_order([toy, dataclasses.replace(toy, **change)])
+
+
+def test_a_package_in_a_zip_file_has_them_and_one_without_sources_says_so(tmp_path):
+    folder = Path(memprof.remedies.__file__).parent
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as package:
+        package.writestr("compiled/__init__.pyc", b"")
+        for file in folder.glob("*.py"):
+            package.write(file, f"remedies/{file.name}")
+    root = zipfile.Path(tmp_path / "package.zip")
+    found = in_order(read_entries(root / "remedies"))
+    assert {name: one.install for name, one in found.items()} == {name: one.install for name, one in REMEDIES.items()}
+    with pytest.raises(MemprofError, match="without its source files"):
+        in_order(read_entries(root / "compiled"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from memprof.errors import UsageError
 from memprof.flows import profile as flow
 from memprof.spec import QUANTIZED_OPTIMIZERS, TargetSpec
 from memprof.workload.models import find_source
+from memprof.workload.quantization import import_quietly
 
 MODEL = {"model": "qwen2.5-0.5b", "context_length": 64, "steps": 1}
 LINEAR = 357_826_560
@@ -97,3 +99,16 @@ def test_a_package_that_lacks(monkeypatch, package, fields):
     with pytest.raises(UsageError, match=f"{package} is needed") as raised:
         profile(**fields)
     assert raised.value.hint == "pip install 'memprof[quantization]'"
+
+
+def test_what_an_import_has_to_say_is_not_said(tmp_path, monkeypatch, capsys):
+    """As torch's counter of operations has, where there is no Triton."""
+    (tmp_path / "noted.py").write_text("import logging\nlogging.getLogger('folder.noted').warning('no Triton')\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "noted.py").rename(tmp_path / "folder" / "noted.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    logger = logging.getLogger("folder.noted")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler()])
+    import_quietly("folder.noted")
+    assert (logger.level, capsys.readouterr().err) == (logging.WARNING, "")
