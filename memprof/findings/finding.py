@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from memprof.findings.lives import Lives
 from memprof.ledger.ledger import Ledger
+from memprof.ledger.streams import StreamMemory
 from memprof.spec import TargetSpec
 from memprof.trace.plain import json_name
 
@@ -65,6 +66,8 @@ class Context:
     asked_vocab_size: int | None = None
     context_length: int | None = None
     max_positions: int | None = None
+    streams: StreamMemory | None = None
+    """None: the run stayed on one stream."""
     lives: Lives = field(init=False, repr=False, compare=False)
     """Births and deaths of the ledger's storages, for all rules to share."""
 

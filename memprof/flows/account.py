@@ -15,6 +15,7 @@ from memprof.findings import Context, find_all
 from memprof.flows.each_card import document_of_cards
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import Ledger, build_ledger
+from memprof.ledger.streams import StreamMemory
 from memprof.report.documents.report import Document, build_document
 from memprof.trace.events import CPU, Trace
 
@@ -59,9 +60,10 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
     known = {} if target is None else {name: getattr(target, name) for name in _OF_THE_TARGET}
     program = trace.facts.program
     fixes = () if program is None else program.fixes
-    context = Context(ledger=ledger, usable_bytes=device.usable_bytes, card=device.name, fixes=fixes, **known)
-    bridge = build_bridge(ledger)
-    return ledger, build_document(ledger, find_all(context), settings, bridge)
+    bridge, streams = build_bridge(ledger), StreamMemory.of(ledger)
+    usable = device.usable_bytes
+    context = Context(ledger=ledger, usable_bytes=usable, card=device.name, fixes=fixes, streams=streams, **known)
+    return ledger, build_document(ledger, find_all(context), settings, bridge, streams)
 
 
 def with_settings(trace: Trace, alloc_conf: str) -> Trace:

@@ -17,6 +17,7 @@ from memprof.ledger.ledger import Ledger, LiveTensor, Row
 from memprof.ledger.stage_amounts import OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
+from memprof.ledger.streams import StreamMemory
 from memprof.ledger.workspaces import Workspaces
 from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
@@ -26,6 +27,10 @@ from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
 from memprof.units import format_bytes
 
+_LENT = (
+    "What other streams borrowed (Tensor.record_stream) is free again once the host or another stream has been made to "
+    "wait for them, or a phase of the run has ended; in a real run that is a matter of time."
+)
 SCHEMA = 2
 """2: reserved memory is replayed, `allocated` is of whole blocks, and the verdict tests what is reserved."""
 
@@ -152,6 +157,8 @@ class Document(Shown):
     if none does. In JSON it is left out where nothing was."""
     rank: RankFacts | None = None
     """Of a program of several processes, which of them it was; in JSON left out of other documents."""
+    streams: StreamMemory | None = None
+    """Of a run that took memory on several streams; left out of other documents in JSON."""
 
     @property
     def on_cpu(self) -> bool:
@@ -163,16 +170,19 @@ class Document(Shown):
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
-        absent = {"card", "cards"} if not self.cards else set()
-        absent |= {"limit"} if self.limit is None else set()
-        absent |= {"rank"} if self.rank is None else set()
+        optional = ("cards", "limit", "rank", "streams")
+        absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
         return {name: plain[name] for name in plain if name not in absent}
 
 
 def build_document(
-    ledger: Ledger, findings: list[Finding], settings: Settings, bridge: Bridge | None = None
+    ledger: Ledger,
+    findings: list[Finding],
+    settings: Settings,
+    bridge: Bridge | None = None,
+    streams: StreamMemory | None = None,
 ) -> Document:
-    """The report on a ledger; `settings` are those of its replay, and `bridge` its own, if there is one."""
+    """The report on a ledger; `settings` are those of its replay, `bridge` and `streams` its own, if there are any."""
     trace = ledger.trace
     facts = trace.facts
     context = facts.device.context_bytes
@@ -217,11 +227,13 @@ def build_document(
             *_host_assumptions(facts.device.host_memory_bytes),
             *(() if on_cpu else _card_assumptions(ledger, settings, context)),
             *_outside(bridge),
+            *(() if ledger.run.bounds is None else (_LENT,)),
         ),
         failure=None if trace.failure is None else FailureRow(trace.failure.kind.value, *trace.failure[1:7]),
         batches=None if trace.failure else batches(ledger.run, ledger.allocated, steps),
         steps=() if len(steps) < 2 else steps,
         rank=facts.rank,
+        streams=streams,
     )
 
 

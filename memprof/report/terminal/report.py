@@ -23,6 +23,7 @@ from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import render_limit
 from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.steps import render_steps
+from memprof.report.terminal.streams import render_streams
 from memprof.spec import Mode
 from memprof.trace.events import FailureKind, short_source
 from memprof.trace.facts import ProgramFacts, Target
@@ -54,6 +55,8 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     parts.append(_categories(document))
     if document.bridge is not None:
         parts.append(render_bridge(document.bridge, _unit(document)))
+    if document.streams is not None:
+        parts.append(render_streams(document.streams, _unit(document)))
     parts += [_tensors(document), _findings(document)]
     if document.ladder:
         parts.append(render_ladder(document))

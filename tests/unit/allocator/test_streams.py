@@ -1,4 +1,4 @@
-"""Programs on several streams: whose blocks are whose, and when what was freed is free."""
+"""StreamScripts on several streams: whose blocks are whose, and when what was freed is free."""
 
 from __future__ import annotations
 
@@ -10,58 +10,16 @@ from hypothesis import strategies as st
 
 from memprof.allocator import Completion, TraceReplay, replay_on_card
 from memprof.recording.from_trace import snapshot_of
-from memprof.trace.events import GPU, Done, Event, EventKind, Phase, PhaseKind, Storage, Trace, Use, Wait
+from memprof.trace.events import EventKind
 from memprof.trace.snapshot import Action
+from tests.unit.allocator.traces import MIB, StreamScript
 
-MIB = 1 << 20
 STREAMS = (0, 1, 7)
 
 
-class Program:
-    """A trace, event by event."""
-
-    def __init__(self) -> None:
-        self.trace = Trace(ops=["aten.empty"], phases=[Phase(PhaseKind.FORWARD, 1, 1)])
-        self.add(EventKind.PHASE, 0)
-        self.home: dict[int, int] = {}
-        """Stream of each living storage."""
-
-    def add(self, kind: EventKind, ref: int) -> None:
-        self.trace.events.append(Event(kind, ref))
-
-    def new(self, num_bytes: int, stream: int = 0) -> int:
-        index = len(self.trace.storages)
-        row = Storage(num_bytes, (num_bytes,), "uint8", GPU, 0, -1, -1, 0, -1, hidden=False)
-        self.trace.storages.append(row)
-        self.add(EventKind.STREAM, stream)
-        self.add(EventKind.ALLOC, index)
-        self.home[index] = stream
-        return index
-
-    def free(self, index: int) -> None:
-        del self.home[index]
-        self.add(EventKind.FREE, index)
-
-    def use(self, index: int, stream: int) -> None:
-        self.add(EventKind.USE, len(self.trace.uses))
-        self.trace.uses.append(Use(index, stream))
-
-    def wait(self, stream: int, *, by_host: bool, before: int | None = None) -> None:
-        before = len(self.trace.events) if before is None else before
-        self.add(EventKind.WAIT, len(self.trace.waits))
-        self.trace.waits.append(Wait(by_host, (Done(GPU, stream, before),)))
-
-    def active(self, completion: Completion = Completion.ORDERED) -> int:
-        """MiB that are not free, after what another request finds done."""
-        replay = TraceReplay(self.trace, None, completion=completion)
-        replay.skip()
-        replay.allocator.free(replay.malloc(1))
-        return replay.allocator.counters.active_bytes // MIB
-
-
-def lent() -> Program:
+def lent() -> StreamScript:
     """Memory of stream 1 that was lent to the default one, and given up."""
-    program = Program()
+    program = StreamScript()
     batch = program.new(40 * MIB, stream=1)
     program.use(batch, 0)
     program.free(batch)
@@ -110,7 +68,7 @@ def test_both_bounds_of_what_is_reserved() -> None:
     run = replay_on_card(program.trace, None)
     assert run.bounds is not None and run.required_reserved_bytes == 40 * MIB
     assert (run.bounds.soonest_bytes, run.bounds.latest_bytes) == (40 * MIB, 80 * MIB)
-    alone = Program()
+    alone = StreamScript()
     alone.new(MIB)
     assert replay_on_card(alone.trace, None).bounds is None
 
@@ -127,13 +85,13 @@ def test_a_recording_of_it_completes_frees_when_they_are_done() -> None:
     ]  # fmt: skip
 
 
-def random_program(seed: int) -> Program:
-    r, program = random.Random(seed), Program()
+def random_program(seed: int) -> StreamScript:
+    r, program = random.Random(seed), StreamScript()
     for _ in range(120):
         choice = r.random()
         living = list(program.home)
         if choice < 0.45 or not living:
-            program.new(r.choice((700, 3 * MIB, 12 * MIB, 40 * MIB)), r.choice(STREAMS))
+            program.new(r.choice((700, 3 * MIB, 12 * MIB, 40 * MIB)), stream=r.choice(STREAMS))
         elif choice < 0.6:
             program.use(r.choice(living), r.choice(STREAMS))
         elif choice < 0.85:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from memprof.trace.events import GPU, NONE, Event, EventKind, Phase, PhaseKind, Storage, Trace
+from memprof.allocator import Completion, TraceReplay
+from memprof.trace.events import GPU, NONE, Done, Event, EventKind, Phase, PhaseKind, Storage, Trace, Use, Wait
 
 MIB = 1 << 20
 
@@ -27,6 +28,45 @@ class Script:
 
     def empty_cache(self) -> None:
         self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
+
+
+class StreamScript(Script):
+    """On several streams, which lend each other memory and wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home: dict[int, int] = {}
+        """Stream of each living storage."""
+
+    def add(self, kind: EventKind, ref: int) -> None:
+        self.trace.events.append(Event(kind, ref))
+
+    def new(self, num_bytes: int, device: str = GPU, *, stream: int = 0) -> int:
+        self.add(EventKind.STREAM, stream)
+        index = super().new(num_bytes, device)
+        self.home[index] = stream
+        return index
+
+    def free(self, *indices: int) -> None:
+        super().free(*indices)
+        for index in indices:
+            del self.home[index]
+
+    def use(self, index: int, stream: int) -> None:
+        self.add(EventKind.USE, len(self.trace.uses))
+        self.trace.uses.append(Use(index, stream))
+
+    def wait(self, stream: int, *, by_host: bool, before: int | None = None) -> None:
+        before = len(self.trace.events) if before is None else before
+        self.add(EventKind.WAIT, len(self.trace.waits))
+        self.trace.waits.append(Wait(by_host, (Done(GPU, stream, before),)))
+
+    def active(self, completion: Completion = Completion.ORDERED) -> int:
+        """MiB that are not free, after what another request finds done."""
+        replay = TraceReplay(self.trace, None, completion=completion)
+        replay.skip()
+        replay.allocator.free(replay.malloc(1))
+        return replay.allocator.counters.active_bytes // MIB
 
 
 def outgrown_blocks() -> Trace:

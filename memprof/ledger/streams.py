@@ -1,0 +1,72 @@
+"""Memory of a run that took it on several streams: free blocks of one are of no use to another."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from memprof.allocator import SegmentLayout, TraceReplay
+from memprof.ledger.ledger import Ledger
+from memprof.trace.events import EventKind, Trace
+
+_OF_STREAMS = (EventKind.STREAM, EventKind.USE, EventKind.WAIT)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShare:
+    """The segments of one stream, where most is reserved."""
+
+    stream: int
+    """Its number; 0 is the default one."""
+    reserved_bytes: int
+    allocated_bytes: int
+    waiting_bytes: int
+    """Freed, and until they are known to be done with it in use by other streams (Tensor.record_stream)."""
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMemory:
+    """How much the streams cost; the most that is reserved is on a card without limit, and without its context."""
+
+    streams: tuple[StreamShare, ...]
+    """By number."""
+    reserved_bytes: int
+    """The most that is reserved."""
+    one_stream_bytes: int
+    """The same if all had been taken on one stream."""
+    soonest_bytes: int | None
+    """The same if what other streams borrowed were free at once; None: nothing is borrowed."""
+    latest_bytes: int | None
+    """If it were free only once the host has waited for them."""
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> StreamMemory | None:
+        """None: all of the card's memory was taken on one stream, and no other borrowed any."""
+        run, trace = ledger.run, ledger.trace
+        if not (run.bounds or any(event.kind is EventKind.STREAM for event in trace.events)):
+            return None
+        segments, _ = run.layout_at(ledger.peak_reserved_event)
+        numbers = sorted({segment.stream for segment in segments})
+        if len(numbers) < 2 and run.bounds is None:
+            return None
+        replay = TraceReplay(_on_one_stream(trace), None, run.config, run.release)
+        replay.skip()
+        return cls(
+            streams=tuple(_share(number, [one for one in segments if one.stream == number]) for number in numbers),
+            reserved_bytes=run.required_reserved_bytes,
+            one_stream_bytes=replay.allocator.counters.reserved_bytes_peak,
+            soonest_bytes=None if run.bounds is None else run.bounds.soonest_bytes,
+            latest_bytes=None if run.bounds is None else run.bounds.latest_bytes,
+        )
+
+
+def _on_one_stream(trace: Trace) -> Trace:
+    events = [event for event in trace.events if event.kind not in _OF_STREAMS]
+    return dataclasses.replace(trace, events=events, uses=[], waits=[])
+
+
+def _share(stream: int, segments: list[SegmentLayout]) -> StreamShare:
+    reserved, allocated = sum(one.size for one in segments), sum(one.allocated for one in segments)
+    waiting = sum(block.size for one in segments for block in one.blocks if block.state == "active_pending_free")
+    return StreamShare(stream, reserved, allocated, waiting, reserved - allocated - waiting)

@@ -1,0 +1,77 @@
+"""What streams cost: free blocks of one are of no use to another."""
+
+from __future__ import annotations
+
+from memprof.allocator import CardMemory, replay_on_card
+from memprof.findings import Context, Severity
+from memprof.findings.streams import find
+from memprof.ledger.ledger import build_ledger
+from memprof.ledger.streams import StreamMemory
+from memprof.report.terminal.cells import unit_for
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.streams import render_streams
+from tests.unit.allocator.traces import MIB, Script, StreamScript
+
+
+def script(first: int = 600, second: int = 500) -> StreamScript:
+    """Memory of a side stream is freed, then as much is taken on the default one."""
+    made = StreamScript()
+    made.trace.sources.append("train.py:7 step")
+    made.free(made.new(first * MIB, stream=3))
+    made.new(second * MIB)
+    return made
+
+
+def context(made: StreamScript, usable_bytes: int | None = None) -> Context:
+    card = None if usable_bytes is None else CardMemory(usable_bytes, 0)
+    ledger = build_ledger(made.trace, replay_on_card(made.trace, card))
+    return Context(ledger=ledger, usable_bytes=usable_bytes, streams=StreamMemory.of(ledger))
+
+
+def test_what_several_streams_cost() -> None:
+    (finding,) = find(context(script()))
+    assert (finding.id, finding.severity, finding.num_bytes) == ("streams", Severity.NOTE, 500 * MIB)
+    assert finding.title.startswith("Streams: 500.00 MiB of the 1.07 GiB reserved (45%) would not be on one stream")
+    evaluated, side, default = finding.evidence
+    assert evaluated.num_bytes == 500 * MIB and "the run reserves 600.00 MiB" in evaluated.text
+    assert side.text.startswith("stream 3: 600.00 MiB reserved, 600.00 MiB of it free; its largest tensor is")
+    assert default.text.startswith("the default stream: 500.00 MiB reserved, 0 bytes of it free")
+
+
+def test_little_is_not_told_unless_it_decides() -> None:
+    assert find(context(script(60, 50))) == []
+    made = StreamScript()
+    taken = [made.new(9 * MIB, stream=3) for _ in range(8)]
+    made.free(*taken[::2])  # half of each segment, which the other half keeps from being given back
+    for _ in range(4):
+        made.new(9 * MIB)
+    (finding,) = find(context(made, 100 * MIB))
+    assert finding.severity is Severity.WARNING and ", and fits: take memory before" in finding.evidence[0].text
+    assert find(context(made, 120 * MIB)) == []
+
+
+def test_nothing_of_a_run_on_one_stream() -> None:
+    made = Script()
+    made.free(made.new(600 * MIB))
+    made.new(650 * MIB)
+    assert StreamMemory.of(build_ledger(made.trace)) is None
+
+
+def test_the_table_has_both_bounds() -> None:
+    made = StreamScript()
+    lent = made.new(600 * MIB, stream=3)
+    made.use(lent, 0)
+    made.free(lent)
+    made.wait(0, by_host=False)
+    made.new(600 * MIB, stream=3)
+    memory = context(made).streams
+    assert memory is not None and (memory.soonest_bytes, memory.latest_bytes) == (600 * MIB, 1200 * MIB)
+    made.use(1, 0)
+    made.free(1)
+    made.new(MIB)
+    memory = context(made).streams
+    assert memory is not None and [share.waiting_bytes for share in memory.streams] == [0, 600 * MIB]
+    text = text_of(render_streams(memory, unit_for(MIB)))
+    assert "602.00 MiB by memprof's rule, 602.00 MiB if it is free at once, 1.17 GiB if only once" in " ".join(
+        text.split()
+    )
