@@ -17,6 +17,8 @@ _CLASSES = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
 """Those that are fed with tokens; for others no script is written."""
+_FED_WITH_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+"""How the names of their classes end, and those of Auto classes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ def _model(spec: TargetSpec) -> _Model | None:
     trust = ""
     if spec.trust_remote_code and "auto_map" in config:
         names, trust = [name for name in config["auto_map"] if name.startswith("AutoModel")], ", trust_remote_code=True"
+    if not str(names[0]).endswith(_FED_WITH_TOKENS) or "Whisper" in str(names[0]):
+        return None
     if path.is_dir() and any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
         return _Model(str(names[0]), str(path))
     return _Model(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")

@@ -114,6 +114,8 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
 def _batches(chosen: Choice, answer: Recommendation) -> str:
     if answer.goal == "infer":
         return f"{chosen.micro_batch} at a time"
+    if chosen.accumulation == 1:
+        return f"micro-batch {chosen.micro_batch}: the whole step at once"
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
 
 

@@ -81,6 +81,12 @@ def test_a_model_of_the_users_own_has_no_script():
     assert snippets(PLANS["full"], TargetSpec(model="train.py:build", context_length=8), 1) == {}
 
 
+def test_what_is_fed_no_tokens_has_no_script(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "vit", "architectures": ["ViTForImageClassification"]}', encoding="utf-8")
+    assert snippets(PLANS["full"], TargetSpec(model=str(file), context_length=None), 1) == {}
+
+
 def test_the_script_takes_what_was_said(tiny):
     """The plain script, run on the virtual card, comes to the peak of the run that it is from."""
     import memprof
