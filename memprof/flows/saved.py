@@ -48,7 +48,7 @@ def load(path: str | Path, *, alloc_conf: str | None = None, card: int | None = 
     if head.startswith(GZIP):
         return load_capture(path, alloc_conf, card)
     if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
-        raise UsageError("neither a capture nor a report", value=path, hint=f"give {_KINDS}")
+        raise UsageError("not a memprof capture or report", value=path, hint=f"give {_KINDS}")
     if alloc_conf is not None or card is not None:
         raise UsageError("only a capture can be accounted for anew", value=path, hint="leave settings and card out")
     return load_json(path)

@@ -119,7 +119,7 @@ def test_the_program_is_not_written_over(memprof, tmp_path):
 
 
 def test_captures_that_are_none(memprof, tmp_path):
-    assert_refused(memprof("show", tmp_path / "none"), "no such file")
+    assert_refused(memprof("show", tmp_path / "none"), "No such file or directory")
     file = tmp_path / "file"
     file.write_bytes(b"not a capture")
     assert_refused(memprof("show", file), "not a memprof capture")
