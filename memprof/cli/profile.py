@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 memprof profile --model-size 4B --context-length 4096 --gpu rtx-4090
 memprof profile --model llama-3.2-1b --adapter lora --dtype bfloat16
-memprof profile --model path/to/model.py:build_model --batch-size 8 --ladder
+memprof profile --model path/to/model.py:build_model --fix chunked-loss
 """
 
 

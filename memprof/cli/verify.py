@@ -12,7 +12,7 @@ from memprof.cli.progress import Progress
 
 EXAMPLES = """
 memprof verify chunked-loss --model llama
-memprof verify float16 bfloat16 --model gpt2 --seeds 3
+memprof verify bfloat16 --model gpt2 --seeds 3
 """
 
 

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "memprof run --largest batch-size train.py --batch-size {}": "likewise",
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
     **dict.fromkeys(_commands("memprof recipes run"), "tests/recipes"),
+    **dict.fromkeys(_commands("memprof verify"), "test_verify.py, with other remedies and models"),
 }
 COMMANDS = [command for command in _commands("memprof") if command not in SHOWN | ELSEWHERE.keys()]
 SIMULATES = ("profile", "recommend", "vocab")
