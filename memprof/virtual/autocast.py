@@ -37,7 +37,7 @@ _FLOAT32 = frozenset(
         "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
         "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
         "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
-        "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+        "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "linalg_matrix_sqrth",
     ]
 )  # fmt: skip
 _FLOAT32_RESULT = frozenset(
