@@ -43,7 +43,7 @@ def spec_of_command(monkeypatch):
 
     taken = []
 
-    def take(spec, how, progress):
+    def take(spec, how, progress, **others):
         taken.append((spec, how))
         raise UsageError("taken")
 
