@@ -54,8 +54,16 @@ def card_like(name: str, total_bytes: int) -> dict[str, Any]:
 
 
 def present_card() -> dict[str, Any]:
-    """The options for a virtual card like the first that NVML sees; none where it sees none."""
+    """The options for a virtual card like the first that NVML sees; none where it sees none.
+
+    Of a sliced card (MIG) a process has one slice: that which CUDA_VISIBLE_DEVICES names, or the first.
+    """
     card = next(iter(read_cards().cards), None)
+    if card is not None and card.slices:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        slices = [piece for piece in card.slices if piece.total_bytes is not None]
+        slices.sort(key=lambda piece: not piece.uuid or piece.uuid not in visible)
+        return {"gpu_vram_bytes": slices[0].total_bytes} if slices else {}
     return {} if card is None or card.usable_bytes is None else card_like(card.name, card.usable_bytes)
 
 
