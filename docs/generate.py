@@ -6,8 +6,9 @@
   remedies;
 * in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
   COMMAND prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with
-  TEXT; and between `<!-- figure of: COMMAND; after: WORDS -->` and `<!-- end of figure -->`: the figure that it prints
-  after these words, in the form of the one that stands there (`1.00 GiB`, `3 of 4`).
+  TEXT, and with `; from: TEXT` in front of that only those from the first that does; and between
+  `<!-- figure of: COMMAND; after: WORDS -->` and `<!-- end of figure -->`: the figure that it prints after these words,
+  in the form of the one that stands there (`1.00 GiB`, `3 of 4`).
 
 `<!-- slow output of: COMMAND -->` is written anew with `--slow` alone: it takes minutes, or has this machine's seconds.
 With `--check` nothing is written, and the exit code is 1 if something is out of date.
@@ -44,7 +45,8 @@ WIDTH = 110
 
 _HEADER = "<!-- Generated from the parser by docs/generate.py: run `make docs`, do not edit. -->\n"
 _OUTPUT = re.compile(
-    r"(?P<begin><!-- (?P<slow>slow )?output of: (?P<command>[^\n;]+?)(?:; before: (?P<before>[^\n]+?))? -->\n)"
+    r"(?P<begin><!-- (?P<slow>slow )?output of: (?P<command>[^\n;]+?)(?:; from: (?P<from>[^\n;]+?))?"
+    r"(?:; before: (?P<before>[^\n]+?))? -->\n)"
     r".*?(?P<end><!-- end of output -->)",
     re.DOTALL,
 )
@@ -225,6 +227,9 @@ def with_outputs(page: str, *, slow: bool = False) -> str:
         output = output_of(found["command"])
         if output is None:
             return found[0]
+        if found["from"]:
+            lines = itertools.dropwhile(lambda line: not line.startswith(found["from"]), output.splitlines())
+            output = "\n".join(lines)
         if found["before"]:
             lines = itertools.takewhile(lambda line: not line.startswith(found["before"]), output.splitlines())
             output = "\n".join(lines).rstrip()
