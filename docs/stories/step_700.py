@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--longest", type=int, default=10_000, help="longer texts are cut")
     options = parser.parse_args()
+    torch.manual_seed(0)
     model = Writer().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(
