@@ -48,9 +48,6 @@ NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
 """Of case study 1; with several rank-1 updates the initialisation is "fast"."""
 PRESENT = "the one that is here, else h100-80gb"
 DEVICES = ("virtual", "cpu", "cuda")
-_MOST_COUNTED, _MOST_REPEATED = 1 << 40, 1_000_000
-_REPEATED = ("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "effective_batch", "gpus")
-"""Counts that are gone through one by one."""
 STEADY_STEPS = 2
 MANY_STEPS = 200
 """Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md)."""
@@ -148,9 +145,6 @@ def check_options(asked: Any) -> None:
             continue
         if about.is_count and value < 1:
             raise UsageError(f"{about.flag} must be at least 1", value=value, hint="give a positive whole number")
-        most = _MOST_REPEATED if name in _REPEATED else _MOST_COUNTED
-        if about.is_count and value > most:
-            raise UsageError(f"{about.flag} is more than memprof runs", value=f"{value:,}", hint=f"at most {most:,}")
         if about.choices and value not in about.choices:
             raise unknown_name(str(about.flag), str(value), about.choices)
 

@@ -33,7 +33,14 @@ OUTPUT = "Output"
 _Refused: Any = typer.BadParameter.__bases__[0]
 """Arguments that cannot be parsed; some releases of typer have a click of their own."""
 _MOST = 10**12
-"""Every number of an option is below: of steps, tokens, seconds or rows."""
+"""Every number of an option is up to this: bytes, seconds, rows; of some less."""
+_MOST_OF = {
+    # These are gone through one by one, and a model numbers its rows and tokens in host memory.
+    **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
+    "batch_size": 1 << 24,
+    "effective_batch": 1 << 24,
+    "context_length": 1 << 27,
+}
 _MANY_DIGITS = re.compile(r"\d{400}")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
@@ -331,10 +338,11 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
 
 def _check_numbers(asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
-        beyond = isinstance(value, int | float) and not abs(value) < _MOST  # nor is what is no number
+        most = _MOST_OF.get(name, _MOST)
+        beyond = isinstance(value, int | float) and not abs(value) <= most  # nor is what is no number
         if beyond or (isinstance(value, str) and _MANY_DIGITS.search(value)):
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give less than {_MOST:,}")
+            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give at most {most:,}")
 
 
 def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:

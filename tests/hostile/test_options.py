@@ -53,8 +53,8 @@ def _cases() -> list[Any]:
         for parameter in group.commands[name].params:
             if parameter.param_type_name == "option" and not parameter.is_flag:
                 cases += [(name, parameter.opts[-1], value) for value in VALUES]
-    # One in forty in every run, always the same.
-    often = [zlib.crc32(repr(case).encode()) % 40 == 0 for case in cases]
+    # One in a hundred in every run, always the same.
+    often = [zlib.crc32(repr(case).encode()) % 100 == 0 for case in cases]
     return [
         pytest.param(*case, marks=() if here else pytest.mark.nightly, id=f"{case[0]}{case[1]}={case[2][:12]!a}")
         for case, here in zip(cases, often, strict=True)
