@@ -41,6 +41,8 @@ class MemprofError(Exception):
     """
 
     exit_code = 1
+    follows_answer = False
+    """Whether stdout has its one JSON document already."""
 
     def __init__(self, problem: str, *, value: object = None, hint: str | None = None) -> None:
         super().__init__(problem)

@@ -40,6 +40,7 @@ _MOST_OF = {
     "batch_size": 1 << 24,
     "effective_batch": 1 << 24,
     "context_length": 1 << 27,
+    "timeout": 10**8,
 }
 _MANY_DIGITS = re.compile(r"\d{400}")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -327,7 +328,8 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         except MemprofError as error:
             if debug:
                 raise
-            is_told = getattr(error, "document", None) is not None  # of a run that failed, as its report
+            # Of a run that failed, as its report.
+            is_told = error.follows_answer or getattr(error, "document", None) is not None
             tell(error, as_json=not is_told and any(values.get("as_json") for values in given.values()))
             raise typer.Exit(error.exit_code) from None
 

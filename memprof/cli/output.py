@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +15,7 @@ from memprof.cli import settings
 from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, again
 from memprof.cli.streams import say
+from memprof.errors import MemprofError
 from memprof.spec import option
 
 if TYPE_CHECKING:
@@ -70,7 +73,8 @@ class Tabled(Output):
         if self.folder is not None:
             from memprof.report.export.csv import write_csv
 
-            write_csv(document, self.folder, force=self.force)
+            with _after_the_report():
+                write_csv(document, self.folder, force=self.force)
             say(f"Tables: {self.csv}", err=True)
 
 
@@ -105,8 +109,18 @@ class Saved(Told):
         if self.place is not None:
             from memprof.trace.io import save_trace
 
-            save_trace(trace, self.place, force=self.force)
+            with _after_the_report():
+                save_trace(trace, self.place, force=self.force)
             say(f"Saved: memprof show {self.save}", err=True)
+
+
+@contextlib.contextmanager
+def _after_the_report() -> Iterator[None]:
+    try:
+        yield
+    except MemprofError as error:
+        error.follows_answer = True
+        raise
 
 
 def print_json(result: _HasJson | dict[str, Any]) -> None:

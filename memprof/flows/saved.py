@@ -82,10 +82,10 @@ def load_json(path: Path) -> SavedDocument:
         ) from None
     command = str(values.get("command")) if isinstance(values, dict) else ""
     kind, newest = _OTHERS.get(command, (Document, SCHEMA))
-    if not isinstance(values, dict) or (kind is Document and not {"peak", "stages"} <= set(values)):
+    schema = values.get("schema") if isinstance(values, dict) else None
+    if not isinstance(schema, int) or (kind is Document and not {"peak", "stages"} <= set(values)):
         raise UsageError("not a report of memprof profile", value=path, hint=f"give {_KINDS}")
-    schema = values.get("schema")
-    if not isinstance(schema, int) or schema > newest:
+    if schema > newest:
         raise UsageError(
             "the report was written by a newer memprof",
             value=f"{path} (schema {schema}; this release reads up to {newest})",

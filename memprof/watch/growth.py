@@ -26,7 +26,7 @@ MAX_SEARCHES = 8
 """In one run. Each looks through all objects of the process, some tens of milliseconds."""
 
 _sequence_number = torch._C._autograd._get_sequence_nr
-_Key = tuple[int, int, int, str, int]
+_Key = tuple[int, int, int, str, int, PhaseKind]
 """Operator, line, module, dtype and number of dimensions: what makes the counterparts of one tensor in other steps."""
 
 
@@ -137,6 +137,11 @@ class GrowthWatch:
             if nodes or storages[index].module == NONE or index in self._outputs:
                 yield index
 
+    def _key(self, storage: Storage) -> _Key:
+        """What counterparts have in common; a gradient may have all but the phase of an output."""
+        kind = self._recorder.trace.phases[storage.phase].kind
+        return storage.op, storage.source, storage.module, storage.dtype, len(storage.shape), kind
+
     def _held(self, first: int, among: Iterable[int] | None = None) -> dict[_Key, int]:
         """Bytes on the card by key, of what was made from `first` on and may pile up."""
         trace = self._recorder.trace
@@ -145,7 +150,7 @@ class GrowthWatch:
             if index >= first and self._may_pile_up(index):
                 storage = trace.storages[index]
                 if storage.device != HOST:
-                    held[_key(storage)] += storage.num_bytes
+                    held[self._key(storage)] += storage.num_bytes
         return held
 
     def _may_pile_up(self, index: int) -> bool:
@@ -164,14 +169,10 @@ class GrowthWatch:
         targets: dict[int, _Key] = {}
         for index in self._recorder.live.values():
             storage = trace.storages[index]
-            key = _key(storage)
+            key = self._key(storage)
             if index >= first and key in grown and self._may_pile_up(index) and storage.device != HOST:
                 targets[index] = key
         trace.holders += self._search.holders_of(targets)
-
-
-def _key(storage: Storage) -> _Key:
-    return storage.op, storage.source, storage.module, storage.dtype, len(storage.shape)
 
 
 class _Looks:

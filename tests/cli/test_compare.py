@@ -153,7 +153,7 @@ def test_files_that_cannot_be_compared(memprof, runs, tmp_path):
         (b"{}", "not a report of memprof profile"),
         (gzip.compress(b"{}"), "not a memprof capture"),
         (b"\x80\x04N.", "snapshot"),
-        (b'{"command": "analyze"}', "a report of memprof analyze"),
+        (b'{"command": "analyze"}', "not a report of memprof"),
     ):
         file.write_bytes(content)
         refused(memprof("compare", good, file), part)

@@ -24,6 +24,7 @@ ANOTHER_DEFAULT = {
     ("vocab", "--vocab-size"): "the corpus has one of its own",
     ("estimate", "--dtype"): "every dtype is shown, and one is looked at more closely",
     ("estimate", "--new-tokens"): "a prompt alone gives a token already",
+    ("estimate", "--gpus"): "it shards by formulas, and runs no processes",
     ("estimate", "--gpu"): "a closed form can ask all cards",
     ("recommend", "--host-memory"): "what is searched may put much there",
     ("run", "--steps"): "a script may grow for longer than a model",
@@ -67,6 +68,7 @@ MEANINGS = {
     "--npt-num-ranks": "updates of rank 1", "--npt-combine": "how they are summed", "--npt-init": "how they begin",
     # On what.
     "--gpu": "which card", "--gpu-vram": "a card of this capacity", "--gpus": "how many cards",
+    "--nodes": "how many machines", "--rank": "which of several processes",
     "--host-memory": "what the machine beside the card has",
     "--card": "which card of several is shown", "--device": "simulated, or measured where",
     "--detail": "lines of allocations when measured", "--alloc-conf": "the allocator's settings",

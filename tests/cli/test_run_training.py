@@ -151,6 +151,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
         "exit_code": 0,
         "steps": 2,
         "fixes": [],
+        "evaluated": False,
     }
 
 

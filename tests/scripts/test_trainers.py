@@ -25,12 +25,12 @@ BESIDE = {
 @pytest.mark.parametrize("name", TRAINERS)
 def test_it_runs(name, tmp_path):
     found = run_twice(name, *TRAINERS[name], folder=tmp_path)
-    # More steps where each left more behind than the one before.
-    for way, (ended, steps) in {"stopped": ("steps", (2, 3, 4)), "to the end": ("exit", (4,))}.items():
+    # More steps where each left more behind than the one before: then all four.
+    for way, (ended, steps) in {"stopped": ("steps exit", (2, 3, 4)), "to the end": ("exit", (4,))}.items():
         report = found[way]["report"]
         assert found[way]["exit_code"] == 0, found["stderr"][-3000:]
         check_sound(report)
         told = report["program"]
-        assert (told["ended"], told["exit_code"]) == (ended, 0) and told["steps"] in steps
+        assert told["ended"] in ended.split() and told["exit_code"] == 0 and told["steps"] in steps
         assert {"backward", "loss"} <= stages(report, 2)
     assert BESIDE[name] <= stages(found["to the end"]["report"])

@@ -9,7 +9,7 @@ from torch import nn
 
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow
-from memprof.flows.cards import measured_device_facts
+from memprof.flows.cards import card_like, measured_device_facts
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice
@@ -152,8 +152,8 @@ def test_auto_judges_by_what_is_free_and_simulates_the_card_that_is_there(card, 
 
 
 def test_auto_simulates_a_card_that_the_catalog_does_not_know_by_its_memory():
-    assert flow._like("Some Card", 7 << 30) == {"gpu_vram_bytes": 7 << 30}
-    assert flow._like("NVIDIA H100 80GB HBM3", 10 << 30) == {"gpu_vram_bytes": 10 << 30}  # a slice
+    assert card_like("Some Card", 7 << 30) == {"gpu_vram_bytes": 7 << 30}
+    assert card_like("NVIDIA H100 80GB HBM3", 10 << 30) == {"gpu_vram_bytes": 10 << 30}  # a slice
 
 
 def test_the_last_operator_of_a_number_made_its_node():

@@ -43,6 +43,8 @@ MAY_NAME_SETTINGS = {
     "remedies/expandable_segments.py": "its entry",
     "allocator/releases.py": "what torch's own message says",
     "spec.py": "an example",
+    "cli/analyze.py": "likewise",
+    "cli/show.py": "likewise",
 }
 
 
