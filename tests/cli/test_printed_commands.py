@@ -249,7 +249,18 @@ def test_what_unpacks_a_log_is_named(memprof, name, opened, tmp_path):
     assert unpacked.stdout == DELTA
 
 
-OF_OTHERS = ("docker ", "vllm ", "llama-server ", "nvidia-smi ", "sbatch ", "--mem", "torchrun", "python ", "--batch[")
+OF_OTHERS = (
+    "docker ",
+    "vllm ",
+    "llama-server ",
+    "nvidia-smi ",
+    "sbatch ",
+    "--mem",
+    "torchrun",
+    "python ",
+    "--batch[",
+    "llama-quantize ",
+)
 
 
 def test_every_option_that_a_text_names_is_there():
