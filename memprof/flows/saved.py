@@ -82,10 +82,11 @@ def load_json(path: Path) -> SavedDocument:
         ) from None
     command = str(values.get("command")) if isinstance(values, dict) else ""
     kind, newest = _OTHERS.get(command, (Document, SCHEMA))
-    schema = values.get("schema") if isinstance(values, dict) else None
-    if not isinstance(schema, int) or (kind is Document and not {"peak", "stages"} <= set(values)):
+    needed = {"schema", "peak", "stages"} if kind is Document else {"schema"}
+    if not isinstance(values, dict) or not needed <= set(values):
         raise UsageError("not a report of memprof profile", value=path, hint=f"give {_KINDS}")
-    if schema > newest:
+    schema = values["schema"]
+    if not isinstance(schema, int) or schema > newest:
         raise UsageError(
             "the report was written by a newer memprof",
             value=f"{path} (schema {schema}; this release reads up to {newest})",

@@ -273,6 +273,10 @@ class VirtualGpu(Watch):
             self._unwatch()
         finally:
             self.recorder.close()
+            fake = sys.modules.get("torch._subclasses.fake_tensor")
+            if fake is not None:
+                # Its results say which card was current, that of a rank among them; the cache is one for the process.
+                fake.FakeTensorMode.cache_clear()
 
     def _leave_in_child(self) -> None:
         """This is a forked child: nothing of the virtual GPU acts here."""

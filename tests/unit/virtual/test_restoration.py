@@ -319,3 +319,12 @@ def test_same_run_same_trace(checkpointing: bool) -> None:
     first, second = (captured(seed, activation_checkpointing=checkpointing) for seed in (0, 1))
     for table in ("events", "storages", "ops", "modules", "sources", "phases", "owners", "mismatches", "assumptions"):
         assert getattr(first, table) == getattr(second, table), table
+
+
+def test_results_of_fake_tensors_are_forgotten():
+    """They say which card was current, which is another for the next run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with VirtualGpu(GPU), FakeTensorMode():
+        torch.ones(3) + 1
+    assert FakeTensorMode.cache_info().size == 0
