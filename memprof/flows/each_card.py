@@ -36,7 +36,7 @@ def document_of_cards(
         if device in holding:
             made[device] = report(trace.on(device))
     if not made:
-        report(trace)  # which says so
+        return report(trace)[1]  # which says so, but of a file whose cards are not those of its storages
     decides = min(made, key=lambda device: _order(*made[device]))
     if len(cards) == 1 and card is None:
         return made[decides][1]
