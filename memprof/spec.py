@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from memprof.errors import UsageError, unknown_name
-from memprof.units import parse_gib
+from memprof.units import GIB, parse_gib
 
 DTYPES = ("float32", "float16", "bfloat16")
 AMP_DTYPES = ("float16", "bfloat16")
@@ -48,6 +48,8 @@ NPT_DEFAULTS = {"npt_rank": 16, "npt_chunk": 16, "npt_init": "orthogonal"}
 """Of case study 1; with several rank-1 updates the initialisation is "fast"."""
 PRESENT = "the one that is here, else h100-80gb"
 DEVICES = ("virtual", "cpu", "cuda")
+HOST_BYTES = 256 * GIB
+"""Host memory that a search takes for granted where none is given: a node with eight large cards has about 2 TiB."""
 STEADY_STEPS = 2
 MANY_STEPS = 200
 """Of batches that differ: the longest 1% of them are two, and what is reserved has settled (docs/lengths.md)."""

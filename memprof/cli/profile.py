@@ -10,9 +10,8 @@ import typer
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress, long_work
-from memprof.cost import HOST_BYTES
 from memprof.errors import RunFailedError, UsageError
-from memprof.spec import DEVICES, TargetSpec
+from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
 
 if TYPE_CHECKING:
     from memprof.report.documents.report import Document

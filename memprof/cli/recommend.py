@@ -13,9 +13,8 @@ from memprof.cli.options import OUTPUT, again, spec_of
 from memprof.cli.output import Explained, print_json
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
-from memprof.cost import HOST_BYTES
 from memprof.errors import UsageError
-from memprof.spec import BITSANDBYTES_FORMATS, Mode, TargetSpec, option
+from memprof.spec import BITSANDBYTES_FORMATS, HOST_BYTES, Mode, TargetSpec, option
 
 if TYPE_CHECKING:
     from memprof.report.documents.recommendation import Recommendation

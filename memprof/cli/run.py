@@ -17,10 +17,9 @@ from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import script_output, tell
-from memprof.cost import HOST_BYTES
 from memprof.errors import MemprofError, UsageError
 from memprof.script import Ended, Program, StopRule
-from memprof.spec import option
+from memprof.spec import HOST_BYTES, option
 from memprof.trace.events import FailureKind
 
 if TYPE_CHECKING:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from memprof.cost.work import StepWork
 from memprof.report.documents.ladder import Cost
-from memprof.units import GIB
-
-HOST_BYTES = 256 * GIB
-"""Host memory that a search takes for granted where none is given: a node with eight large cards has about 2 TiB."""
 
 
 def cost_of(work: StepWork | None, original: StepWork | None, numerics: str, note: str) -> Cost:
