@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -12,6 +14,11 @@ MOST_STEPS = 64
 """So many operators are put off one after the other; the next is computed at once."""
 MOST_ALONE = 1 << 20
 """Elements that one thread has gone through before others are awake."""
+
+PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
+"""Pages that cost nothing until they are written to (MAP_NORESERVE, in Python's mmap from 3.13 on)."""
+_MAPPED_BYTES = 1 << 16
+"""Shadows of zeros from this size on are pages that the system makes when they are written."""
 
 
 @contextlib.contextmanager
@@ -93,3 +100,11 @@ class Later(NamedTuple):
         """The real tensor; None if it is not known."""
         flat = self.shadow.flat()
         return None if flat is None else self.geometry.view(flat)
+
+
+def untouched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros; many of them are pages that the system makes when they are written."""
+    num_bytes = num_elements * dtype.itemsize
+    if num_bytes < _MAPPED_BYTES:
+        return torch.zeros(num_elements, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=PAGES), dtype=dtype)

@@ -16,8 +16,6 @@ floating-point data is unknown, and reads of it follow a fixed policy, stated in
 
 from __future__ import annotations
 
-import mmap
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +23,7 @@ import torch
 
 from memprof.virtual import stand_ins
 from memprof.virtual.calls import OVERWRITES, tensors_of
-from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for
+from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for, untouched
 from memprof.virtual.tokens import ChosenTokens
 
 _aten = torch.ops.aten
@@ -43,11 +41,7 @@ SMALL_FLOAT_ELEMENTS = 1 << 12
 MODERATE_ELEMENTS = 1 << 24
 """Integers up to this size are computed by any operator; what is larger, and floats, by those of linear work."""
 
-PAGES = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)
-"""Pages that cost nothing until they are written to (MAP_NORESERVE, in Python's mmap from 3.13 on)."""
 _COLLECTIVES = "_c10d_functional"
-_MAPPED_BYTES = 1 << 16
-"""Shadows of zeros from this size on are pages that the system makes when they are written."""
 
 
 class Values:
@@ -161,7 +155,7 @@ class Values:
     def _spell_out(self, storage: torch.UntypedStorage) -> None:
         """One value for all elements becomes a value for each; zeros take no memory until they are written."""
         value = self._uniform.pop(storage._cdata)
-        flat = _untouched(storage.nbytes() // value.element_size(), value.dtype)
+        flat = untouched(storage.nbytes() // value.element_size(), value.dtype)
         if value != 0:
             flat.fill_(value)
         self._hold(storage, Shadow(storage.nbytes(), flat))
@@ -501,11 +495,3 @@ def _work(func: Any, tensors: list[torch.Tensor]) -> int:
     """Elements visited by `func`, of its inputs and output in order."""
     each = tensors[-2].shape[-2] if func.overloadpacket in stand_ins.PRODUCTS else 1
     return each * max(tensor.numel() for tensor in tensors)
-
-
-def _untouched(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros; many of them are pages that the system makes when they are written."""
-    num_bytes = num_elements * dtype.itemsize
-    if num_bytes < _MAPPED_BYTES:
-        return torch.zeros(num_elements, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=PAGES), dtype=dtype)

@@ -25,7 +25,8 @@ from memprof.virtual.edges import profiler, storages
 from memprof.virtual.edges.checkpoints import Checkpoints, as_method
 from memprof.virtual.edges.safetensors_files import SafetensorsFiles
 from memprof.virtual.machine import Machine
-from memprof.virtual.values import PAGES, is_small
+from memprof.virtual.shadows import PAGES
+from memprof.virtual.values import is_small
 from memprof.watch.failure import KernelError
 
 _Tensor = torch.Tensor
