@@ -25,6 +25,6 @@ MEANINGS = {
     Exit.INTERRUPTED: "interrupted (Ctrl-C)",
 }
 OF_OTHERS = (
-    "A script under `memprof run` that fails or leaves with an exit code has its own passed on, and so has the command "
-    "of `memprof monitor` (128 + n if signal n killed it, 127 or 126 if it could not be started)."
+    "A script under `memprof run` that fails or leaves with an exit code has its own passed on (1 for 2, 3 and 4), and "
+    "so has the command of `memprof monitor` (128 + n if signal n killed it, 127 or 126 if it could not be started)."
 )

@@ -344,7 +344,7 @@ def _check_numbers(asked: Mapping[str, Any]) -> None:
         beyond = isinstance(value, int | float) and not abs(value) <= most  # nor is what is no number
         if beyond or (isinstance(value, str) and _MANY_DIGITS.search(value)):
             flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give at most {most:,}")
+            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {most:,}")
 
 
 def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:

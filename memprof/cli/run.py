@@ -43,7 +43,7 @@ class Request(Saved, Remedies):
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
     beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
-    steps: int | None = again("steps", note="The script is stopped then.", unset="2; up to 4 while memory grows")
+    steps: int | None = again("steps", note="The script is stopped then.", unset="2; up to 8 while memory grows")
     until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
     timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
     lengths: str | None = again("lengths", hidden=True)
@@ -100,7 +100,7 @@ def run(
     optimizer step, when memory has reached its steady state; after its eighth at the latest, if it still grows. With
     --steps 200, what is reserved over steps whose batches differ. With --json, what it prints goes to stderr. Exit code
     0: it fits; 3: it does not; 1: no verdict, for something cannot be simulated, or too little was seen; if the script
-    fails by itself, its own (1 for 2 and 3).
+    fails by itself, its own (1 for 2, 3 and 4).
     """
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
@@ -111,11 +111,13 @@ def run(
         raise UsageError(
             "several cards are virtual ones, and a ladder has one",
             value=" ".join(beyond_one),
-            hint=f"leave out --ladder and --device, or {beyond_one[0].split()[0]}",
+            hint=f"leave out --ladder, --fix auto, --largest and --device, or {beyond_one[0].split()[0]}",
         )
     if request.shown_card is not None and not 0 <= request.shown_card < (request.gpus or request.shown_card + 1):
         raise UsageError(
-            "there is no such card", value=f"--card {request.shown_card}", hint=f"--gpus {request.gpus} counts from 0"
+            "there is no such card",
+            value=f"--card {request.shown_card}",
+            hint="cards count from 0" + (f", to {request.gpus - 1}" if request.gpus else ""),
         )
     if request.fix is not None and request.ladder:
         raise UsageError(

@@ -6,6 +6,7 @@ A small file can ask for any amount. Readers look at its size before they begin;
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def ceiling(given_bytes: int | None, files: Sequence[Path] = ()) -> Iterator[Non
     try:
         with _kept(most):
             yield
-    except MemoryError:
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
         # Not `from` it: its frames hold what filled the memory.
         raise UsageError(
             "reading this takes more memory than it may",

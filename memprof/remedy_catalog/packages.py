@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from memprof.errors import not_installed
 from memprof.remedy_catalog.remedy import Remedy
-from memprof.spec import BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
+from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_OPTIMIZERS, TargetSpec
 
 EXTRAS = {
     "peft": "adapters", "bitsandbytes": "quantization", "torchao": "quantization", "accelerate": "quantization",
@@ -33,7 +33,8 @@ def _check_spec(spec: TargetSpec) -> None:
     if spec.adapter is not None:
         check_package(f"--adapter {spec.adapter}", "peft")
     if spec.quantize is not None:
-        check_package(f"--quantize {spec.quantize}", "bitsandbytes")
+        if spec.quantize in BITSANDBYTES_FORMATS:
+            check_package(f"--quantize {spec.quantize}", "bitsandbytes")
         check_package(f"--quantize {spec.quantize}", "accelerate")  # by which transformers loads quantized weights
     if spec.optimizer in BITSANDBYTES_OPTIMIZERS:
         check_package(f"--optimizer {spec.optimizer}", "bitsandbytes")

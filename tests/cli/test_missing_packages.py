@@ -41,6 +41,15 @@ def test_what_is_missing(memprof, package, extra, command, tmp_path, monkeypatch
     assert result.stdout == ""
 
 
+def test_stored_formats_need_no_bitsandbytes(monkeypatch):
+    from memprof.remedy_catalog import check_installed
+    from memprof.spec import STORED_FORMATS, Mode, TargetSpec
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for name in STORED_FORMATS:
+        check_installed(TargetSpec(model="llama-3.1-8b", quantize=name, mode=Mode.INFERENCE))
+
+
 def test_the_table_of_a_card_leaves_out_what_cannot_be_run(memprof, monkeypatch):
     """Instead of saying that no model at all fits in that way."""
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import sys
 
@@ -59,3 +60,10 @@ def test_a_limit_of_the_process_stays():
             assert resource.getrlimit(resource.RLIMIT_DATA)[0] == 8 << 40
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_the_system_may_refuse_a_folder_too(tmp_path):
+    with pytest.raises(UsageError, match="more memory than it may"), ceiling(LEAST_BYTES, [tmp_path]):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    with pytest.raises(FileNotFoundError), ceiling(LEAST_BYTES, [tmp_path]):
+        (tmp_path / "none").read_bytes()
