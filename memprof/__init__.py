@@ -4,6 +4,9 @@
         ...            # your code, unmodified; "cuda" is the virtual card
     print(gpu.report())
 
+    with memprof.virtual_gpus(8, rank=3) as gpus:
+        ...            # several cards of one process, or one rank of several
+
     memprof.profile(train_step, model, optimizer, batch)  # a function, run twice on a virtual card: its report
 
     memprof.apply(model, ["chunked-loss"])  # remedies, in your own model
@@ -30,10 +33,11 @@ __all__ = [
     "load",
     "profile",
     "virtual_gpu",
+    "virtual_gpus",
 ]
 
 if TYPE_CHECKING:
-    from memprof.api import apply, profile, virtual_gpu
+    from memprof.api import apply, profile, virtual_gpu, virtual_gpus
     from memprof.errors import MemprofError, RunFailedError, UsageError
     from memprof.flows.saved import load
     from memprof.spec import TargetSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
@@ -26,7 +27,7 @@ from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
 from memprof.virtual.arguments import copied, to_card
 
-__all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu"]
+__all__ = ["ProfiledGpu", "apply", "profile", "virtual_gpu", "virtual_gpus"]
 
 
 class ProfiledGpu:
@@ -36,12 +37,20 @@ class ProfiledGpu:
     recognised as they happen. Afterwards, also when the block raised, `report()` and `trace` say what happened.
     """
 
-    def __init__(self, gpu: Gpu, settings: Settings | None = None, gpus: int = 1) -> None:
+    def __init__(
+        self, gpu: Gpu, settings: Settings | None = None, gpus: int = 1, of_ranks: tuple[int, int] | None = None
+    ) -> None:
         self._gpu = gpu
         self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
+        rank, size = of_ranks or (0, gpus)
+        self._environment = {} if of_ranks is None else _environment(rank, size, gpus)
+        self._before: dict[str, str | None] = {}
+        """Of those variables, what was there."""
         self._virtual = VirtualGpu(
             gpu,
             cards=gpus,
+            nodes=-(-size // gpus),
+            rank=rank,
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
@@ -49,9 +58,14 @@ class ProfiledGpu:
 
     def __enter__(self) -> ProfiledGpu:
         self._virtual.__enter__()
+        self._before = {name: os.environ.get(name) for name in self._environment}
+        os.environ.update(self._environment)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for name, value in self._before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
         self._virtual.__exit__(kind, error, traceback)
 
     @property
@@ -63,7 +77,8 @@ class ProfiledGpu:
     def trace(self) -> Trace:
         """What was recorded."""
         trace = self._virtual.trace
-        trace.facts = Facts(command="virtual_gpu", device=device_facts(self._gpu), allocator=self._settings.now.facts)
+        device, allocator = device_facts(self._gpu), self._settings.now.facts
+        trace.facts = Facts(command="virtual_gpu", device=device, allocator=allocator, rank=trace.facts.rank)
         return trace
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
@@ -121,7 +136,7 @@ class ProfiledGpu:
 
 
 def virtual_gpu(
-    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None, gpus: int = 1
+    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None
 ) -> ProfiledGpu:
     """A context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
 
@@ -129,10 +144,9 @@ def virtual_gpu(
         name: a card of the catalog.
         vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
-        gpus: so many of it, `cuda:0`, `cuda:1` and so on, for code that uses several in one process.
 
     Raises:
-        UsageError: there is no such card, or none at all.
+        UsageError: there is no such card.
 
     Example:
         with memprof.virtual_gpu("rtx-4090") as gpu:
@@ -141,10 +155,65 @@ def virtual_gpu(
         report = gpu.report()
         print(report.verdict.required_bytes, report.peak.categories)
     """
-    if gpus < 1:
-        raise UsageError("gpus must be at least 1", value=gpus, hint="give a positive whole number")
-    gpu = find_gpu(name) if vram is None else custom_gpu(parse_gib(vram))
-    return ProfiledGpu(gpu, allocator_settings(alloc_conf, flag="alloc_conf"), gpus)
+    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf)
+
+
+def virtual_gpus(
+    n: int,
+    gpu: str = "h100-80gb",
+    *,
+    vram: str | float | None = None,
+    alloc_conf: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> ProfiledGpu:
+    """The same with `n` equal cards, `cuda:0`, `cuda:1` and so on: of one process, or with a rank on each.
+
+    A rank is alone, and the others are taken to be like it (docs/parallel.md). Inside the block `RANK`, `WORLD_SIZE`
+    and the other variables that torchrun sets are set, so that `torch.distributed.init_process_group` makes the group.
+
+    Args:
+        n: how many cards a machine has.
+        gpu: a card of the catalog.
+        vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `gpu`.
+        alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+        rank: the one that the block is, from 0; None: of no several processes, unless `world_size` is given.
+        world_size: how many ranks there are, on as many machines as that takes; None: one for each card.
+
+    Raises:
+        UsageError: there is no such card, none at all, or no such rank.
+
+    Example:
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        with memprof.virtual_gpus(8, "a100-80gb", rank=3) as gpus:
+            dist.init_process_group("nccl")
+            torch.cuda.set_device(dist.get_rank())
+            model = DistributedDataParallel(torch.nn.Linear(4096, 4096).cuda())
+            model(torch.zeros(64, 4096, device="cuda")).sum().backward()
+        print(gpus.report())
+    """
+    for name, number in (("n", n), ("world_size", world_size)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name} must be at least 1", value=number, hint="give a positive whole number")
+    size = world_size or n
+    if rank is not None and not 0 <= rank < size:
+        raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
+    card = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
+    of_ranks = None if rank is None and world_size is None else (rank or 0, size)
+    return ProfiledGpu(card, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks)
+
+
+def _environment(rank: int, size: int, cards: int) -> dict[str, str]:
+    """What torchrun sets for a rank on a machine with so many cards."""
+    on_machine = min(cards, size - rank // cards * cards)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank % cards, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": on_machine}
+    return {name: str(number) for name, number in numbers.items()} | {
+        "GROUP_RANK": str(rank // cards),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
 
 
 @overload

@@ -42,8 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known, for `--markers` and `--strict-markers`."""
     config.addinivalue_line(
         "markers",
-        f"{MARKER}(gpu={DEFAULT_GPU!r}, *, vram=None, limit=None, alloc_conf=None): run the test on a virtual GPU; it "
-        "fails if it would not fit the card, or not fit `limit` of it",
+        f"{MARKER}(gpu={DEFAULT_GPU!r}, *, gpus=1, rank=None, world_size=None, vram=None, limit=None, "
+        "alloc_conf=None): run the test on a virtual GPU, on several, or as one rank of several; it fails if "
+        "it would not fit a card, or not fit `limit` of it",
     )
 
 
@@ -93,16 +94,20 @@ def _problem(card: _Card) -> str | None:
 
 def _card(marker: pytest.Mark | None) -> _Card:
     """The card that the marker asks for."""
-    from memprof.api import virtual_gpu as make
+    from memprof.api import virtual_gpus
     from memprof.errors import UsageError
     from memprof.units import parse_gib
 
     options = _options(marker)
-    name, limit = options.pop("gpu"), options.pop("limit")
+    name, number, limit = (options.pop(key) for key in ("gpu", "gpus", "limit"))
     try:
         if not isinstance(name, str):
             raise UsageError("gpu is not the name of a card", value=repr(name), hint="`memprof gpus` lists them")
-        gpu = make(name, **options)
+        numbers = {"gpus": number, **{key: options[key] for key in ("rank", "world_size") if options[key] is not None}}
+        for key, value in numbers.items():
+            if type(value) is not int:
+                raise UsageError(f"{key} is not a whole number", value=repr(value), hint=f"give one, as in {key}=8")
+        gpu = virtual_gpus(number, name, **options)
         limit_bytes = None if limit is None else parse_gib(limit)
         gpu.check_limit(limit_bytes)
         return _Card(gpu, limit_bytes)
@@ -115,6 +120,9 @@ def _card(marker: pytest.Mark | None) -> _Card:
 def _signature(
     gpu: str = DEFAULT_GPU,
     *,
+    gpus: int = 1,
+    rank: int | None = None,
+    world_size: int | None = None,
     vram: str | float | None = None,
     limit: str | float | None = None,
     alloc_conf: str | None = None,
@@ -131,8 +139,9 @@ def _options(marker: pytest.Mark | None) -> dict[str, Any]:
         return dict(bound.arguments)
     except TypeError as error:
         problem = str(error)
+    names = ", ".join(inspect.signature(_signature).parameters)
     pytest.fail(
-        f"wrong use of the marker memprof: {problem}\n  hint:  it takes gpu, vram, limit and alloc_conf, as in "
+        f"wrong use of the marker memprof: {problem}\n  hint:  it takes {names}, as in "
         '@pytest.mark.memprof(gpu="rtx-4090", limit="20GiB")',
         pytrace=False,
     )

@@ -106,6 +106,27 @@ def test_less_than_the_context():
 @pytest.mark.memprof(card="rtx-4090")
 def test_unknown_argument():
     pass
+
+
+@pytest.mark.memprof(gpus=2, vram=2)
+def test_the_second_card_is_full(layer):
+    layer.to("cuda:1")(torch.ones(1024, 16384, device="cuda:1")).sum().backward()
+
+
+@pytest.mark.memprof(gpus=2, rank=3, world_size=4)
+def test_one_rank(layer):
+    torch.distributed.init_process_group("nccl")
+    assert torch.distributed.get_rank() == 3 and torch.cuda.device_count() == 2
+
+
+@pytest.mark.memprof(gpus="2")
+def test_no_number_of_cards():
+    pass
+
+
+@pytest.mark.memprof(gpus=2, rank=2)
+def test_no_such_rank():
+    pass
 """
 
 
@@ -146,6 +167,10 @@ def test_a_suite(suite: pytest.Pytester) -> None:
         "test_more_than_there_is": "ERROR",
         "test_less_than_the_context": "ERROR",
         "test_unknown_argument": "ERROR",
+        "test_the_second_card_is_full": "FAILED",
+        "test_one_rank": "PASSED",
+        "test_no_number_of_cards": "ERROR",
+        "test_no_such_rank": "ERROR",
     }
     shown = result.stdout
     shown.fnmatch_lines([
@@ -164,6 +189,8 @@ def test_a_suite(suite: pytest.Pytester) -> None:
     shown.fnmatch_lines(["wrong use of the marker memprof: not an amount of memory", "*'lots'"])
     shown.fnmatch_lines(["wrong use of the marker memprof: the limit is more than the card has"])
     shown.fnmatch_lines(["wrong use of the marker memprof: the limit leaves nothing beside the CUDA context"])
+    shown.fnmatch_lines(["wrong use of the marker memprof: gpus is not a whole number", "*'2'"])
+    shown.fnmatch_lines(["wrong use of the marker memprof: there is no such rank", "*rank=2 of 2"])
     shown.fnmatch_lines(["wrong use of the marker memprof: got an unexpected keyword argument 'card'"])
 
 

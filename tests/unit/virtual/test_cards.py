@@ -24,15 +24,15 @@ def cards(number: int, name: str = "a100-80gb", *, workspaces: bool = False) -> 
 
 
 def test_several_cards_of_the_library():
-    with memprof.virtual_gpu("a100-80gb", gpus=2) as run:
+    with memprof.virtual_gpus(2, "a100-80gb") as run:
         kept = [megabytes(3, "cuda:0"), megabytes(30, "cuda:1")]
     report = run.report()
     assert report.card == "cuda:1" and report.peak.allocated_bytes == kept[1].nbytes
     assert run.report(card=0).peak.allocated_bytes == kept[0].nbytes
     assert run.report(limit_bytes=(426 << 20) + (30 << 20)).verdict.fits
     assert run.report(limit_bytes=(426 << 20) + (22 << 20)).verdict.fits is False
-    with pytest.raises(UsageError, match="gpus must be at least 1"):
-        memprof.virtual_gpu(gpus=0)
+    with pytest.raises(UsageError, match="n must be at least 1"):
+        memprof.virtual_gpus(0)
 
 
 def megabytes(number: int, device: str, **options) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_cards_are_not_mixed(mix, said):
 
 def test_a_mismatch_between_cards_is_found():
     """With both lines; nothing that moves host tensors would help."""
-    with memprof.virtual_gpu("a100-80gb", gpus=2) as run, pytest.raises(RuntimeError):
+    with memprof.virtual_gpus(2, "a100-80gb") as run, pytest.raises(RuntimeError):
         nn.Linear(8, 8).to("cuda:1")(torch.ones(4, 8, device="cuda:0"))
     found = next(one for one in run.report().findings if one.id == "device-mismatch")
     assert "is given cuda:1 and cuda:0" in found.title and not found.remedies
