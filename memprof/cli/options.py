@@ -91,6 +91,10 @@ class Shared:
     shown_card: int | None = option(
         None, OUTPUT, "Of several cards, the one to show in full.", flag="--card", metavar="INDEX", unset="the fullest"
     )
+    rank: int | None = option(
+        None, "Card", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to show in full.",
+        unset="the one that decides",
+    )  # fmt: skip
     top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
     force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
 

@@ -58,9 +58,7 @@ class Request(Saved, Remedies):
     nodes: int | None = option(
         None, "Card", "How many machines with so many cards.", is_count=True, unset="1, or the launcher's"
     )
-    rank: int | None = option(
-        None, "Card", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to run.", unset="0"
-    )
+    rank: int | None = again("rank", note="It alone is run.", unset="0")
     shown_card: int | None = again("shown_card")
     device: str = again("device")
     detail: bool = again("detail")

@@ -24,6 +24,7 @@ class Shown(Told):
 
     alloc_conf: str | None = again("alloc_conf", unset="those of the run")
     shown_card: int | None = again("shown_card")
+    rank: int | None = again("rank")
 
 
 def show(
@@ -35,7 +36,7 @@ def show(
     from memprof.flows.saved import load
     from memprof.report.documents.report import Document
 
-    document = load(file, alloc_conf=shown.alloc_conf, card=shown.shown_card)
+    document = load(file, alloc_conf=shown.alloc_conf, card=shown.shown_card, rank=shown.rank)
     if isinstance(document, Document):
         print_document(document, shown)
         raise typer.Exit(exit_code(document))

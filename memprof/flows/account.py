@@ -13,6 +13,7 @@ from memprof.allocator import CardMemory, Settings, replay_on_card, without_allo
 from memprof.errors import UsageError
 from memprof.findings import Context, find_all
 from memprof.flows.each_card import document_of_cards
+from memprof.flows.each_rank import document_of_ranks, rank_of
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import Ledger, build_ledger
 from memprof.ledger.streams import StreamMemory
@@ -24,7 +25,12 @@ _OF_THE_TARGET = ("spec", "vocab_size", "asked_vocab_size", "context_length", "m
 
 
 def analyze(
-    trace: Trace, alloc_conf: str | None = None, *, explained: bool = True, card: int | None = None
+    trace: Trace,
+    alloc_conf: str | None = None,
+    *,
+    explained: bool = True,
+    card: int | None = None,
+    rank: int | None = None,
 ) -> Document:
     """The report on a trace, simulated or measured, new or loaded from a file.
 
@@ -32,13 +38,19 @@ def analyze(
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
         explained: whether the report has findings and the bridge. A search over many runs asks for the figures alone.
         card: of a run that had several, the number of the one that is shown in full; None: the fullest.
+        rank: of a run whose ranks ran together, the one that is shown in full; None: the one that decides.
 
     Raises:
         EmptyTraceError: nothing was allocated on the card.
-        UsageError: torch would refuse `alloc_conf`, or there is no such card.
+        UsageError: torch would refuse `alloc_conf`, or there is no such card or rank.
     """
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
+    if trace.others:
+        return document_of_ranks(trace, lambda one: analyze(one, explained=explained, card=card), rank)
+    if rank not in (None, rank_of(trace)):
+        hint = f"leave it out: it was rank {rank_of(trace)} alone"
+        raise UsageError("no such rank was run", value=f"--rank {rank}", hint=hint)
     if trace.cards:
         return document_of_cards(trace, lambda one: _report(one, explained), card)
     if card:
@@ -75,4 +87,8 @@ def with_settings(trace: Trace, alloc_conf: str) -> Trace:
     facts = trace.facts
     settings = Settings.resolve(alloc_conf, None if facts.allocator is None else facts.allocator.torch, environ={})
     target = None if facts.target is None else dataclasses.replace(facts.target, alloc_conf=alloc_conf)
-    return dataclasses.replace(trace, facts=dataclasses.replace(facts, target=target, allocator=settings.facts))
+    return dataclasses.replace(
+        trace,
+        facts=dataclasses.replace(facts, target=target, allocator=settings.facts),
+        others=[with_settings(other, alloc_conf) for other in trace.others],
+    )

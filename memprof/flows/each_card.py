@@ -51,7 +51,7 @@ def document_of_cards(
         document,
         card=shown,
         verdict=made[decides][1].verdict,
-        findings=_findings(shown, document.findings, others),
+        findings=merged_findings(shown, document.findings, others),
         cards=tuple(
             _row(trace, device, made[device][1] if device in made else None, decides, shown) for device in cards
         ),
@@ -85,9 +85,9 @@ def _row(trace: Trace, device: str, document: Document | None, decides: str, sho
     )
 
 
-def _findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Document]]) -> tuple[Finding, ...]:
-    """Those of the card that is shown, and of the others what it does not have: errors, and findings of other kinds.
-    What all cards have alike is of the run, and names no card."""
+def merged_findings(shown: str, own: Sequence[Finding], others: Sequence[tuple[str, Document]]) -> tuple[Finding, ...]:
+    """Those of the card or rank that is shown, and of the others what it does not have: errors, and findings of other
+    kinds. What all have alike is of the run, and names none."""
     found = [one if all(one in other.findings for _, other in others) else _on(shown, one) for one in own]
     known = {one.id for one in own}
     for device, other in others:

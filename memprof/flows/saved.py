@@ -24,7 +24,9 @@ SavedDocument = Document | Analysis | Comparison
 _KINDS = "a capture (--save), or what memprof profile, run, analyze or compare write with --json"
 
 
-def load(path: str | Path, *, alloc_conf: str | None = None, card: int | None = None) -> SavedDocument:
+def load(
+    path: str | Path, *, alloc_conf: str | None = None, card: int | None = None, rank: int | None = None
+) -> SavedDocument:
     """The document in a file: in JSON, as `save()` and `--json` write it, or of a capture, accounted for anew.
 
     Needs neither torch nor the model.
@@ -33,9 +35,10 @@ def load(path: str | Path, *, alloc_conf: str | None = None, card: int | None = 
         path: of the file.
         alloc_conf: settings of the caching allocator instead of the run's; for a capture alone.
         card: of several, the number of the one that is shown in full; None: the fullest. For a capture alone.
+        rank: of ranks that ran together, the one that is shown in full; None: that which decides. For a capture alone.
 
     Raises:
-        UsageError: the file is neither, or damaged; torch would refuse `alloc_conf`; there is no such card.
+        UsageError: the file is neither, or damaged; torch would refuse `alloc_conf`; there is no such card or rank.
 
     Example:
         with memprof.virtual_gpu("rtx-4090") as gpu:
@@ -46,22 +49,26 @@ def load(path: str | Path, *, alloc_conf: str | None = None, card: int | None = 
     path = Path(path)
     head = head_of(path, _KINDS)
     if head.startswith(GZIP):
-        return load_capture(path, alloc_conf, card)
+        return load_capture(path, alloc_conf, card, rank)
     if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
         raise UsageError("not a memprof capture or report", value=path, hint=f"give {_KINDS}")
-    if alloc_conf is not None or card is not None:
-        raise UsageError("only a capture can be accounted for anew", value=path, hint="leave settings and card out")
+    if (alloc_conf, card, rank) != (None, None, None):
+        raise UsageError(
+            "only a capture can be accounted for anew", value=path, hint="leave settings, card and rank out"
+        )
     return load_json(path)
 
 
-def load_capture(path: Path, alloc_conf: str | None = None, card: int | None = None) -> Document:
+def load_capture(
+    path: Path, alloc_conf: str | None = None, card: int | None = None, rank: int | None = None
+) -> Document:
     """The report of a capture; the other arguments are those of `load`.
 
     Raises:
         UsageError: it is none, is damaged, or has nothing in it.
     """
     try:
-        return analyze(load_trace(path), alloc_conf, card=card)
+        return analyze(load_trace(path), alloc_conf, card=card, rank=rank)
     except EmptyTraceError as error:
         raise UsageError(str(error.problem), value=path, hint="record it again") from None
     except (KeyError, TypeError, ValueError) as error:

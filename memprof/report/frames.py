@@ -26,6 +26,7 @@ from memprof.report.documents import comparison as c
 from memprof.report.documents import report as r
 from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
+from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.shown import Shown
 from memprof.trace.plain import json_fields, to_plain
 
@@ -61,6 +62,7 @@ def _report(document: r.Document) -> dict[str, DataFrame]:
         "evidence": _frame(Evidence, evidence, finding=str),
         "ladder": _frame(Rung, zip(document.ladder)),
         **({"cards": _frame(CardRow, zip(document.cards))} if document.cards else {}),
+        **({"ranks": _frame(RankRow, zip(document.ranks))} if document.ranks else {}),
     }
 
 

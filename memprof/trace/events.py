@@ -378,6 +378,8 @@ class Trace:
     """Of a program that names no phases of its own."""
     holders: list[Holder] = field(default_factory=list)
     """Of what piled up."""
+    others: list[Trace] = field(default_factory=list)
+    """Of a program whose ranks ran together: the other ranks; what is the same in them is shared."""
 
     def on(self, device: str) -> Trace:
         """The same run, seen from another card; what is recorded from now on is in both."""

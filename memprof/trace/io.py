@@ -17,18 +17,20 @@ from typing import Any, NamedTuple
 from memprof.device.ceiling import allow_more, ceiling_bytes
 from memprof.errors import UsageError
 from memprof.trace.events import Event, EventKind, ModuleRole, Owner, Role, Storage, Trace, Work
+from memprof.trace.facts import Facts
 from memprof.trace.files import Form, write_whole
-from memprof.trace.plain import fields_from_plain, rows_from_plain
+from memprof.trace.plain import fields_from_plain, from_plain, rows_from_plain
 from memprof.units import format_bytes
 
-SCHEMA = 4
-"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT; a
-capture is written as the first that has what is in it, which earlier releases read too."""
+SCHEMA = 5
+"""The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5
+ranks; a capture is written as the first that has what is in it, which earlier releases read too."""
 _SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4}
+_WITH_RANKS = 5
 
 _FORMAT = "memprof capture"
 CAPTURE = Form("capture", "--save", lambda begin, end: _is_capture(begin))
-_LONG = ("events", "storages", "owners", "work", "times")
+_LONG = ("events", "storages", "owners", "work", "times", "others")
 """As long as the run: read row by row, without a look at each value's type."""
 _MEMORY_PER_BYTE = 25
 """Python's objects for a byte of JSON, at most: an empty list of 56 bytes, and its place in another, for three."""
@@ -54,16 +56,29 @@ def save_trace(trace: Trace, path: Path, *, force: bool = False) -> None:
         UsageError: another file is there, which only `force` replaces.
         MemprofError: the file cannot be written (no such folder, no permission, disk full).
     """
+    traces = [trace, *trace.others]
     document = {
         "format": _FORMAT,
-        "schema": max([1, *(_SINCE.get(kind, 1) for kind in _kinds(trace))]),
+        "schema": _WITH_RANKS if trace.others else max([1, *(_SINCE.get(kind, 1) for kind in _kinds(trace))]),
+        **_to_json(trace),
+    }
+    for place, other in enumerate(trace.others, 1):
+        same = next(at for at, one in enumerate(traces) if one.events is other.events)
+        document["others"].append(
+            {"facts": other.facts.to_json(), "same_as": same} if same < place else _to_json(other)
+        )
+    packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
+    write_whole(path, packed, CAPTURE, force=force)
+
+
+def _to_json(trace: Trace) -> dict[str, Any]:
+    return {
         **{one.name: getattr(trace, one.name) for one in dataclasses.fields(trace)},
         "facts": trace.facts.to_json(),
         "owners": [[index, *owner] for index, owner in trace.owners.items()],
         "events": {"kind": [event.kind for event in trace.events], "ref": [event.ref for event in trace.events]},
+        "others": [],
     }
-    packed = gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=5, mtime=0)
-    write_whole(path, packed, CAPTURE, force=force)
 
 
 def load_trace(path: Path) -> Trace:
@@ -104,7 +119,7 @@ def load_trace(path: Path) -> Trace:
             hint="update memprof",
         )
     try:
-        return _trace(document)
+        return _traces(document)
     except (KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
         raise UsageError("the capture is damaged", value=f"{path} ({error!r})", hint="record it again") from error
 
@@ -121,6 +136,19 @@ class _Owned(NamedTuple):
 
 class _Time(NamedTuple):
     time: int
+
+
+def _traces(document: dict[str, Any]) -> Trace:
+    """What is said to be the same as an earlier rank's shares it."""
+    found = [_trace(document)]
+    for other in document.get("others", []):
+        if "same_as" in other:
+            facts = from_plain(Facts, other["facts"])
+            found.append(dataclasses.replace(found[range(len(found)).index(other["same_as"])], facts=facts))
+        else:
+            found.append(_trace(other))
+    found[0].others = found[1:]
+    return found[0]
 
 
 def _trace(document: dict[str, Any]) -> Trace:

@@ -32,6 +32,7 @@ ANOTHER_DEFAULT = {
     ("analyze", "--card"): "a recording of several cards is short enough to be shown in full",
     ("analyze", "--alloc-conf"): "a recorded run had its own",
     ("show", "--alloc-conf"): "likewise",
+    ("show", "--rank"): "those that are shown have been run",
 }
 OTHER_CHOICES = {
     ("estimate", "--optimizer"): "adafactor's state has no closed form",

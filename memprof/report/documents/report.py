@@ -22,6 +22,7 @@ from memprof.ledger.workspaces import Workspaces
 from memprof.report.documents.cards import CardRow
 from memprof.report.documents.ladder import Rung
 from memprof.report.documents.limit import Limit
+from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.shown import Shown
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
@@ -157,6 +158,8 @@ class Document(Shown):
     if none does. In JSON it is left out where nothing was."""
     rank: RankFacts | None = None
     """Of a program of several processes, which of them it was; in JSON left out of other documents."""
+    ranks: tuple[RankRow, ...] = ()
+    """Of a program whose ranks ran together, a row each; all but the verdict and the findings is about `rank`."""
     streams: StreamMemory | None = None
     """Of a run that took memory on several streams; left out of other documents in JSON."""
 
@@ -170,7 +173,7 @@ class Document(Shown):
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
-        optional = ("cards", "limit", "rank", "streams")
+        optional = ("cards", "limit", "rank", "ranks", "streams")
         absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
         return {name: plain[name] for name in plain if name not in absent}
 

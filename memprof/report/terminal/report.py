@@ -22,6 +22,7 @@ from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import render_limit
 from memprof.report.terminal.on_card import against_card, card_columns
+from memprof.report.terminal.ranks import numbers, render_ranks
 from memprof.report.terminal.steps import render_steps
 from memprof.report.terminal.streams import render_streams
 from memprof.spec import Mode
@@ -44,6 +45,8 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     if quiet:
         return _verdict(document)
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
+    if document.ranks:
+        parts.append(render_ranks(document.ranks, _unit(document)))
     if document.cards:
         parts.append(render_cards(document.cards, _unit(document)))
     if document.batches is not None:
@@ -77,9 +80,10 @@ def _heading(document: Document) -> RenderableType:
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"
     lines = [heading("memprof", f" {document.command}: {kind} {device.name}{size}")]
     if document.rank is not None:
-        lines.append(
-            Text(f"rank {document.rank.rank} of {document.rank.world_size}, alone: the others are taken to be like it")
-        )
+        rank, world = document.rank.rank, document.rank.world_size
+        ran = numbers(row.rank for row in document.ranks)
+        together = f"ranks {ran} of {world}, together; in full, rank {rank}:"
+        lines.append(Text(together if ran else f"rank {rank} of {world}, alone: the others are taken to be like it"))
     if document.cards:
         lines.append(Text(f"{len(document.cards)} such cards in one process; in full, {document.card}:"))
     if target:
@@ -96,6 +100,7 @@ _ENDS = {
     "error": "failed by itself after {steps} had begun",
     "not simulated": "stopped where it cannot be simulated, after {steps} had begun",
     "refused": "ended where the card was full, after {steps} had begun",
+    "another rank": "stopped because another rank failed, after {steps} had begun",
     "interrupted": "interrupted after {steps} had begun",
 }
 
@@ -234,6 +239,7 @@ def _memory_verdict(document: Document) -> RenderableType:
         stopped = f"the run stopped in {document.failure.phase} with {document.failure.error}; until then {took}"
         return _said("Failed", "bold red", stopped)
     on = next((f" on {card.device}" for card in document.cards if card.decides), "")
+    on = next((f" on rank {row.rank}" for row in document.ranks if row.decides), on)
     need = f"{format_bytes(verdict.required_bytes)} with the CUDA context{on}"
     if document.failure is not None:
         failure = document.failure

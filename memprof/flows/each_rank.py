@@ -1,0 +1,130 @@
+"""A program whose ranks ran together: a report of each kind of rank, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from memprof.errors import UsageError
+from memprof.flows.each_card import merged_findings
+from memprof.ledger.ledger import EmptyTraceError
+from memprof.report.documents.ranks import RankRow
+from memprof.report.documents.report import Document
+from memprof.trace.events import Trace
+
+PEER = "another rank"
+"""How a rank ended that was stopped because another failed."""
+_TOGETHER = (
+    "The ranks ran together: what is known of tensors, objects and sizes was exchanged, and their calls were matched."
+)
+_IN_PART = (
+    "Of the {} ranks {} ran together; each of the others is taken to be like the lowest of these in a group, and sends "
+    "nothing that is known."
+)
+
+
+def in_order(traces: Iterable[Trace]) -> Trace:
+    """One trace of those of all ranks: the first of them, with the others in `others`. What is equal is kept once."""
+    found: list[Trace] = []
+    for trace in sorted(traces, key=rank_of):
+        like = next((one for one in found if _requests(one) == _requests(trace)), None)
+        found.append(trace if like is None else dataclasses.replace(like, facts=trace.facts))
+    return dataclasses.replace(found[0], others=found[1:])
+
+
+def rank_of(trace: Trace) -> int:
+    """Its number."""
+    return trace.facts.rank.rank if trace.facts.rank else 0
+
+
+def _requests(trace: Trace) -> tuple[object, ...]:
+    """All that a rank asks of its card, in order, with where it stands then."""
+    sizes = [(storage.num_bytes, storage.device == "cpu") for storage in trace.storages]
+    return trace.events, sizes, trace.phases, trace.failure, trace.facts.program
+
+
+def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: int | None = None) -> Document:
+    """The report on one rank in full, with the verdict on all of them.
+
+    Args:
+        report: makes it for one rank.
+        rank: which is shown; None: the one that decides the verdict.
+
+    Raises:
+        EmptyTraceError: nothing was allocated on the card of any.
+        UsageError: there was no such rank, or nothing was allocated on its card.
+    """
+    traces = {rank_of(one): one for one in (dataclasses.replace(trace, others=[]), *trace.others)}
+    if rank is not None and rank not in traces:
+        raise UsageError("no such rank was run", value=f"--rank {rank}", hint=f"there are {_listed(traces)}")
+    firsts: dict[int, int] = {}
+    made: dict[int, Document] = {}
+    empty: EmptyTraceError | None = None
+    for number, one in traces.items():
+        like = next((first for first in firsts.values() if traces[first].events is one.events), number)
+        firsts[number] = like
+        try:
+            document = made[like] if like in made else report(one)
+        except EmptyTraceError as error:
+            empty = error
+            continue
+        made[number] = dataclasses.replace(document, rank=one.facts.rank, program=one.facts.program)
+    if not made:
+        assert empty is not None
+        raise empty
+    decides = min(made, key=lambda number: _order(made[number]))
+    shown = decides if rank is None else rank
+    if shown not in made:
+        raise UsageError(
+            "nothing was allocated on the card of this rank", value=f"--rank {shown}",
+            hint=f"leave it out, or ask for {_listed(made)}",
+        )  # fmt: skip
+    document = made[shown]
+    others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
+    size = document.rank.world_size if document.rank else len(traces)
+    in_part = () if len(traces) == size else (_IN_PART.format(size, len(traces)),)
+    return dataclasses.replace(
+        document,
+        verdict=made[decides].verdict,
+        findings=merged_findings(f"rank {shown}", document.findings, others),
+        assumptions=(*document.assumptions, _TOGETHER, *in_part),
+        ranks=tuple(
+            _row(one, number, made.get(number), None if firsts[number] == number else firsts[number], decides, shown)
+            for number, one in traces.items()
+        ),
+    )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _order(document: Document) -> tuple[bool, bool, int, int]:
+    """The rank that failed first, then one that is full, then the one that needs most, or holds most."""
+    ended = document.program.ended if document.program else ""
+    failed = document.failure is not None and ended != PEER
+    return (
+        not failed,
+        document.verdict.fits is not False,
+        -document.verdict.required_bytes,
+        -(document.peak.allocated_bytes),
+    )
+
+
+def _row(trace: Trace, number: int, document: Document | None, like: int | None, decides: int, shown: int) -> RankRow:
+    program, context = trace.facts.program, trace.facts.device.context_bytes
+    return RankRow(
+        rank=number,
+        like=like,
+        ended=program.ended if program else "",
+        peak_allocated_bytes=document.peak.allocated_bytes if document else 0,
+        peak_stage=document.peak.stage if document else "",
+        peak_step=document.peak.step if document else 0,
+        peak_reserved_bytes=document.peak.reserved_bytes if document else 0,
+        device_used_bytes=document.peak.device_used_bytes if document else context,
+        required_bytes=document.verdict.required_bytes if document else context,
+        fits=document.verdict.fits if document else True,
+        categories=document.peak.categories if document else {},
+        decides=number == decides,
+        shown=number == shown,
+    )

@@ -1,0 +1,59 @@
+"""The table of the ranks that ran together; those that are alike are one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memprof.ledger.stages import at_stage
+from memprof.report.documents.ranks import RankRow
+from memprof.report.terminal.cells import Unit
+from memprof.report.terminal.console import dim, table
+
+
+def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
+    """A row for each kind of rank; the run fits if all of them do."""
+    made = table("ranks", ">allocated", "in", ">reserved", ">device used", ">", ruled=True)
+    kinds: dict[int, list[RankRow]] = {}
+    for row in ranks:
+        kinds.setdefault(row.rank if row.like is None else row.like, []).append(row)
+    for rows in kinds.values():
+        first = rows[0]
+        name = Text(numbers(row.rank for row in rows))
+        if shown := [row.rank for row in rows if row.shown]:
+            name.append(f"  <- {shown[0]} below" if len(rows) > 1 else "  <- below", style="bold")
+        figures = map(unit.amount, (first.peak_reserved_bytes, first.device_used_bytes))
+        where = at_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
+        made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, _verdict(first))
+    alike = [f"{numbers(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
+    said = f"Ranks {', '.join(alike)} equal to the byte. ".replace(" are,", ",") if alike else ""
+    note = f"{unit.name}, at the most. {said}The run fits if all ranks do; --rank shows another one in full."
+    return Group(made, dim(note))
+
+
+def numbers(of: Iterable[int]) -> str:
+    """`0, 2-5` of rising numbers."""
+    spans: list[list[int]] = []
+    for one in of:
+        if spans and spans[-1][1] == one - 1:
+            spans[-1][1] = one
+        else:
+            spans.append([one, one])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+_ENDED = {
+    "error": "failed",
+    "not simulated": "stopped",
+    "another rank": "stopped by another",
+    "interrupted": "interrupted",
+    "timeout": "timeout",
+}
+
+
+def _verdict(row: RankRow) -> Text:
+    if row.fits is None:
+        return Text(_ENDED.get(row.ended, "not known"), style="yellow")
+    return Text("fits") if row.fits else Text("full", style="red")
