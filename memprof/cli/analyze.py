@@ -63,7 +63,7 @@ def analyze(
 
     other = None if request.alloc_conf is None else parse_config(request.alloc_conf, origin="--alloc-conf")
     question = Question(at=at, by=by.value, top=request.top, what_if=other)
-    with long_work() as progress:
+    with long_work(quiet=request.quiet) as progress:
         from memprof.flows.recordings import analyze_file
 
         document = analyze_file(file, question, request.shown_card, progress)

@@ -46,7 +46,7 @@ def compare(
     from memprof.report.matching.tolerance import parse_tolerance
 
     allowed = parse_tolerance(request.tolerance)
-    with long_work() as progress:
+    with long_work(quiet=request.quiet) as progress:
         from memprof.flows.compare import compare_files
 
         comparison = compare_files(a, b, allowed, progress)

@@ -10,7 +10,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from memprof.cli.options import Reading, again
+from memprof.cli.options import STDIN, Reading, again
 from memprof.cli.output import Output, print_json
 from memprof.cli.streams import say
 from memprof.errors import UsageError
@@ -35,7 +35,7 @@ def doctor(
     request: Request,
     reading: Reading,
     file: Annotated[
-        str | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
+        Path | None, typer.Argument(help="An error message or a whole log; - or nothing: standard input.")
     ] = None,
     env: Annotated[bool, typer.Option("--env", help="Check this installation instead.")] = False,
 ) -> None:
@@ -78,24 +78,23 @@ def _check(output: Output, others: list[tuple[str, object]]) -> None:
         say(render_installation(checked, quiet=output.quiet), nl=False)
 
 
-def _name(file: str | None) -> str:
-    return "standard input" if file in (None, "-") else str(file)
+def _name(file: Path | None) -> str:
+    return "standard input" if file in (None, STDIN) else str(file)
 
 
-def _open(file: str | None) -> AbstractContextManager[BinaryIO]:
-    if file in (None, "-"):
+def _open(file: Path | None) -> AbstractContextManager[BinaryIO]:
+    if file is None or file == STDIN:
         stream: BinaryIO = sys.stdin.buffer
         if sys.stdin.isatty():
             say("paste the error, then press Ctrl-D on an empty line", err=True)
         return nullcontext(stream)
-    path = Path(str(file))
-    if path.is_dir():
-        raise UsageError("this is a folder, not a log", value=str(path), hint="name a file in it")
+    if file.is_dir():
+        raise UsageError("this is a folder, not a log", value=str(file), hint="name a file in it")
     try:
-        return path.open("rb")
+        return file.open("rb")
     except FileNotFoundError:
         raise UsageError(
-            "no such file", value=str(path), hint="an error message itself goes to standard input"
+            "no such file", value=str(file), hint="an error message itself goes to standard input"
         ) from None
     except OSError as error:
-        raise UsageError("the file cannot be read", value=f"{path}: {error.strerror}") from None
+        raise UsageError("the file cannot be read", value=f"{file}: {error.strerror}") from None

@@ -97,19 +97,19 @@ def estimate(request: Request) -> None:
     cards = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:
         cards = (custom_gpu(request.gpu_vram_bytes),)
-    simulated = _simulate(answer) if request.exact else None
+    simulated = _simulate(answer, quiet=request.quiet) if request.exact else None
     if request.as_json:
         print_json(estimate_document(answer, cards, simulated, explain=request.explain).to_json())
         return
     say(render_text(answer, cards, simulated, explain=request.explain, quiet=request.quiet), nl=False)
 
 
-def _simulate(answer: Estimate) -> dict[str, Simulated]:
+def _simulate(answer: Estimate, *, quiet: bool) -> dict[str, Simulated]:
     """Every method in the dtype of the question, on the virtual GPU."""
     from memprof.flows.estimate import simulate
 
     found = {}
-    with long_work() as progress:
+    with long_work(quiet=quiet) as progress:
         for plan in answer.plans():
             key = plan.method.key
 

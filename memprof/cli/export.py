@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import Reading, again
+from memprof.cli.output import Output, print_json
 from memprof.cli.progress import long_work
 from memprof.cli.streams import say
 
@@ -19,8 +20,8 @@ memprof export snapshot.pickle --to run.json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What may be replaced."""
+class Request(Output):
+    """How it is said, and what may be replaced."""
 
     force: bool = again("force")
 
@@ -40,8 +41,11 @@ def export(
 
     The file is written whole or not at all.
     """
-    with long_work() as progress:
+    with long_work(quiet=request.quiet) as progress:
         from memprof.flows.recordings import export_file
 
         viewer = export_file(file, to, progress, force=request.force)
-    say(f"Wrote {to}: open it at {viewer}", err=True)
+    if request.as_json:
+        print_json({"file": str(to), "viewer": viewer})
+    elif not request.quiet:
+        say(f"Wrote {to}: open it at {viewer}", err=True)

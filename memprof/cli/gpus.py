@@ -6,22 +6,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memprof.catalog import find_gpu, list_gpus
+from memprof.cli.output import Listed, print_json
 from memprof.cli.streams import say
-from memprof.device.cards import NvmlCard, Reading
 from memprof.errors import UsageError
+from memprof.trace.plain import to_plain
 from memprof.units import gib
 
 if TYPE_CHECKING:
+    from memprof.catalog import Gpu
+    from memprof.device.cards import NvmlCard, Reading
     from memprof.device.environment import Environment
 
 EXAMPLES = """
 memprof gpus
 memprof gpus --present
+memprof gpus --json
 """
 
 
 def gpus(
+    output: Listed,
     present: Annotated[
         bool, typer.Option("--present", help="Instead the cards of this machine, and which of the catalog they are.")
     ] = False,
@@ -32,11 +36,22 @@ def gpus(
         from memprof.device.nvml import read_cards
 
         reading = read_cards()
-        _present(reading, read_environment(reading))
+        (_print_present if output.as_json else _present)(reading, read_environment(reading))
+        return
+    from memprof.catalog import list_gpus
+
+    if output.as_json:
+        print_json({"gpus": [{**to_plain(card), "peak_flops": dict(card.peak_flops)} for card in list_gpus()]})
         return
     for card in list_gpus():
         major, minor = card.compute_capability
         say(f"{card.key:<24}{gib(card.total_bytes):>8} GiB  sm_{major}{minor:<3} {card.name}")
+
+
+def _print_present(reading: Reading, environment: Environment) -> None:
+    """The same as JSON; `gpu` is what the catalog calls a card."""
+    cards = [{**to_plain(card), "gpu": found.key if (found := _found(card)) else None} for card in reading.cards]
+    print_json({**to_plain(reading), "cards": cards, "environment": to_plain(environment)})
 
 
 def _present(reading: Reading, environment: Environment) -> None:
@@ -65,10 +80,17 @@ def _memory(card: NvmlCard) -> str:
     return f"{gib(card.usable_bytes)} GiB, {gib(card.used_bytes)} used"
 
 
-def _catalog(card: NvmlCard) -> str:
+def _found(card: NvmlCard) -> Gpu | None:
+    from memprof.catalog import find_gpu
+
     try:
-        found = find_gpu(card.name)
+        return find_gpu(card.name)
     except UsageError:
-        total = card.usable_bytes
+        return None
+
+
+def _catalog(card: NvmlCard) -> str:
+    found, total = _found(card), card.usable_bytes
+    if found is None:
         return "not in the catalog" + ("" if total is None else f": --gpu-vram {gib(total)} has its size")
     return f"--gpu {found.key} ({gib(found.total_bytes)} GiB)"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
-import logging
+import inspect
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 import memprof
+from memprof.cli.completion import install_itself
 from memprof.cli.options import Commands, add
 from memprof.cli.streams import give_up, prepare, say
 
@@ -24,21 +27,75 @@ COMMANDS = (
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
+_LIKE: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"memprof.cli.{name}")
+
+
+def _command(name: str) -> Any:
+    """A command of this program, as click has it."""
+    module = _module(name)
+    if hasattr(module, "app"):
+        made = typer.main.get_command(module.app)
+        made.name = name
+        return made
+    alone = typer.Typer(add_completion=False, **_LIKE)
+    add(alone, name, getattr(module, name), getattr(module, "SETTINGS", None), module.EXAMPLES)
+    return typer.main.get_command(alone)
+
+
+class _OnDemand(Mapping[str, Any]):
+    """The commands by name; each is made when it is asked for, since making all of them takes longer than most run."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        if name not in self._made:
+            self._made[name] = _command(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class Program(Commands):
+    """All commands, none of them made before it is needed."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _OnDemand()  # type: ignore[assignment]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take what stands before the command's name."""
+        install_itself(self)
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names."""
+        return list(COMMANDS)
+
+    def about(self, name: str) -> str:
+        """What a command does, read off its function."""
+        module = _module(name)
+        return str(module.app.info.help) if hasattr(module, "app") else inspect.getdoc(getattr(module, name)) or ""
+
+
 app = typer.Typer(
     name="memprof",
     help="Where the memory of a PyTorch run goes, and whether it fits: without a GPU and with one.",
     no_args_is_help=True,
-    cls=Commands,
+    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    **_LIKE,
 )
-for _name in COMMANDS:
-    _module = importlib.import_module(f"memprof.cli.{_name}")
-    if hasattr(_module, "app"):
-        app.add_typer(_module.app, name=_name)
-    else:
-        add(app, _name, getattr(_module, _name), getattr(_module, "SETTINGS", None), _module.EXAMPLES)
 
 
 def _version(value: bool) -> None:
@@ -62,9 +119,6 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
         prepare()
-        # What these have to say when a library imports them is not about the run.
-        for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
-            logging.getLogger(name).setLevel(logging.ERROR)
     try:
         try:
             app(arguments, standalone_mode=True)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from memprof.catalog import list_models
+from memprof.cli.output import Listed, print_json
 from memprof.cli.streams import say
-from memprof.units import format_count
 
 EXAMPLES = """
 memprof models
+memprof models --json
 """
 
 
-def models() -> None:
+def models(output: Listed) -> None:
     """List the catalog's models: name, parameters, published dtype, positions, Hugging Face id."""
+    from memprof.catalog import list_models
+    from memprof.trace.plain import to_plain
+    from memprof.units import format_count
+
+    if output.as_json:
+        print_json({"models": to_plain(list_models())})
+        return
     for entry in list_models():
         positions = f"{entry.max_positions:,}" if entry.max_positions else "-"
         say(

@@ -11,9 +11,10 @@ import dataclasses
 import errno
 import functools
 import inspect
+import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -43,6 +44,9 @@ _MOST_OF = {
     "timeout": 10**8,
 }
 _MANY_DIGITS = re.compile(r"\d{400}")
+_NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+"""What these log when a library imports them."""
+STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
 
@@ -180,23 +184,33 @@ def respell(words: Sequence[str], old: Mapping[str, str]) -> list[str]:
     return found + left
 
 
+@contextlib.contextmanager
+def _parsing(ctx: Any, words: Sequence[str]) -> Iterator[None]:
+    """Wrong words are an error here; where JSON is asked for, one in JSON.
+
+    Of what cannot be parsed it is not known whether JSON was asked for: it is if the word is there.
+    """
+    as_json = "--json" in words
+    try:
+        yield
+    except _Refused as error:
+        if not as_json or ctx.resilient_parsing:
+            raise
+        tell(UsageError(error.format_message(), hint=f"{ctx.command_path} --help"), as_json=True)
+        raise typer.Exit(Exit.WRONG_USE) from None
+    except MemprofError as error:
+        tell(error, as_json=as_json)
+        raise typer.Exit(error.exit_code) from None
+
+
 class Command(typer.core.TyperCommand):
     """A command whose --help has a section for each panel; typer's own needs rich, which takes as long as the rest."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the command's arguments, old spellings among them, and what a file says of the others."""
-        # Of what cannot be parsed it is not known whether JSON was asked for: it is if the word is there.
-        as_json = "--json" in args
-        try:
+        with _parsing(ctx, args):
             args = respell(args, OLD_SPELLINGS.get(str(self.name), {}))
             return super().parse_args(ctx, [*self._from_settings(ctx, args), *args])
-        except _Refused as error:
-            if not as_json:
-                raise
-            tell(UsageError(error.format_message(), hint=f"{ctx.command_path} --help"), as_json=True)
-        except UsageError as error:
-            tell(error, as_json=as_json)
-        raise typer.Exit(Exit.WRONG_USE)
 
     def _from_settings(self, ctx: Any, args: list[str]) -> tuple[str, ...]:
         """What a file says of options that are not among the arguments, as words before them."""
@@ -221,6 +235,8 @@ class Command(typer.core.TyperCommand):
         """Run the command, and say first what was taken from a file; JSON has it, and a verdict or script is alone."""
         if settings.taken is not None and not any(ctx.params.get(name) for name in ("as_json", "quiet", "snippet")):
             say(str(settings.taken))
+        for name in _NOT_ABOUT_THE_RUN:
+            logging.getLogger(name).setLevel(logging.ERROR)
         return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -238,11 +254,25 @@ class Command(typer.core.TyperCommand):
 class Commands(typer.core.TyperGroup):
     """Commands under one name; --help has their whole summaries, and of the program itself the exit codes."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take what stands before the command's name."""
+        with _parsing(ctx, args):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command."""
+        with _parsing(ctx, args):
+            return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write what each command does."""
         with formatter.section("Commands"):
-            texts = {name: (command.help or "").split("\n\n")[0] for name, command in self.commands.items()}
+            texts = {name: self.about(name).split("\n\n")[0] for name in self.commands}
             formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
+
+    def about(self, name: str) -> str:
+        """What a command does; its first paragraph is the summary."""
+        return self.commands[name].help or ""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the exit codes, and where more is said."""
@@ -318,7 +348,7 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
             _check_numbers(asked)
             built = {group: _build(kind, given[group]) for group, kind in groups.items()}
             reading = next((one for one in built.values() if isinstance(one, Reading)), None)
-            files = [value for value in values.values() if isinstance(value, Path)]
+            files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
             with contextlib.nullcontext() if reading is None else ceiling(reading.max_memory, files):
                 function(**values, **built)
         except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error

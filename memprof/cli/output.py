@@ -29,10 +29,16 @@ class _HasJson(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
-    """How a command says what it found."""
+class Listed:
+    """How a command says what there is."""
 
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Listed):
+    """How a command says what it found."""
+
     quiet: bool = option(False, OUTPUT, "Print the verdict alone.", short="-q")
 
 
@@ -75,7 +81,8 @@ class Tabled(Output):
 
             with _after_the_report():
                 write_csv(document, self.folder, force=self.force)
-            say(f"Tables: {self.csv}", err=True)
+            if not self.quiet:
+                say(f"Tables: {self.csv}", err=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +118,8 @@ class Saved(Told):
 
             with _after_the_report():
                 save_trace(trace, self.place, force=self.force)
-            say(f"Saved: memprof show {self.save}", err=True)
+            if not self.quiet:
+                say(f"Saved: memprof show {self.save}", err=True)
 
 
 @contextlib.contextmanager

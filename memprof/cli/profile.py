@@ -53,7 +53,7 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
     named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix)]
     check_installed(spec, named)
     failed: RunFailedError | None = None
-    with long_work() as progress:
+    with long_work(quiet=output.quiet) as progress:
         try:
             is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
             trace, document = _run(spec, how, progress, is_named=is_named)

@@ -16,7 +16,11 @@ from memprof.cli.streams import say
 from memprof.errors import MemprofError, UsageError, unknown_name
 
 app = typer.Typer(
-    cls=Commands, help="Case studies of real reports: list them, run them, copy them.", no_args_is_help=True
+    cls=Commands,
+    help="Case studies of real reports: list them, run them, copy them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 Name = Annotated[str, typer.Argument(help="A recipe by its folder's name, its number, or a part that no other has.")]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from memprof.catalog import find_gpu
 from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, again, spec_of
 from memprof.cli.output import Explained, print_json
@@ -122,6 +121,8 @@ class Request(Explained):
         Raises:
             UsageError: what is asked is no run of `memprof profile` either.
         """
+        from memprof.catalog import find_gpu
+
         spec = spec_of(
             self,
             model=self.model or "-",
@@ -141,7 +142,7 @@ def recommend(request: Request) -> None:
     """
     request.check()
     spec = request.spec()
-    with long_work() as progress:
+    with long_work(quiet=request.quiet) as progress:
         answer = _answer(spec, request, progress)
     _print(answer, request)
     raise typer.Exit(Exit.DONE if answer.found else Exit.DOES_NOT_FIT)

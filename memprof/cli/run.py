@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.cli.exits import Exit
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import script_output, tell
 from memprof.errors import MemprofError, UsageError
-from memprof.script import Ended, Program, StopRule
 from memprof.spec import HOST_BYTES, option
-from memprof.trace.events import FailureKind
 
 if TYPE_CHECKING:
+    from memprof.catalog import Gpu
     from memprof.remedies.fixes import Fix
+    from memprof.script import Program, StopRule
 
 EXAMPLES = """
 memprof run --gpu rtx-4090 train.py --epochs 1
@@ -65,6 +64,8 @@ class Request(Saved, Remedies):
 
     def card(self) -> Gpu:
         """The virtual card."""
+        from memprof.catalog import custom_gpu, find_gpu
+
         return find_gpu(self.gpu) if self.gpu_vram_bytes is None else custom_gpu(self.gpu_vram_bytes)
 
     def rule(self) -> StopRule:
@@ -79,6 +80,8 @@ class Request(Saved, Remedies):
             raise UsageError("give --steps or --until-exit, not both", value=self.steps)
         if self.timeout is not None and not self.timeout > 0:
             raise UsageError("--timeout must be longer", value=self.timeout, hint="give seconds, more than 0")
+        from memprof.script import StopRule
+
         if self.until_exit:
             return StopRule(None, self.timeout)
         if self.steps is None:
@@ -102,6 +105,8 @@ def run(
     """
     if not command:
         raise UsageError("no script is given", hint="for instance: memprof run --gpu rtx-4090 train.py --epochs 1")
+    from memprof.script import Program
+
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
     asked = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
     beyond_one = [f"{flag} {number}" for flag, number in asked.items() if number not in (None, int(flag != "--rank"))]
@@ -128,6 +133,8 @@ def run(
 
 def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     from memprof.flows.script import run_script
+    from memprof.script import Ended
+    from memprof.trace.events import FailureKind
 
     before = frozenset(threading.enumerate())
     fixes = () if request.fix is None else tuple(map(str, _installed(request.fix)))
@@ -210,7 +217,7 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
     program.check()
     host_memory = request.host_memory_bytes or (HOST_BYTES if request.searches else None)
     asked = scripts.Request(program, rule, card, request.alloc_conf, request.worst_batch, host_memory)
-    with Progress() as progress:
+    with Progress(quiet=request.quiet) as progress:
         if request.largest is not None:
             from memprof.flows.limit import largest_of_script
 

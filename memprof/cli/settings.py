@@ -11,6 +11,7 @@ files to replace is the command line's alone: a folder of others must not do eit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ from memprof.errors import UsageError, unknown_name
 _ON_THE_COMMAND_LINE = (
     "model", "trust-remote-code", "force", "save", "csv", "to", "log", "debug", "help", "m",
 )  # fmt: skip
-_MARK = b"memprof"
+_MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
+"""What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def read(start: Path) -> tuple[Path, Mapping[str, Any]] | None:
                 data = path.read_bytes()
             except OSError:
                 continue
-            if name == "pyproject.toml" and _MARK not in data:
+            if name == "pyproject.toml" and not _MARK.search(data):
                 continue
             table = _parse(path, data)
             if name == "pyproject.toml":

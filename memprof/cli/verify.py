@@ -35,7 +35,7 @@ def verify(
 
     Exit code 0: everything that was tried is within its bound; 4: something is not; 1: nothing could be tried.
     """
-    with Progress() as progress:
+    with Progress(quiet=output.quiet) as progress:
         progress("importing torch")
         from memprof.verify.bench import verify as run
 

@@ -83,7 +83,7 @@ def vocab(
     spec = spec_of(request, model=model or "none")
     if model is not None:
         flow.check_model(spec)
-    with long_work() as progress:
+    with long_work(quiet=request.quiet) as progress:
         counted = flow.read_corpus(
             corpus,
             request.tokenizer,

@@ -34,6 +34,16 @@ def test_text_names_cause_tensor_and_commands(memprof: Callable[..., Any], log: 
     assert done.stderr == ""
 
 
+def test_a_log_beyond_the_ceiling_is_named(memprof: Callable[..., Any], log: Path, monkeypatch: pytest.MonkeyPatch):
+    def fill(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("memprof.doctor.diagnose", fill)
+    done = memprof("doctor", log, "--max-memory", "4GiB")
+    assert done.exit_code == 2 and f"value: {log} (over 4.00 GiB)" in done.stderr
+    assert "value: standard input" in memprof("doctor", "-").stderr
+
+
 def test_json(memprof: Callable[..., Any], log: Path):
     found = memprof("doctor", log, "--json", "--context-length", 131072, "--batch-size", 1).json["diagnoses"][0]
     assert found["cause"] == "large-tensor"

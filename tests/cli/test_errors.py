@@ -62,6 +62,26 @@ def test_profile(memprof, arguments, parts):
     assert_refused(memprof("profile", *arguments), *parts)
 
 
+@pytest.mark.parametrize(
+    ("words", "problem", "command"),
+    [
+        (("frob", "--json"), "No such command 'frob'.", "memprof"),
+        (("gsus", "--json"), "No such command 'gsus'. Did you mean 'gpus'?", "memprof"),
+        (("--frob", "--json"), "No such option: --frob", "memprof"),
+        (("recipes", "frob", "--json"), "No such command 'frob'.", "memprof recipes"),
+        (("help", "--json"), "No such option: --json", "memprof help"),
+    ],
+)
+def test_what_is_no_command_is_an_error_in_json_too(memprof, words, problem, command):
+    result = memprof(*words)
+    assert result.exit_code == 2 and result.stderr.startswith(f"memprof: {problem}\n  hint:  ")
+    error = result.json["error"]
+    assert (error["problem"], error["value"], error["exit_code"]) == (problem, None, 2)
+    assert error["hint"].endswith(f"{command} --help".removeprefix("memprof"))
+    plain = memprof(*words[:-1]) if words[0] != "help" else None
+    assert plain is None or (plain.stdout == "" and problem in plain.stderr)
+
+
 def test_unreachable_hub(memprof, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):

@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import typer
 
 from memprof.cli.exits import MEANINGS
 from memprof.cli.main import COMMANDS, app
+from tests.cli.terminal import Terminal
 from tests.docs.test_docs import _check
 from tests.processes import ROOT
 
@@ -77,29 +79,81 @@ def test_no_text_names_a_file_that_a_wheel_lacks():
     assert named - {"lists"} <= topics and {"lengths", "remedies", "estimate"} <= named
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_installed_by_one_command(tmp_path, shell):
-    """By each shell's own name for itself; where it is here, it completes."""
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder, with memprof among the commands."""
     program = tmp_path / "bin" / "memprof"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\nfrom memprof.cli.main import run\nrun()\n")
     program.chmod(0o755)
-    place = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "HOME": str(tmp_path), "PATH": place, "PYTHONPATH": str(ROOT)}
+    for name, value in (("HOME", tmp_path), ("PYTHONPATH", ROOT), ("PATH", f"{program.parent}:{os.environ['PATH']}")):
+        monkeypatch.setenv(name, str(value))
+    return tmp_path
+
+
+STARTED = {"bash": ".bashrc", "zsh": ".zshrc", "fish": None}
+
+
+@pytest.mark.parametrize("shell", STARTED)
+def test_completion_is_installed_by_one_command(home, monkeypatch, shell):
+    """By each shell's own name for itself; where it is here, it completes, from the first press of the tab key on."""
     found = shutil.which(shell)
-    begun = [found, "-c"] if found else ["sh", "-c"]
     if found is None:
-        environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
-    install = "memprof --install-completion" + ("" if found else f" {shell}") + "; exit $?"
-    done = subprocess.run([*begun, install], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and f"{shell} completion installed in" in done.stdout, done.stderr
-    written = "".join(file.read_text() for file in tmp_path.rglob("*") if file.is_file() and file != program)
-    assert "_MEMPROF_COMPLETE" in written
-    if shell == "bash" and found:
-        asked = (
-            "source ~/.bashrc; complete='$(complete -p memprof | sed \"s/.*-F \\([^ ]*\\).*/\\1/\")'; "
-            "COMP_WORDS=(memprof profile --quan); COMP_CWORD=2; eval $complete memprof; echo ${COMPREPLY[@]}; "
-            "COMP_WORDS=(memprof profile --quantize n); COMP_CWORD=3; eval $complete memprof; echo ${COMPREPLY[@]}"
-        )
-        done = subprocess.run([found, "-c", asked], env=environment, capture_output=True, text=True)
-        assert done.stdout.split() == ["--quantize", "nf4"], (done.stdout, done.stderr)
+        monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    if STARTED[shell]:
+        (home / STARTED[shell]).write_bytes(b"# ol\xe9")  # of whatever encoding, and without an end of line
+    install = "memprof --install-completion" + ("" if found else f" {shell}")
+    for _ in range(2):
+        done = subprocess.run([found or "sh", "-c", f"{install} && echo done"], capture_output=True, text=True)
+        assert done.returncode == 0 and f"{shell} completion installed in" in done.stdout, done.stderr
+    if STARTED[shell]:
+        kept, line = (home / STARTED[shell]).read_bytes().splitlines()
+        assert kept == b"# ol\xe9" and line.startswith((b"source '", b"fpath+="))
+    (script,) = (file for file in home.rglob("*memprof*") if file.is_file() and file.parent.name != "bin")
+    assert "_MEMPROF_COMPLETE" in script.read_text()
+    if found is not None:
+        assert COMPLETED[shell](found, "memprof profile --quan") == ["--quantize"]
+        assert COMPLETED[shell](found, "memprof profile --quantize n") == ["nf4"]
+        assert COMPLETED[shell](found, "memprof mon") == ["monitor"]
+
+
+def of_bash(bash, line):
+    """What it would put in place of the last word."""
+    words = line.split()
+    asked = (
+        "source ~/.bashrc; complete='$(complete -p memprof | sed \"s/.*-F \\([^ ]*\\).*/\\1/\")'; "
+        f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; eval $complete memprof; echo ${{COMPREPLY[@]}}"
+    )
+    return subprocess.run([bash, "-c", asked], capture_output=True, text=True).stdout.split()
+
+
+def of_fish(fish, line):
+    """The same: it lists completions itself, each with what it means."""
+    listed = subprocess.run([fish, "-c", f"complete -C '{line}'"], capture_output=True, text=True).stdout
+    return [row.split("\t")[0] for row in listed.splitlines()]
+
+
+def of_zsh(zsh, line):
+    """The same: it completes on a terminal alone."""
+    shown = Terminal([zsh, "-i"], {**os.environ, "PS1": "ready> ", "TERM": "dumb"})
+    try:
+        shown.wait_for("ready> ")
+        shown.type(f"{line}\t")
+        typed, until, last = line.split()[-1], time.monotonic() + 20, ""
+        while not (last.startswith(typed) and last != typed) and time.monotonic() < until:
+            shown.read(0.1)
+            last = (shown.screen.lines[shown.screen.row].split() or [""])[-1]
+        return [last]
+    finally:
+        shown.end()
+
+
+COMPLETED = {"bash": of_bash, "fish": of_fish, "zsh": of_zsh}
+
+
+def test_completion_that_cannot_be_installed(home, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    (home / ".zfunc").write_text("a file")
+    done = subprocess.run(["memprof", "--install-completion", "zsh"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("memprof: completion cannot be installed\n  value: ")
+    assert "--show-completion" in done.stderr and not (home / ".zshrc").exists()

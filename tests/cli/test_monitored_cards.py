@@ -138,3 +138,21 @@ def test_present_cards(memprof, monkeypatch):
         "torch is built for CUDA 13.0, and the driver runs CUDA 12.8 at most",
         "CUDA_VISIBLE_DEVICES hides every card",
     ]
+    found = memprof("gpus", "--present", "--json").json
+    assert [(card["name"], card["gpu"]) for card in found["cards"]] == [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"), ("NVIDIA Z9", None), ("card 2", None),
+    ]  # fmt: skip
+    assert found["cards"][0]["used_bytes"] == 2 << 30 and found["driver_version"] == "570.1"
+    assert found["environment"]["notes"] == lines[4:]
+
+
+def test_lists_as_json(memprof):
+    """Every row of the text, with all that the catalog knows."""
+    for command in ("gpus", "models"):
+        rows = memprof(command, "--json").json[command]
+        lines = memprof(command).stdout.splitlines()
+        assert [row["key"] for row in rows] == [line.split()[0] for line in lines] and len(rows) > 20
+        assert all(row["sources"] for row in rows)
+    assert rows[0]["num_parameters"] == 124_439_808
+    h100 = next(row for row in memprof("gpus", "--json").json["gpus"] if row["key"] == "h100-80gb")
+    assert h100["compute_capability"] == [9, 0] and h100["peak_flops"]["bfloat16"] > 9e14

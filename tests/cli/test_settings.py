@@ -2,6 +2,7 @@
 
 import pytest
 
+from memprof.cli import settings
 from memprof.cli.main import app
 from memprof.cli.settings import _ON_THE_COMMAND_LINE
 
@@ -93,6 +94,28 @@ def test_a_script_s_own_options_are_not_looked_at(memprof, folder):
     write(folder, "[run]\ngpu = 'h1000'")
     assert "unknown GPU" in memprof("run", "train.py", "--gpu", "t4").stderr
     assert "unknown GPU" not in memprof("run", "--gpu", "t4", "train.py").stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ("[tool.memprof]\ngpu = 't4'\n", True),
+        ("[ tool . \"memprof\" ]\ngpu = 't4'\n", True),
+        ("tool.memprof.gpu = 't4'\n", True),
+        ("[tool]\nmemprof = {gpu = 't4'}\n", True),
+        ("tool = {memprof = {gpu = 't4'}}\n", True),
+        ("[tool.memprof.estimate]\ngpu = 't4'\n", True),
+        ("[project]\ndependencies = ['memprof']\n[tool.black]\nname = 'memprof'\n", False),
+    ],
+)
+def test_a_project_without_the_table_is_not_parsed(memprof, folder, monkeypatch, text, taken):
+    write(folder, text, "pyproject.toml")
+    parsed = []
+    monkeypatch.setattr(
+        settings, "_parse", lambda path, data, own=settings._parse: parsed.append(path) or own(path, data)
+    )
+    assert memprof("estimate", "--params", "1.2B").stdout.startswith("From ") is taken
+    assert bool(parsed) is taken
 
 
 def test_flags_of_every_command_are_accepted(memprof, folder):

@@ -62,3 +62,25 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
     with progress.Progress():
         time.sleep(0.1)
     assert capsys.readouterr().err == ""  # nothing is known yet
+    with progress.Progress(quiet=True) as say:
+        say("reading")
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("show", "run.memprof", "--csv", "tables"),
+        ("compare", "run.memprof", "run.memprof", "--csv", "compared"),
+        ("analyze", "run.memprof", "--csv", "analyzed"),
+        ("export", "run.memprof", "--to", "run.json"),
+        ("profile", "--model-size", "1M", "--context-length", "16", "--save", "new.memprof"),
+    ],
+)
+def test_q_says_nothing_beside_the_verdict(memprof, folder, monkeypatch, words):
+    """No progress, and not where files were written."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    assert memprof(*words).stderr != ""
+    assert memprof(*words, "-q").stderr == ""

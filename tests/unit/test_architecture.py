@@ -24,12 +24,17 @@ except SystemExit as done:
 """
 
 
-def _imported(code: str) -> set[str]:
-    """Top-level packages that a fresh interpreter has imported after `code`."""
-    report = "\nimport json, sys\nsys.stderr.write(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+def _modules(code: str) -> set[str]:
+    """Everything that a fresh interpreter has imported after `code`."""
+    report = "\nimport json, sys\nsys.stderr.write(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code + report], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stderr))
+
+
+def _imported(code: str) -> set[str]:
+    """The same, top-level packages alone."""
+    return {name.partition(".")[0] for name in _modules(code)}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +75,36 @@ def test_imports_nothing_heavy(code):
     imported = _imported(code)
     assert "memprof" in imported
     assert not imported & set(HEAVY)
+
+
+def _rooms(modules: set[str]) -> set[str]:
+    """What of memprof is there, its command line apart: rooms, and files beside them."""
+    names = {name for name in modules if name.startswith("memprof.") and not name.startswith("memprof.cli")}
+    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+
+BASE = {"errors", "spec", "units", "version", "device.ceiling", "device.host", "trace.plain", "estimate.methods"}
+"""What options are made of."""
+
+
+def test_help_imports_little():
+    """No room beside what options are made of, and no library that takes longer than it."""
+    modules = _modules(HELP)
+    assert _rooms(modules) == {f"memprof.{name}" for name in BASE}
+    assert not modules & {"pydantic", "rich", "tomllib", "argparse", "importlib.metadata", "asyncio", "pynvml"}
+
+
+def test_a_command_imports_no_other():
+    """Nor does `estimate` anything that runs, replays or measures."""
+    modules = _modules(HELP.replace('"--help"', '"estimate", "--params", "1.2B", "--dtype", "float16"'))
+    commands = {path.stem for path in (ROOT / "memprof/cli").glob("*.py") if "EXAMPLES" in path.read_text()} - {"main"}
+    assert {name for name in commands if f"memprof.cli.{name}" in modules} == {"estimate"}
+    rooms = {name.split(".")[1] for name in _rooms(modules)}
+    assert rooms == {name.partition(".")[0] for name in BASE} | {"catalog", "estimate", "report", "workload"}
+    assert {name for name in _rooms(modules) if ".report." in name} == {
+        "memprof.report.documents.estimate", "memprof.report.terminal.estimate",
+    }  # fmt: skip
+    assert not modules & {"rich", "argparse", "asyncio", "pynvml"}
 
 
 def test_heavy_imports_would_be_noticed():

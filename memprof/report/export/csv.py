@@ -50,7 +50,7 @@ def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
         lists = {column: frame[column].map(_cell) for column in frame.select_dtypes("object")}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
         header = text.partition("\n")[0].encode()
-        write_whole(folder / f"{name}.csv", text.encode(), table_form("table", OPTION, header), force=force)
+        write_whole(folder / f"{name}.csv", text.encode(), table_form("such table", OPTION, header), force=force)
 
 
 def _cell(value: Any) -> Any:

@@ -58,7 +58,7 @@ def test_an_earlier_run_is_replaced_and_nothing_else_is_touched(tmp_path):
 def test_a_file_of_a_tables_name_that_is_none_is_kept(tmp_path):
     steps = tmp_path / "steps.csv"
     steps.write_text("day,steps\nMonday,9000\n")
-    with pytest.raises(UsageError, match="no table of memprof") as caught:
+    with pytest.raises(UsageError, match="no such table of memprof") as caught:
         write_csv(DOCUMENT, tmp_path)
     assert "--force" in str(caught.value)
     assert "Monday" in steps.read_text()

@@ -1,0 +1,79 @@
+"""`memprof --install-completion`: typer's scripts, put where bash, zsh and fish find them.
+
+typer's own installation writes the whole of ~/.bashrc or ~/.zshrc anew, so that a full disk empties it, and its script
+for zsh answers from the second press of the tab key on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import shellingham
+import typer
+from typer import completion
+
+from memprof.cli.streams import say
+from memprof.errors import MemprofError
+
+_scripts: Any = completion  # what it takes from elsewhere it does not declare
+_PLACES = {
+    "bash": (".bash_completions/{}.sh", ".bashrc", "source '{}'"),
+    "zsh": (".zfunc/_{}", ".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit"),
+    "fish": (".config/fish/completions/{}.fish", None, ""),
+}
+"""Of each shell: where its script goes below the home folder, which file has a line for it, and that line."""
+_ZSH_ANSWER = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"\nfi'
+"""What zsh loads when it is first asked answers then, too."""
+
+
+def install_itself(command: Any) -> None:
+    """Let typer's option of `command` install as it is said here."""
+    for parameter in command.params:
+        if parameter.name == "install_completion":
+            parameter.callback = partial(_answer, parameter.callback)
+
+
+def _answer(theirs: Callable[..., Any], context: Any, option: Any, value: Any) -> Any:
+    """To `--install-completion`, whose value is the shell where it cannot be found out; `theirs` for another shell."""
+    shell = value
+    if value is True:
+        with contextlib.suppress(shellingham.ShellDetectionFailure):
+            shell = shellingham.detect_shell()[0]
+    if context.resilient_parsing or shell not in _PLACES:
+        return theirs(context, option, value)
+    say(f"{shell} completion installed in {_install(shell, str(context.find_root().info_name))}")
+    say("Completion will take effect once you restart the terminal")
+    raise typer.Exit
+
+
+def _install(shell: str, program: str) -> Path:
+    place, started, line = _PLACES[shell]
+    variable = f"_{program.replace('-', '_').upper()}_COMPLETE"
+    script = _scripts.get_completion_script(prog_name=program, complete_var=variable, shell=shell)
+    if shell == "zsh":
+        script += _ZSH_ANSWER.format(script.partition("()")[0].split()[-1])
+    try:
+        path = Path.home() / place.format(program)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{script}\n", encoding="utf-8")
+        if started is not None:
+            _append(Path.home() / started, line.format(path).encode())
+    except (OSError, RuntimeError) as error:  # no home either
+        raise MemprofError(
+            "completion cannot be installed",
+            value=error,
+            hint="memprof --show-completion prints it, to be put elsewhere",
+        ) from None
+    return path
+
+
+def _append(file: Path, line: bytes) -> None:
+    """A line at the end of a file that has others, if it is not there: nothing of them is written anew."""
+    with file.open("ab+") as opened:
+        opened.seek(0)
+        if line not in (lines := opened.read().split(b"\n")):
+            opened.write((b"" if lines[-1] == b"" else b"\n") + line + b"\n")
