@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from memprof.trace.events import NONE
 from memprof.virtual.calls import Call, Operator
 from memprof.virtual.machine import Machine
 from memprof.watch.recorder import Place
@@ -52,6 +53,11 @@ class Launch:
     def device_of(self, tensor: torch.Tensor) -> str:
         """The device that the program believes `tensor` to be on."""
         return self._machine.device_of(tensor)
+
+    def maker_of(self, tensor: torch.Tensor) -> str:
+        """The operator that allocated `tensor`; empty if that is not known."""
+        trace, index = self._machine.recorder.trace, self._machine.recorder.index_of(tensor)
+        return trace.op(trace.storages[index]) if index != NONE else ""
 
     def record(self, *tensors: torch.Tensor | None, op: str | None = None, device: str | None = None) -> None:
         """These meta tensors are what the operator (or `op`, which it calls) makes; recorded in this order."""

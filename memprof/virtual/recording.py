@@ -61,7 +61,7 @@ class RecordingMode(Machine):
         super().__init__(recorder, values, card, cards, workspaces)
         self._workspace: matrix_products.CublasWorkspace | None = None
         """Its size is settled by the first product: the program may set the environment before."""
-        self._taken_workspaces: set[str] = set()
+        self._taken_workspaces: dict[str, int] = {}
         self._operators: dict[int, Operator] = {}
         """By the `id` of the overload, which each keeps alive: its own hash is a function in Python."""
         self._layouts: dict[Any, Any] = {}
@@ -384,12 +384,26 @@ class RecordingMode(Machine):
         # One for each handle, of which a thread has its own on each card, and stream.
         thread = f"{'backward' if in_backward() else 'forward'} {card} {self.recorder.streams.current(card)}"
         if thread not in self._taken_workspaces:
-            self.recorder.allocate_hidden(self._workspace.num_bytes, "cublas workspace", place, card, keep=True)
-            self._taken_workspaces.add(thread)
+            self._taken_workspaces[thread] = self.recorder.allocate_hidden(
+                self._workspace.num_bytes, "cublas workspace", place, card, keep=True
+            )
         lt = "lt " + thread
         if operator.uses_cublaslt and self._workspace.lt_num_bytes and lt not in self._taken_workspaces:
-            self.recorder.allocate_hidden(self._workspace.lt_num_bytes, "cublaslt workspace", place, card, keep=True)
-            self._taken_workspaces.add(lt)
+            self._taken_workspaces[lt] = self.recorder.allocate_hidden(
+                self._workspace.lt_num_bytes, "cublaslt workspace", place, card, keep=True
+            )
+
+    def clear_workspaces(self) -> None:
+        """Give back those that cuBLAS has: the next product takes them again (CublasHandlePool.cpp,
+        `clearCublasWorkspaces`)."""
+        for index in self._taken_workspaces.values():
+            self.recorder.free_hidden(index)
+        self._taken_workspaces.clear()
+
+    def process_ended(self, first: int) -> None:
+        """As of the recorder, with what libraries took."""
+        self.clear_workspaces()
+        self.recorder.process_ended(first)
 
     # -- device mismatch --------------------------------------------------------------------------------------------
 

@@ -100,6 +100,8 @@ class Recorder:
         self.live_bytes = 0
         self.peak_bytes = 0
         self._refs: dict[int, _StorageRef] = {}
+        self._gone: set[int] = set()
+        """Storages that live on, of processes that have ended."""
         self._op_index: dict[str, int] = {}
         self._source_index: dict[tuple[CodeType, int], int] = {}
         self._source_at: dict[tuple[int, int], int] = {}
@@ -181,6 +183,14 @@ class Recorder:
         self.live.pop(ref.address, None)
         self._append_free(index)
 
+    def process_ended(self, first: int) -> None:
+        """A process of the program is over, and with it all memory that it took: storage number `first` and later.
+        What keeps some of it alive here (a hook that its own tensor holds) would not outlive a real one."""
+        for index in self._refs:
+            if index >= first:
+                self._append_free(index)
+                self._gone.add(index)
+
     def empty_cache(self) -> None:
         """The program called torch.cuda.empty_cache()."""
         if not self._closed:
@@ -245,6 +255,8 @@ class Recorder:
         self._append_free(ref.index)
 
     def _append_free(self, index: int) -> None:
+        if index in self._gone:
+            return
         self.trace.events.append(_new(Event, (_FREE, index)))
         storage = self.trace.storages[index]
         if storage.device != "cpu":

@@ -11,11 +11,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memprof.catalog import find_gpu
-from memprof.trace.events import GPU, EventKind
+from memprof.trace.events import HOST, EventKind, Trace
 from memprof.virtual import VirtualGpu
 
 BEFORE = -1
 """The block of a free whose allocation came before the recording."""
+OF_A_THREAD = "another thread"
 
 
 class Call(NamedTuple):
@@ -76,7 +77,11 @@ def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list
         begin = len(gpu.trace.events)
         step()
         end = len(gpu.trace.events)
-    trace = gpu.trace
+    return recorded_changes(gpu.trace, begin, end, shared)
+
+
+def recorded_changes(trace: Trace, begin: int, end: int, shared: Callable[[str, str], bool]) -> list[Change]:
+    """Those of a trace's events from `begin` to `end` that are of a card; `shared` as above."""
     changes: list[Change] = []
     blocks: dict[int, int] = {}
     visible = -1
@@ -88,7 +93,7 @@ def on_virtual_gpu(program: Program, shared: Callable[[str, str], bool]) -> list
         if event.kind not in (EventKind.ALLOC, EventKind.FREE):
             continue
         storage = trace.storages[event.ref]
-        if storage.device != GPU:
+        if storage.device == HOST:
             continue
         if storage.hidden and not shared(trace.op(storage), trace.storages[made_after[event.ref]].dtype):
             continue
@@ -113,6 +118,12 @@ def on_cpu(program: Program) -> list[Change]:
                 step()
     finally:
         torch.set_num_threads(threads)
+    return changes_of(recorded)
+
+
+def changes_of(recorded: profile) -> list[Change]:
+    """All that torch's profiler saw, in order. What another thread than the program's makes has OF_A_THREAD as its
+    outermost operator."""
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     found: list[tuple[int, int, int, tuple[Call, ...]]] = []  # time, bytes, address, calls
     number = 0
@@ -121,14 +132,16 @@ def on_cpu(program: Program) -> list[Change]:
         nonlocal number
         if node.typed[0].name == "Allocation":
             found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr, calls))
-        elif node.name.startswith("aten::"):
+        elif node.name.startswith(("aten::", "c10d::")):
             number += 1
             calls = (*calls, call_of(node, number))
         for child in node.children:
             walk(child, calls)
 
-    for root in recorded.profiler.kineto_results.experimental_event_tree():
-        walk(root, ())
+    roots = recorded.profiler.kineto_results.experimental_event_tree()
+    thread = min(roots, key=lambda root: root.start_time_ns).start_tid
+    for root in roots:
+        walk(root, () if root.start_tid == thread else (Call(OF_A_THREAD, (), (), -root.start_tid),))
     found.sort(key=lambda change: change[0])
     changes: list[Change] = []
     blocks: dict[int, int] = {}

@@ -79,7 +79,10 @@ _CAST = Temporary("an argument of another dtype, cast (TensorIterator.cpp)", _ca
 TEMPORARIES: dict[str, Temporary] = {
     "aten::_convolution": Temporary("columns; copies of its tensors or of one group", _forward),
     "aten::convolution_backward": Temporary("columns; copies of its tensors or of one group", _backward),
-    "aten::native_layer_norm_backward": Temporary("sums of weight's and bias's gradients", _like(5, times=2)),
+    "aten::native_layer_norm_backward": Temporary(
+        "sums of weight's and bias's gradients, in their dtype",
+        lambda call, made: {FLOAT * _elements(call.shapes[5]) * times for times in (1, 2)},
+    ),
     "aten::native_group_norm_backward": Temporary(
         "two sums per sample and channel",
         lambda call, made: {FLOAT * math.prod((call.shapes[1] or ())[:2])},
@@ -122,7 +125,11 @@ class Comparison(NamedTuple):
 def compared(program: Program, beyond: Callable[[list[Change]], set[int]] = lambda cpu: set()) -> Comparison:
     """Run `program` on both sides; leave out what is named in this file, and the CPU's blocks that `beyond` gives."""
     virtual, cpu = on_virtual_gpu(program, is_shared), on_cpu(program)
-    left_out = beyond(cpu)
+    return laid_beside(virtual, cpu, beyond(cpu))
+
+
+def laid_beside(virtual: list[Change], cpu: list[Change], left_out: set[int]) -> Comparison:
+    """Both sides; of the CPU's without what is named in this file and the blocks `left_out`."""
     cpu = [change for change in cpu if change.block not in left_out]
     temporaries = _temporaries(cpu)
     cpu = [change for change in cpu if change.block not in temporaries]

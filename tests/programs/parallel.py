@@ -56,6 +56,11 @@ def batch() -> torch.Tensor:
     return torch.arange(2 * TOKENS, device=device()).view(2, TOKENS) % VOCABULARY
 
 
+def built(make: Callable[[], nn.Module]) -> Any:
+    with device():
+        return make()
+
+
 def train(model: nn.Module, optimizer: Any = None, clip: Any = None, steps: int = 3) -> None:
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), foreach=False)
     for _ in range(steps):
@@ -69,7 +74,7 @@ def train(model: nn.Module, optimizer: Any = None, clip: Any = None, steps: int 
 
 
 def ddp(**options: Any) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(Model().to(device()), **options)
+    return nn.parallel.DistributedDataParallel(built(Model), **options)
 
 
 def train_compressed(hook: str) -> None:
@@ -98,16 +103,16 @@ def zero() -> None:
     train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3))
 
 
-def fsdp1(half: bool = False) -> None:
+def fsdp1(half: bool = False, synced: bool = False) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     model = FullyShardedDataParallel(
-        Model().to(device()),
+        built(Model),
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         device_id=device(),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if half else None,
-        sync_module_states=half,
+        sync_module_states=synced,
     )
     train(model, clip=model.clip_grad_norm_)
 
@@ -120,7 +125,7 @@ def fsdp2(*sizes: int, checkpoint: bool = False, save: bool = False, **options: 
 
     names = ("replicate", "shard")
     mesh = init_device_mesh(KIND, sizes or (dist.get_world_size(),), mesh_dim_names=names[-len(sizes or (1,)) :])
-    model = Model().to(device())
+    model = built(Model)
     for block in model.blocks:
         if checkpoint:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
@@ -157,7 +162,7 @@ def tensor_parallel(loss: str = "") -> None:
     )
 
     mesh = init_device_mesh(KIND, (dist.get_world_size(),))
-    model = Model().to(device())
+    model = built(Model)
     split = Shard(-1) if loss else Replicate()
     parallelize_module(
         model,
@@ -203,7 +208,7 @@ def pipeline(schedule: str) -> None:
     from torch.distributed import pipelining
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    layers = nn.Sequential(Block(), Block()).to(device())
+    layers = built(lambda: nn.Sequential(Block(), Block()))
     example = torch.empty(2, WIDTH, device=device(), requires_grad=True)
     stage = pipelining.PipelineStage(layers, rank, size, device(), input_args=example, output_args=example)
     run = getattr(pipelining, schedule)(stage, n_microbatches=4, loss_fn=F.mse_loss)
@@ -245,6 +250,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "zero": zero,
     "fsdp1": fsdp1,
     "fsdp1-half": lambda: fsdp1(half=True),
+    "fsdp1-synced": lambda: fsdp1(synced=True),
     "fsdp2": fsdp2,
     "fsdp2-kept": lambda: fsdp2(reshard_after_forward=False),
     "fsdp2-half": fsdp2_half,

@@ -83,21 +83,21 @@ class _NoRecordingMode(RecordingMode):
 
 
 def patches(
-    assume: Callable[[str], None], is_virtual: Callable[[torch.Tensor], bool], cards: int = 1, rank: int = 0
+    assume: Callable[[str], None], recording: RecordingMode, cards: int = 1, rank: int = 0
 ) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) of what starts processes, and talks to them.
 
     Args:
         assume: told what the run rests on.
-        is_virtual: whether a tensor has no data.
+        recording: what the program allocates.
         cards: how many there are: the program starts a rank for each.
         rank: the one that this process is.
     """
     for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
-        yield queue, "put", _putting(queue.put, is_virtual)
+        yield queue, "put", _putting(queue.put, recording.is_virtual)
     yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)
     for name in ("spawn", "start_processes"):
-        yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume, cards, rank)
+        yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume, recording, cards, rank)
 
 
 def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
@@ -128,7 +128,9 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
-def _inline(original: Callable[..., Any], assume: Callable[[str], None], cards: int, rank: int) -> Callable[..., Any]:
+def _inline(
+    original: Callable[..., Any], assume: Callable[[str], None], recording: RecordingMode, cards: int, rank: int
+) -> Callable[..., Any]:
     """`torch.multiprocessing.spawn` of as many processes as there are cards, or fewer: this is one of them."""
 
     def spawn(
@@ -137,10 +139,12 @@ def _inline(original: Callable[..., Any], assume: Callable[[str], None], cards: 
         if nprocs > cards:
             return original(fn, args, nprocs, join, *rest, **options)
         assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
+        first = len(recording.recorder.trace.storages)
         with joining.groups_end_with_the_run():
             fn(rank % nprocs, *args)
         # The next one is a process of its own.
         gc.collect()
+        recording.process_ended(first)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         return None if join else _Done()

@@ -95,7 +95,13 @@ def _fills_a_mask(launch: Launch, masks: list[torch.Tensor]) -> bool:
     is on the host, as Python's are (native/TensorAdvancedIndexing.cpp, canDispatchToMaskedFill)."""
     value, accumulates = launch.args[2], launch.argument(3, "accumulate", False)
     alone = len(masks) == 1 and all(index is None or index is masks[0] for index in launch.args[1])
-    return alone and not accumulates and not value.is_meta and value.numel() == 1
+    return alone and not accumulates and value.numel() == 1 and (not value.is_meta or _is_of_python(launch, value))
+
+
+def _is_of_python(launch: Launch, value: torch.Tensor) -> bool:
+    """Whether a number on the card is one that C++ has put there: in code below an operator (DTensor's), where no
+    function mode sees an assignment, it takes a virtual tensor to be on no card (python_variable_indexing.cpp)."""
+    return launch.maker_of(value) == "aten.scalar_tensor"
 
 
 @scratch(_aten.index_put, _aten.index_put_, _aten._index_put_impl_)

@@ -164,7 +164,6 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
         "_cuda_hostMemoryStats": {},
         "_cuda_resetAccumulatedHostMemoryStats": None,
         "_cuda_resetPeakHostMemoryStats": None,
-        "_cuda_clearCublasWorkspaces": None,
         "_cuda_ipc_collect": None,
         "_cuda_sleep": None,
         "_accelerator_synchronizeDevice": None,

@@ -197,15 +197,19 @@ def test_spawned_processes_are_one_of_them() -> None:
 
 def _joins(number: int, size: int) -> None:
     dist.init_process_group("nccl", rank=number, world_size=size)
-    assert torch.cuda.max_memory_allocated() == 0
-    circle = [torch.ones(4, device="cuda")]
-    circle.append(circle)  # type: ignore[arg-type]
+    assert torch.cuda.max_memory_allocated() == 4 * MIB, "what was there before"
+    weight = torch.ones(4, 4, device="cuda", requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda given: weight.add_(0))  # which no garbage collector finds
+    (weight @ weight).sum().backward()
+    assert torch.cuda.memory_allocated() > MIB, "cuBLAS has its workspace"
 
 
 def test_each_spawned_process_begins_anew() -> None:
-    with VirtualGpu(find_gpu("a100-80gb"), cards=2):
+    with VirtualGpu(find_gpu("a100-80gb"), cards=2) as gpu:
+        kept = torch.ones(MIB, device="cuda")
         for _ in range(2):
             torch.multiprocessing.spawn(_joins, args=(2,), nprocs=2)
+            assert gpu.recorder.live_bytes == kept.nbytes
         assert not dist.is_initialized()
 
 

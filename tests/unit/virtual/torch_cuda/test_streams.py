@@ -98,6 +98,10 @@ def test_a_workspace_of_cublas_for_each_stream():
     with torch.cuda.stream(torch.cuda.Stream()):
         x @ x
     assert torch.cuda.memory_allocated() == before + 2 * 32 * MIB
+    torch._C._cuda_clearCublasWorkspaces()
+    assert torch.cuda.memory_allocated() == before
+    x @ x
+    assert torch.cuda.memory_allocated() == before + 32 * MIB
 
 
 def figures():

@@ -1,0 +1,165 @@
+"""Programs for several processes, really run by as many over gloo: what each rank allocates on the virtual card, where
+it runs alone, is what it allocates on the CPU.
+
+Every allocation and free of the card has one of as many bytes, in the same order, there. What the CPU has beyond is
+named in cpu_temporaries.py and in BEYOND; when gloo's threads let go of what they were given is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from tests.accuracy.cpu_events import OF_A_THREAD, Change
+from tests.accuracy.cpu_temporaries import NUMBER_BYTES, Comparison, _renumbered, laid_beside
+from tests.accuracy.rank_events import SIZES
+from tests.accuracy.test_against_cpu import check, check_documented
+from tests.processes import ROOT, python
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
+]
+
+
+def _inside(*names: str) -> Callable[[Change], bool]:
+    return lambda change: set(names) <= {call.name for call in change.calls}
+
+
+GLOO = "gloo's copies: what it sends and receives is laid flat, or is not to change what it was given"
+BEYOND: dict[str, Callable[[Change], bool]] = {
+    GLOO: (
+        lambda change: any(call.name == OF_A_THREAD or call.name.startswith("c10d::") for call in change.calls)
+    ),
+    "casts in _chunk_cat, which is one kernel on CUDA": _inside("aten::_chunk_cat", "aten::cat"),
+    "where a rank is in a mesh of ranks, on the host": lambda change: change.num_bytes == 16 and not change.free
+    and bool({"aten::nonzero", "aten::arange"} & {call.name for call in change.calls}),
+    "booleans, cast to integers before their sum": _inside("aten::sum", "aten::_to_copy"),
+}  # fmt: skip
+"""What the CPU allocates beyond the card."""
+HOST_BYTES = {480: "sizes and strides of parameters", 92: "order of gradients", 88: "which parameters were used"}
+"""What DDP makes on the host first and then on the card, so that the CPU has it twice, the first time for the host."""
+NCCL_BYTES = {16: "the ranks' numbers of parameters, which NCCL gathers into one tensor"}
+"""What the card has beyond."""
+HALF, FLOAT = 2, 4
+
+
+class Ranks(NamedTuple):
+    """One rank on both sides."""
+
+    sides: Comparison
+    beyond: Counter[str]
+    """Blocks that the CPU has beyond, by reason."""
+    unseen: int
+    """Frees that gloo's threads did, or nobody: they are of blocks that the two sides have alike."""
+
+
+def _statistics_in_float(cpu: list[Change]) -> list[Change]:
+    """Mean and deviation of layers in half precision: the CPU's are of the input's dtype, CUDA's float32
+    (native/cuda/layer_norm_kernel.cu)."""
+    halves = set()
+    for change in cpu:
+        call = next((call for call in reversed(change.calls) if call.name == "aten::native_layer_norm"), None)
+        if call is not None and not change.free and call.shapes[0] is not None:
+            *rows, _ = call.shapes[0]
+            if change.num_bytes == HALF * math.prod(rows):
+                halves.add(change.block)
+    return [c._replace(num_bytes=c.num_bytes * FLOAT // HALF) if c.block in halves else c for c in cpu]
+
+
+def _beyond(cpu: list[Change], virtual: list[Change]) -> dict[int, str]:
+    found: dict[int, str] = {}
+    more = Counter(c.num_bytes for c in cpu if not c.free)
+    more.subtract(c.num_bytes for c in virtual if not c.free)
+    for change in (change for change in cpu if not change.free):
+        reason = next((reason for reason, is_so in BEYOND.items() if is_so(change)), None)
+        if reason is None and change.num_bytes in HOST_BYTES and more[change.num_bytes] > 0:
+            more[change.num_bytes] -= 1
+            reason = "of DDP, made on the host"
+        if reason is not None:
+            found[change.block] = reason
+    return found
+
+
+def _until_the_last_allocation(changes: list[Change]) -> list[Change]:
+    """What dies later dies with the program."""
+    last = max(position for position, change in enumerate(changes) if not change.free)
+    return changes[: last + 1]
+
+
+def compare(cpu: list[Change], virtual: list[Change]) -> Ranks:
+    of_nccl = {c.block for c in virtual if not c.free and c.num_bytes in NCCL_BYTES and c.op == "aten.empty"}
+    virtual = [change for change in virtual if change.block not in of_nccl]
+    cpu = _statistics_in_float(cpu)
+    beyond = _beyond(cpu, virtual)
+    found = laid_beside(virtual, cpu, set(beyond))
+    both = ([c for c in side if c.num_bytes > NUMBER_BYTES] for side in (found.virtual, found.cpu))
+    ours, theirs = (_until_the_last_allocation(_renumbered(side)) for side in both)
+    freed = {change.block for change in theirs if change.free}
+    unseen = {c.block for c in ours if c.free and c.block not in freed}
+    ours = [change for change in ours if not (change.free and change.block in unseen)]
+    return Ranks(found._replace(virtual=ours, cpu=theirs), Counter(beyond.values()), len(unseen))
+
+
+EVERY = {"ddp": 700, "fsdp2-half": 1200, "tensor-parallel": 1100, "pipeline": 500}
+NIGHTLY = {
+    "ddp-views": 700, "ddp-unused": 700, "ddp-static": 700, "zero": 450, "fsdp1": 600, "fsdp1-half": 650,
+    "fsdp2": 1050, "fsdp2-kept": 950, "hsdp": 1050, "loss-parallel": 1300, "pipeline-gpipe": 500,
+}  # fmt: skip
+"""Program -> allocations and frees that are compared, at least."""
+
+
+def _named(program: str) -> Any:
+    return program if program in EVERY else pytest.param(program, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("program", [_named(program) for program in EVERY | NIGHTLY])
+def test_ranks(program: str, tmp_path: Path) -> None:
+    done = python("-m", "tests.accuracy.rank_events", tmp_path / "events", program, folder=ROOT)
+    assert not done.exit_code, done.stderr[-4000:]
+    recorded = pickle.loads((tmp_path / "events").read_bytes())[program]
+    assert len(recorded) == SIZES.get(program, 2)
+    ranks = [compare(sides["cpu"], sides["virtual"]) for sides in recorded]
+    for found in ranks:
+        check(found.sides)
+        assert len(found.sides.virtual) > (EVERY | NIGHTLY)[program]
+        assert found.unseen <= found.beyond[GLOO], "gloo's threads give back what they were given, and nothing else"
+    check_documented(_row(program, ranks))
+
+
+def _row(program: str, ranks: list[Ranks]) -> str:
+    """Of the table in docs/accuracy.md."""
+
+    def told(numbers: Iterable[int]) -> str:
+        texts = [f"{number:,}" for number in numbers]
+        return " / ".join(texts if len(set(texts)) > 1 else texts[:1])
+
+    made = told(sum(not change.free for change in found.sides.virtual) for found in ranks)
+    freed = told(sum(change.free for change in found.sides.virtual) + found.unseen for found in ranks)
+    of_gloo = told(found.beyond[GLOO] for found in ranks)
+    others = told(found.beyond.total() - found.beyond[GLOO] for found in ranks)
+    return f"| `{program}` | {len(ranks)} | {made} | {freed} | yes | {of_gloo} | {others} |"
+
+
+def test_a_difference_is_seen() -> None:
+    made = [Change(False, block, 1024 + block, "aten.mm") for block in range(60)]
+    freed = [Change(True, block, 1024 + block, "aten.mm") for block in range(40)]
+    changes = [*made[:40], *freed, *made[40:]]
+    check(compare(changes, changes).sides)
+    for edited in (
+        [*changes[:50], *changes[51:49:-1], *changes[52:]],
+        [change for change in changes if change.block != 20],
+        [change._replace(num_bytes=9) if change.block == 20 else change for change in changes],
+    ):
+        with pytest.raises(AssertionError):
+            check(compare(edited, changes).sides)
+        with pytest.raises(AssertionError):
+            check(compare(changes, edited).sides)
+    assert compare([change for change in changes if change != freed[7]], changes).unseen == 1
