@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from memprof.errors import UsageError
+from memprof.findings import Severity
+from memprof.findings.ranks_differ import RankPeak, find_between
 from memprof.flows.each_card import merged_findings
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.ranks import RankRow
@@ -82,11 +84,22 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: i
     document = made[shown]
     others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
     size = document.rank.world_size if document.rank else len(traces)
+    differ = (
+        []
+        if any(one.failure for one in made.values())
+        else find_between(
+            {
+                number: RankPeak(one.peak.allocated_bytes, one.peak.categories, one.peak.tensors)
+                for number, one in made.items()
+            }
+        )
+    )
     in_part = () if len(traces) == size else (_IN_PART.format(size, len(traces)),)
+    findings = (*differ, *merged_findings(f"rank {shown}", document.findings, others))
     return dataclasses.replace(
         document,
         verdict=made[decides].verdict,
-        findings=merged_findings(f"rank {shown}", document.findings, others),
+        findings=tuple(sorted(findings, key=lambda one: one.severity is not Severity.ERROR)),
         assumptions=(*document.assumptions, _TOGETHER, *in_part),
         ranks=tuple(
             _row(one, number, made.get(number), None if firsts[number] == number else firsts[number], decides, shown)
