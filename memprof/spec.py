@@ -294,6 +294,16 @@ class TargetSpec:
         instead_of="gpu", parse=parse_gib,
     )  # fmt: skip
     """Capacity of a card that is in no catalog."""
+    gpus: int = option(1, "Card", "How many such cards.", is_count=True)
+    parallel: str | None = option(
+        None, "Card", "How the model and its work are spread over them: ddp, fsdp, fsdp:shard_grad_op, "
+        "hsdp:2x4, tp=2,fsdp=4, cp=2, ulysses=2 or pp=4:1f1b:microbatches=8.", metavar="PLAN",
+    )  # fmt: skip
+    """See workload/plan.py; batch size and context length are those of one rank's batch, before it is spread."""
+    rank: int | None = option(
+        None, "Card", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to show in full.",
+        unset="the one that decides",
+    )  # fmt: skip
     host_memory_bytes: int | None = option(
         None, "Card", "Of the machine, in GiB or as 64GB: a run that keeps more than this in it does not fit.",
         metavar="GIB", flag="--host-memory", unset="256 for what is searched; else it is not asked", parse=parse_gib,
@@ -327,6 +337,13 @@ class TargetSpec:
                 value=f"--lengths {self.lengths}",
                 hint="leave out one of them",
             )
+        if self.parallel is None and (self.gpus > 1 or self.rank is not None):
+            asked = f"--gpus {self.gpus}" if self.gpus > 1 else f"--rank {self.rank}"
+            raise UsageError("how is the model spread over the cards?", value=asked, hint="add --parallel fsdp, or ddp")
+        if self.rank is not None and not 0 <= self.rank < self.gpus:
+            raise UsageError("there is no such rank", value=f"--rank {self.rank}", hint=f"0 to {self.gpus - 1}")
+        if self.parallel is not None and self.device != "virtual":
+            raise UsageError("ranks are virtual ones", value=f"--device {self.device}", hint="leave out --device")
         if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
             raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):

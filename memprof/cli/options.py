@@ -91,14 +91,9 @@ class Shared:
     params: str | None = option(
         None, "Model", "A number of parameters, such as 1.2B: reckoned, nothing is run.", metavar="COUNT"
     )
-    gpus: int = option(1, "Card", "How many such cards.", is_count=True)
     shown_card: int | None = option(
         None, OUTPUT, "Of several cards, the one to show in full.", flag="--card", metavar="INDEX", unset="the fullest"
     )
-    rank: int | None = option(
-        None, "Card", "Of a program of several processes (torchrun, accelerate, mp.spawn), the one to show in full.",
-        unset="the one that decides",
-    )  # fmt: skip
     top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
     force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
 

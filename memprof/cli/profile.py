@@ -78,7 +78,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     simulated: Trace | None = None
     if how.device != "auto":
         spec = spec.edit(device=how.device)
-    elif not is_named:
+    elif not is_named and spec.parallel is None:
         spec, simulated = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))

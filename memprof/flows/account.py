@@ -46,11 +46,16 @@ def analyze(
     """
     if alloc_conf is not None:
         trace = with_settings(trace, alloc_conf)
-    if trace.others:
-        return document_of_ranks(trace, lambda one: analyze(one, explained=explained, card=card), rank)
+    if trace.others or (trace.facts.rank is not None and trace.facts.rank.alike and rank is None):
+        return document_of_ranks(trace, lambda one: _of_one(one, explained, card), rank)
     if rank not in (None, rank_of(trace)):
         hint = f"leave it out: it was rank {rank_of(trace)} alone"
         raise UsageError("no such rank was run", value=f"--rank {rank}", hint=hint)
+    return _of_one(trace, explained, card)
+
+
+def _of_one(trace: Trace, explained: bool, card: int | None) -> Document:
+    """Of one process."""
     if trace.cards:
         return document_of_cards(trace, lambda one: _report(one, explained), card)
     if card:

@@ -17,6 +17,9 @@ from memprof.watch.failure import measured_failure
 from memprof.workload.custom_code import may_not_leave
 from memprof.workload.step import Workload
 
+_CARDS_OF_A_MACHINE = 8
+"""Ranks beyond so many are on other machines."""
+
 
 def capture_virtual(
     workload: Workload,
@@ -31,10 +34,14 @@ def capture_virtual(
         UsageError: the workload cannot be built.
         RunFailedError: the model's own code raised; its `trace` is what happened until then.
     """
+    spec = workload.spec
     device = VirtualGpu(
         gpu,
+        cards=min(spec.gpus, _CARDS_OF_A_MACHINE),
+        nodes=-(-spec.gpus // _CARDS_OF_A_MACHINE),
+        rank=spec.rank or 0,
         context_bytes=CONTEXT_BYTES,
-        tensors_only=not workload.spec.workspaces,
+        tensors_only=not spec.workspaces,
         memory=memory,
         allocator_settings=allocator_settings,
     )

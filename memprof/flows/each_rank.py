@@ -1,4 +1,4 @@
-"""A program whose ranks ran together: a report of each kind of rank, put together."""
+"""A program whose ranks ran together, or one of each kind alone: a report of each kind of rank, put together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from memprof.errors import UsageError
-from memprof.findings import Severity
-from memprof.findings.ranks_differ import RankPeak, find_between
 from memprof.flows.each_card import merged_findings
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.ranks import RankRow
@@ -19,6 +17,7 @@ PEER = "another rank"
 _TOGETHER = (
     "The ranks ran together: what is known of tensors, objects and sizes was exchanged, and their calls were matched."
 )
+_ONE_OF_EACH = "One rank of each kind was run, alone: the others are taken to be like it."
 _IN_PART = (
     "Of the {} ranks {} ran together; each of the others is taken to be like the lowest of these in a group, and sends "
     "nothing that is known."
@@ -84,23 +83,14 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: i
     document = made[shown]
     others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
     size = document.rank.world_size if document.rank else len(traces)
-    differ = (
-        []
-        if any(one.failure for one in made.values())
-        else find_between(
-            {
-                number: RankPeak(one.peak.allocated_bytes, one.peak.categories, one.peak.tensors)
-                for number, one in made.items()
-            }
-        )
-    )
-    in_part = () if len(traces) == size else (_IN_PART.format(size, len(traces)),)
-    findings = (*differ, *merged_findings(f"rank {shown}", document.findings, others))
+    how = (_TOGETHER,) if len(traces) == size else (_TOGETHER, _IN_PART.format(size, len(traces)))
+    if trace.facts.rank is not None and trace.facts.rank.alike:
+        how = (_ONE_OF_EACH,)
     return dataclasses.replace(
         document,
         verdict=made[decides].verdict,
-        findings=tuple(sorted(findings, key=lambda one: one.severity is not Severity.ERROR)),
-        assumptions=(*document.assumptions, _TOGETHER, *in_part),
+        findings=merged_findings(f"rank {shown}", document.findings, others),
+        assumptions=(*document.assumptions, *how),
         ranks=tuple(
             _row(one, number, made.get(number), None if firsts[number] == number else firsts[number], decides, shown)
             for number, one in traces.items()
@@ -129,6 +119,7 @@ def _row(trace: Trace, number: int, document: Document | None, like: int | None,
     return RankRow(
         rank=number,
         like=like,
+        alike=trace.facts.rank.alike if trace.facts.rank else (),
         ended=program.ended if program else "",
         peak_allocated_bytes=document.peak.allocated_bytes if document else 0,
         peak_stage=document.peak.stage if document else "",

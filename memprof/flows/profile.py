@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 
 from memprof.allocator import SettingsInForce
@@ -24,12 +25,14 @@ from memprof.flows.cards import (
     measured_device_facts,
     virtual_card,
 )
+from memprof.flows.each_rank import in_order
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
+from memprof.workload.plan import parse_plan
 
 
 def profile(
@@ -49,6 +52,8 @@ def profile(
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
+    if spec.parallel is not None and spec.rank is None:
+        return _one_of_each_kind(spec, spec.parallel, progress, explained)
     gpu = virtual_card(spec)
     device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
@@ -100,6 +105,30 @@ def profile(
         failed.document = analyze(trace)
         failed.hint = "the finding run-failed says what to do; --debug shows the traceback"
     raise failed
+
+
+def _one_of_each_kind(
+    spec: TargetSpec, plan: str, progress: Callable[[str], None], explained: bool
+) -> tuple[Trace, Document]:
+    """One rank after the other, of each kind that the plan has."""
+    traces = []
+    kinds = parse_plan(plan, spec.gpus).kinds_of_ranks()
+    for rank, alike in kinds:
+        of = f"rank {rank}: " if len(kinds) > 1 else ""
+        trace, _ = profile(spec.edit(rank=rank), functools.partial(_say, progress, of), explained=False)
+        assert trace.facts.rank is not None and trace.facts.target is not None
+        trace.facts = dataclasses.replace(
+            trace.facts,
+            rank=dataclasses.replace(trace.facts.rank, alike=(alike[0], alike[-1])),
+            target=dataclasses.replace(trace.facts.target, asked=spec),
+        )
+        traces.append(trace)
+    whole = in_order(traces)
+    return whole, analyze(whole, explained=explained)
+
+
+def _say(progress: Callable[[str], None], of: str, doing: str) -> None:
+    progress(of + doing)
 
 
 def resolve_device(

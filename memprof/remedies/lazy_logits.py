@@ -45,6 +45,7 @@ class LazyLogits(torch.Tensor):
         weight: vocabulary x hidden size.
         bias: vocabulary, or None.
         steps: elementwise operations, in order.
+        hooks: what is to be called when the backward comes to the logits, and leaves their gradient as it is.
         class_dim: where the vocabulary stands, -1 or 1 (as `transpose(1, 2)` leaves it).
     """
 
@@ -54,6 +55,7 @@ class LazyLogits(torch.Tensor):
     _policy: Policy
     _steps: tuple[LogitsStep, ...]
     _class_dim: int
+    _hooks: tuple[Callable[[torch.Tensor], Any], ...]
     _whole: torch.Tensor | None
 
     @staticmethod
@@ -65,6 +67,7 @@ class LazyLogits(torch.Tensor):
         policy: Policy,
         steps: tuple[LogitsStep, ...] = (),
         class_dim: int = -1,
+        hooks: tuple[Callable[[torch.Tensor], Any], ...] = (),
     ) -> LazyLogits:
         dtype = next((step.value for step in reversed(steps) if step.kind == "cast"), hidden.dtype)
         shape = [*hidden.shape[:-1], weight.shape[0]]
@@ -73,7 +76,7 @@ class LazyLogits(torch.Tensor):
         # "meta": it has no memory. What Python asks of its device is answered by `_HANDLERS`.
         self: LazyLogits = _Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=_META)  # type: ignore[attr-defined]
         self._hidden, self._weight, self._bias, self._policy = hidden, weight, bias, policy
-        self._steps, self._class_dim, self._whole = steps, class_dim, None
+        self._steps, self._class_dim, self._hooks, self._whole = steps, class_dim, hooks, None
         return self
 
     @classmethod
@@ -107,13 +110,14 @@ class LazyLogits(torch.Tensor):
             x = functional.linear(self._hidden, self._weight, self._bias)
             for step in self._steps:
                 x = step.forward(x)
+            _hook(x, self._hooks)
             self._whole = x if self._class_dim == -1 else x.transpose(1, 2)
         return self._whole
 
     def _like(self, *, hidden: torch.Tensor | None = None, step: LogitsStep | None = None) -> LazyLogits:
         steps = self._steps if step is None else (*self._steps, step)
         hidden = self._hidden if hidden is None else hidden
-        return LazyLogits(hidden, self._weight, self._bias, self._policy, steps, self._class_dim)
+        return LazyLogits(hidden, self._weight, self._bias, self._policy, steps, self._class_dim, self._hooks)
 
     def _after(self, step: LogitsStep, in_place: bool) -> LazyLogits:
         """The logits after one more operation."""
@@ -202,7 +206,7 @@ def _swap(self: LazyLogits, first: Any, second: Any) -> Any:
     """To the shape that `cross_entropy` calls K-dimensional: batch x vocabulary x tokens."""
     if _started(self) or self.dim() != 3 or {first % 3, second % 3} != {1, 2}:
         return NotImplemented
-    return LazyLogits(self._hidden, self._weight, self._bias, self._policy, self._steps, class_dim=1)
+    return LazyLogits(self._hidden, self._weight, self._bias, self._policy, self._steps, 1, self._hooks)
 
 
 def _permute(self: LazyLogits, *dims: Any) -> Any:
@@ -232,7 +236,7 @@ def _getitem(self: LazyLogits, index: Any) -> Any:
     if (begin, end) == (0, self.shape[-1]):
         return self._like(hidden=hidden)
     bias = None if self._bias is None else self._bias[begin:end]
-    return LazyLogits(hidden, self._weight[begin:end], bias, self._policy, self._steps)
+    return LazyLogits(hidden, self._weight[begin:end], bias, self._policy, self._steps, hooks=self._hooks)
 
 
 def _is_mask(part: Any) -> bool:
@@ -287,6 +291,21 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _register_hook(self: LazyLogits, hook: Callable[[torch.Tensor], Any]) -> Any:
+    """fully_shard's gathers the parameters, and gives the gradient back as it was: that of the losses does as well."""
+    of = type(getattr(hook, "__self__", None)).__module__
+    if _started(self) or not of.startswith("torch.distributed.fsdp."):
+        return NotImplemented
+    self._hooks = (*self._hooks, hook)
+    return None
+
+
+def _hook(tensor: torch.Tensor, hooks: tuple[Callable[[torch.Tensor], Any], ...]) -> None:
+    if tensor.requires_grad:
+        for hook in hooks:
+            tensor.register_hook(hook)
+
+
 def _tanh(in_place: bool) -> Callable[..., Any]:
     return lambda self: NotImplemented if _started(self) else self._after(LogitsStep("tanh"), in_place)
 
@@ -319,6 +338,7 @@ def _cross_entropy(
         label_smoothing=label_smoothing,
         rows=self._policy.rows,
     )
+    _hook(losses, self._hooks)
     if reduction == "none":
         return losses.to(self.dtype).view(target.shape)
     total = losses.sum()
@@ -333,6 +353,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         for name in ("device", "is_cuda", "is_cpu", "is_meta")
     },
     _Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
+    _Tensor._base.__get__: lambda self: NotImplemented if _started(self) else None,  # type: ignore[union-attr]
+    _Tensor.register_hook: _register_hook,
     **{
         func: _plain(func)
         for func in (

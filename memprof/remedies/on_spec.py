@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from memprof.errors import UsageError
 from memprof.remedies.applied import apply
 from memprof.remedies.fixes import options_of, parse_fixes
-from memprof.remedies.layers import find_layers
 from memprof.spec import TargetSpec
+from memprof.workload.layers import find_layers
 
 
 def switch_on(
@@ -19,8 +20,9 @@ def switch_on(
     spec: TargetSpec,
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer | None],
     device: str = "cuda",
+    place: Callable[[nn.Module], object] | None = None,
 ) -> Any:
-    """Apply `spec.fixes` to `model`, which is in host memory, and move it to `device`.
+    """Apply `spec.fixes` to `model`, which is in host memory, and move it to `device`, or where `place` puts it.
 
     Returns:
         The optimizer, if a remedy brings it.
@@ -34,12 +36,16 @@ def switch_on(
     if any("optimizer" in fix.remedy.options for fix in fixes):
         options["optimizer"] = make_optimizer
     first = next((fix.remedy.name for fix in fixes if fix.remedy.makes_room_first), None)
+    if first is not None and place is not None:
+        raise UsageError(
+            f"{first} beside --parallel is not here", value=str(spec.parallel), hint="--fix cpu-offload-optimizer is"
+        )
     if first is not None:
         # Before the move: the layers are never on the card as a whole.
         applied = apply(model, names, undoable=False, **options)
         _move_but_layers(model, device, first)
     else:
-        model.to(device)
+        model.to(device) if place is None else place(model)
         applied = apply(model, names, undoable=False, **options)
     return next((result for result in applied.results.values() if hasattr(result, "param_groups")), None)
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from memprof.remedies.applied import apply
-from memprof.remedies.layers import find_layers
 from memprof.report.documents.verification import Precision
 from memprof.verify.reference import float64_throughout
 from memprof.verify.specimens import Specimen, batches
+from memprof.workload.layers import find_layers
 
 PRECISIONS = ("float16", "bfloat16")
 _AMP_PREFIX = "amp-"

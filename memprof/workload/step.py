@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,9 +22,17 @@ from memprof.workload.inputs import Feeder
 from memprof.workload.lengths import parse_lengths
 from memprof.workload.models import ModelSource
 from memprof.workload.optimizers import optimizer_over, require_optimizer
+from memprof.workload.plan import check_plan, parse_plan
 
-SwitchOn = Callable[[nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str], Any]
-"""Applies the spec's fixes to a model in host memory, and moves it to a device; returns an optimizer if one is made.
+if TYPE_CHECKING:
+    from memprof.workload.spread import Spread
+    from memprof.workload.stages import Pipeline
+
+Place = Callable[[nn.Module], object]
+SwitchOn = Callable[
+    [nn.Module, TargetSpec, Callable[[list[nn.Parameter]], "torch.optim.Optimizer | None"], str, Place | None], Any
+]
+"""Applies the spec's fixes to a model in host memory, and puts it onto a device; returns an optimizer if one is made.
 
 Remedies stand above this package, so that the pipeline hands this in."""
 
@@ -63,6 +71,14 @@ class Workload:
             require_optimizer(spec.optimizer)
         self.context_length: int | None = None
         self.dtype: str | None = source.dtype
+        self._spread: Spread | None = None
+        self._pipeline: Pipeline | None = None
+        if spec.parallel is not None:
+            from memprof.workload.spread import Spread  # and torch's distributed packages with it
+
+            plan = parse_plan(spec.parallel, spec.gpus)
+            check_plan(plan, spec, source.task, source.config)
+            self._spread = Spread(plan, spec.rank or 0, spec)
 
     def run(self, device: Device, progress: Callable[[str], None] = lambda doing: None) -> None:
         """Run every step on `device`.
@@ -82,19 +98,21 @@ class Workload:
         for note in (*self.source.notes, *quantization.assumptions(self.source.stored, spec)):
             device.assume(note)
         progress("building the model")
+        if self._spread is not None:
+            self._spread.join()
         with device.phase(PhaseKind.MODEL):
             model, base = self._build(device.name)
-        device.adopt(model)
+        device.adopt(model if self._spread is None else self._spread.called(model))
         for sentence in quantization.found_loaded(self.source.stored, model):
             device.assume(sentence)
-        self.num_parameters = quantization.count_parameters(model)
-        self.num_trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if self.dtype is None:
             first = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
             self.dtype = None if first is None else str(first).removeprefix("torch.")
         feeder = Feeder(self.source, base, spec.batch_size, spec.context_length, self._lengths)
         self.sequence_lengths = feeder.sequence_lengths
         self.context_length = feeder.context_length if feeder.takes_tokens else None
+        if self._spread is not None and self._spread.plan.stages > 1:
+            self._pipeline = self._spread.pipeline(model, base, (spec.batch_size, feeder.context_length), device)
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
@@ -109,13 +127,17 @@ class Workload:
             self._prepare_training(device, model, base)
             with device.phase(PhaseKind.OPTIMIZER):
                 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                optimizer = self._optimizer = self._made or optimizer_over(trained, spec)
+                groups = trained if self._spread is None else self._spread.parameter_groups(trained)
+                optimizer = self._optimizer = self._made or optimizer_over(groups, spec)
                 # Disabled, a scaler passes everything through.
                 scaler = torch.amp.GradScaler(device.name, enabled=spec.amp == "float16")
             for step in range(1, spec.steps + 1):
                 progress(f"training step {step} of {spec.steps}")
-                for micro_batch in range(1, spec.gradient_accumulation + 1):
-                    self._micro_batch(device, model, feeder, scaler, step, micro_batch)
+                if self._pipeline is not None:
+                    self._pipelined(device, feeder, step)
+                else:
+                    for micro_batch in range(1, spec.gradient_accumulation + 1):
+                        self._micro_batch(device, model, feeder, scaler, step, micro_batch)
                 if optimizer is not None:
                     with device.phase(PhaseKind.OPTIMIZER_STEP, step):
                         scaler.step(optimizer)
@@ -141,9 +163,19 @@ class Workload:
             for parameter in adapters.named_parameters(model, self.spec.freeze, "--freeze names no parameter"):
                 parameter.requires_grad_(False)
         whole = model if self.spec.adapter is None else adapters.add_lora(model, self.spec, self.source)
+        self.num_parameters = quantization.count_parameters(whole)
+        self.num_trainable_parameters = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+        spread = self._spread
+        if spread is not None and spread.plan.stages > 1:
+            whole = spread.cut(whole)
+        place = None if spread is None else functools.partial(spread.place, device=device)
         if self.spec.fixes and self._switch_on is not None:
             # An adapter's parameters are in the model; what wraps it has none of its own.
-            self._made = self._switch_on(model, self.spec, functools.partial(optimizer_over, spec=self.spec), device)
+            make = functools.partial(optimizer_over, spec=self.spec)
+            changed = whole if spread is not None and spread.plan.stages > 1 else model
+            self._made = self._switch_on(changed, self.spec, make, device, place)
+        elif place is not None:
+            place(whole)
         elif self.source.stored is None:  # else it is on the card already
             whole = whole.to(device)
         return whole, model
@@ -189,31 +221,57 @@ class Workload:
         """One forward and backward; what it leaves behind is the gradients, as in a function of its own."""
         with device.phase(PhaseKind.INPUTS, step, micro_batch):
             batch = _moved(feeder.host_batch(), device.name)
-        with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
-            outputs = model(**batch)
-            loss = feeder.loss(outputs, batch)
-            if self.spec.gradient_accumulation > 1:
-                loss = loss / self.spec.gradient_accumulation
-        with device.phase(PhaseKind.BACKWARD, step, micro_batch):
-            scaler.scale(loss).backward()
+        last = micro_batch == self.spec.gradient_accumulation
+        with contextlib.ExitStack() as shared:
+            if self._spread is not None:
+                model = self._spread.called(model)
+                shared.enter_context(self._spread.synchronising(last))
+                batch = self._own_part(device, shared, batch, step, micro_batch)
+            with device.phase(PhaseKind.FORWARD, step, micro_batch), self._autocast(device.name):
+                outputs = model(**batch)
+                loss = feeder.loss(outputs, batch)
+                if self.spec.gradient_accumulation > 1:
+                    loss = loss / self.spec.gradient_accumulation
+            with device.phase(PhaseKind.BACKWARD, step, micro_batch):
+                scaler.scale(loss).backward()
         if step == 1 and micro_batch == 1:
             device.assume("The model's output is kept until its backward is done, as in a plain training loop.")
+
+    def _own_part(
+        self, device: Device, shared: contextlib.ExitStack, batch: dict[str, Any], step: int, micro_batch: int
+    ) -> dict[str, Any]:
+        """What this rank has of `batch`, until `shared` is left."""
+        if self._spread is None or self._spread.plan.sequence == 1:
+            return batch
+        with device.phase(PhaseKind.INPUTS, step, micro_batch):
+            return shared.enter_context(self._spread.sharing(batch))
+
+    def _pipelined(self, device: Device, feeder: Feeder, step: int) -> None:
+        """Forward and backward of all micro-batches, as the schedule has them."""
+        assert self._pipeline is not None and self._spread is not None
+        with device.phase(PhaseKind.INPUTS, step):
+            made = [feeder.host_batch() for _ in range(self._spread.plan.microbatches)]
+            batch = {name: torch.cat([one[name] for one in made]).to(device.name) for name in ("input_ids", "labels")}
+        with self._autocast(device.name):
+            self._pipeline.step(step, batch["input_ids"], batch["labels"])
 
     def _evaluate(self, device: Device, model: nn.Module, feeder: Feeder, step: int) -> None:
         """One batch of a validation loop: its outputs and its loss live until the next one."""
         model.eval()
         with device.phase(PhaseKind.EVALUATION, step):
             batch = _moved(feeder.host_batch(), device.name)
-            with torch.no_grad(), self._autocast(device.name):
-                outputs = model(**batch)
-                loss = feeder.loss(outputs, batch)
-            # A validation loop sums its losses up as numbers.
-            loss.item()
-            del batch, outputs, loss
+            with contextlib.ExitStack() as shared:
+                batch = self._own_part(device, shared, batch, step, 1)
+                with torch.no_grad(), self._autocast(device.name):
+                    outputs = model(**batch)
+                    loss = feeder.loss(outputs, batch)
+                # A validation loop sums its losses up as numbers.
+                loss.item()
+                del batch, outputs, loss
         model.train()
 
     def _autocast(self, device: str) -> AbstractContextManager[object]:
-        if self.spec.amp is None:
+        if self.spec.amp is None or (self._spread is not None and not self._spread.autocasts):
             return contextlib.nullcontext()
         return torch.autocast(device, dtype=getattr(torch, self.spec.amp))
 
@@ -234,9 +292,11 @@ class Workload:
             with torch.no_grad(), self._autocast(device.name):
                 generate.generate(device, model, base, batch, self.spec.new_tokens, at)
             return
-        with device.phase(PhaseKind.FORWARD, *at), torch.no_grad(), self._autocast(device.name):
-            outputs = model(**batch)
-        del outputs
+        with contextlib.ExitStack() as shared:
+            batch = self._own_part(device, shared, batch, *at)
+            with device.phase(PhaseKind.FORWARD, *at), torch.no_grad(), self._autocast(device.name):
+                outputs = model(**batch)
+            del outputs
 
 
 @contextlib.contextmanager

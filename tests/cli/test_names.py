@@ -24,7 +24,6 @@ ANOTHER_DEFAULT = {
     ("vocab", "--vocab-size"): "the corpus has one of its own",
     ("estimate", "--dtype"): "every dtype is shown, and one is looked at more closely",
     ("estimate", "--new-tokens"): "a prompt alone gives a token already",
-    ("estimate", "--gpus"): "it shards by formulas, and runs no processes",
     ("estimate", "--gpu"): "a closed form can ask all cards",
     ("recommend", "--host-memory"): "what is searched may put much there",
     ("run", "--steps"): "a script may grow for longer than a model",
@@ -32,7 +31,8 @@ ANOTHER_DEFAULT = {
     ("analyze", "--card"): "a recording of several cards is short enough to be shown in full",
     ("analyze", "--alloc-conf"): "a recorded run had its own",
     ("show", "--alloc-conf"): "likewise",
-    ("show", "--rank"): "those that are shown have been run",
+    ("run", "--gpus"): "a launcher says how many processes it starts",
+    ("run", "--rank"): "the others cost as much again",
 }
 OTHER_CHOICES = {
     ("estimate", "--optimizer"): "adafactor's state has no closed form",
@@ -70,6 +70,7 @@ MEANINGS = {
     # On what.
     "--gpu": "which card", "--gpu-vram": "a card of this capacity", "--gpus": "how many cards",
     "--nodes": "how many machines", "--rank": "which of several processes",
+    "--parallel": "how a model is spread over cards",
     "--host-memory": "what the machine beside the card has",
     "--card": "which card of several is shown", "--device": "simulated, or measured where",
     "--detail": "lines of allocations when measured", "--alloc-conf": "the allocator's settings",

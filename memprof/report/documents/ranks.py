@@ -1,4 +1,4 @@
-"""The ranks of a program that ran together: a row each."""
+"""The ranks of a program: those that ran together, a row each; or those of a plan, a row for each kind."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ class RankRow:
     rank: int
     like: int | None
     """A lower rank to which it is equal to the byte: all that they allocate and free, in order. None: to none."""
+    alike: tuple[int, ...]
+    """The first and the last of the ranks that it was run for, alone; empty where ranks ran together."""
     ended: str
     """As `program.ended`; `another rank` where it was stopped because that failed."""
     peak_allocated_bytes: int

@@ -21,15 +21,21 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
         kinds.setdefault(row.rank if row.like is None else row.like, []).append(row)
     for rows in kinds.values():
         first = rows[0]
-        name = Text(numbers(row.rank for row in rows))
+        stands_for = range(first.alike[0], first.alike[1] + 1) if first.alike else (row.rank for row in rows)
+        name = Text(numbers(stands_for))
         if shown := [row.rank for row in rows if row.shown]:
-            name.append(f"  <- {shown[0]} below" if len(rows) > 1 else "  <- below", style="bold")
+            name.append(
+                f"  <- {shown[0]} below" if len(rows) > 1 or len(set(first.alike)) > 1 else "  <- below", style="bold"
+            )
         figures = map(unit.amount, (first.peak_reserved_bytes, first.device_used_bytes))
         where = at_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
         made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, _verdict(first))
     alike = [f"{numbers(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
     said = f"Ranks {', '.join(alike)} equal to the byte. ".replace(" are,", ",") if alike else ""
-    note = f"{unit.name}, at the most. {said}The run fits if all ranks do; --rank shows another one in full."
+    if ranks[0].alike:
+        said = "Ranks of one row do the same. "
+    more = "; --rank shows another one in full" if len(kinds) > 1 else ""
+    note = f"{unit.name}, at the most. {said}The run fits if all ranks do{more}."
     return Group(made, dim(note))
 
 

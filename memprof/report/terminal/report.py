@@ -83,6 +83,8 @@ def _heading(document: Document) -> RenderableType:
         rank, world = document.rank.rank, document.rank.world_size
         ran = numbers(row.rank for row in document.ranks)
         together = f"ranks {ran} of {world}, together; in full, rank {rank}:"
+        if document.rank.alike:
+            together = f"{world} ranks, one of each kind run alone; in full, rank {rank}:"
         lines.append(Text(together if ran else f"rank {rank} of {world}, alone: the others are taken to be like it"))
     if document.cards:
         lines.append(Text(f"{len(document.cards)} such cards in one process; in full, {document.card}:"))

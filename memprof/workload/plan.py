@@ -1,0 +1,209 @@
+"""How a run is spread over several cards: what `--parallel` says, read and checked before anything is built.
+
+    ddp   fsdp   fsdp:shard_grad_op   hsdp:2x4   tp=2,fsdp=4   cp=2   ulysses=2   pp=4:1f1b:microbatches=8
+
+Parts stand beside each other, their numbers multiplied are the ranks, and one without a number takes what is left. The
+order of the mesh is torchtitan's: pipeline, replicate, shard, context, tensor (distributed/parallel_dims.py), so that
+the ranks of a tensor-parallel group are neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memprof.errors import UsageError, nearest
+from memprof.spec import Mode, TargetSpec
+
+SCHEDULES = ("1f1b", "gpipe")
+KINDS = ("ddp", "fsdp", "hsdp", "tp", "cp", "ulysses", "pp")
+_MOST = 1 << 20
+_FORMS = "ddp, fsdp, fsdp:shard_grad_op, hsdp:2x4, tp=2, cp=2, ulysses=2, pp=4:1f1b:microbatches=8, with commas between"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers of ranks along each direction; 1: it is not there."""
+
+    stages: int = 1
+    """Of a pipeline."""
+    replicate: int = 1
+    """Of data parallelism: each rank has all parameters, or those of its shards."""
+    shard: int = 1
+    """Of fully_shard."""
+    context: int = 1
+    """Of torch's context_parallel (ring attention)."""
+    ulysses: int = 1
+    """Of sequence parallelism: each has a part of the sequence, and in attention a part of the heads."""
+    tensor: int = 1
+    """Of tensor parallelism."""
+    sharded: bool = False
+    """Whether parameters are sharded, be it over one rank."""
+    reshard: bool = True
+    """Whether they are given back after the forward (FULL_SHARD; else SHARD_GRAD_OP)."""
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    """Of a pipeline, in a step."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.stages * self.data * self.sequence * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks that have batches of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share one sequence."""
+        return self.context * self.ulysses
+
+    def kinds_of_ranks(self) -> list[tuple[int, range]]:
+        """Ranks that do the same, up to the padding of shards, which are a pipeline's stage each; and of each kind one:
+        the first, or the last where attention goes round, which merges a part of every other rank."""
+        each = self.size // self.stages
+        kinds = [range(stage * each, (stage + 1) * each) for stage in range(self.stages)]
+        return [(kind[-1 if self.context > 1 else 0], kind) for kind in kinds]
+
+
+def parse_plan(text: str, gpus: int) -> Plan:
+    """The plan that `text` names for so many ranks.
+
+    Raises:
+        UsageError: it is no plan, or not one for so many; the message says the nearest that is.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    said: dict[str, list[str]] = {}
+    for part in text.lower().split(","):
+        head, *options = part.strip().split(":")
+        kind, _, number = head.partition("=")
+        if kind not in KINDS:
+            close = nearest(kind, KINDS)
+            raise UsageError(
+                "--parallel: unknown part", value=repr(kind), hint=f"did you mean {close}?" if close else _FORMS
+            )
+        if kind in sizes:
+            raise UsageError("--parallel: a part is given twice", value=kind, hint="give one")
+        if kind == "hsdp" and not number and options:
+            number = options.pop(0)
+        sizes[kind], said[kind] = _numbers(kind, number), options
+    data = [kind for kind in ("ddp", "fsdp", "hsdp") if kind in sizes]
+    for both in (data, [kind for kind in ("cp", "ulysses") if kind in sizes]):
+        if len(both) > 1:
+            given = ", ".join(both)
+            raise UsageError("--parallel: parts exclude each other", value=given, hint=f"give one of {given}")
+    plan = _of_sizes(sizes, gpus, text)
+    for kind, options in said.items():
+        for option in options:
+            plan = _with(plan, kind, option)
+    if plan.stages > 1 and "microbatches" not in text:
+        plan = dataclasses.replace(plan, microbatches=2 * plan.stages)
+    return plan
+
+
+def _numbers(kind: str, number: str) -> tuple[int, ...]:
+    parts = (number.split("x") if kind == "hsdp" else [number]) if number else []
+    are_numbers = all(part.isdecimal() and 1 <= int(part) <= _MOST for part in parts)
+    if not are_numbers or len(parts) not in ((2,) if kind == "hsdp" else (0, 1)):
+        form = "hsdp:2x4 are two replicas of four shards" if kind == "hsdp" else f"{kind}=2"
+        raise UsageError("--parallel: not a number of ranks", value=f"{kind}={number}", hint=form)
+    return tuple(map(int, parts))
+
+
+def _of_sizes(sizes: Mapping[str, tuple[int, ...]], gpus: int, text: str) -> Plan:
+    given = math.prod(number for numbers in sizes.values() for number in numbers)
+    open_ones = [kind for kind, numbers in sizes.items() if not numbers]
+    if len(open_ones) > 1:
+        raise UsageError(
+            "--parallel: two parts without a number", value=", ".join(open_ones), hint=f"{open_ones[0]}=2, for instance"
+        )
+    left, rest = divmod(gpus, given)
+    if rest or (left != 1 and not open_ones):
+        hint = f"--gpus {given}"
+        if not rest and not {"ddp", "fsdp", "hsdp"} & sizes.keys():
+            hint += f", or --parallel {text},fsdp={left}"
+        raise UsageError(f"the plan is for {given} ranks, and there are {gpus}", value=f"--parallel {text}", hint=hint)
+    of = {kind: numbers or (left,) for kind, numbers in sizes.items()}
+    replicas, shards = of.get("hsdp", (of.get("ddp", (1,))[0], of.get("fsdp", (1,))[0]))
+    return Plan(
+        stages=of.get("pp", (1,))[0],
+        replicate=replicas,
+        shard=shards,
+        context=of.get("cp", (1,))[0],
+        ulysses=of.get("ulysses", (1,))[0],
+        tensor=of.get("tp", (1,))[0],
+        sharded="fsdp" in of or "hsdp" in of,
+    )
+
+
+def _with(plan: Plan, kind: str, option: str) -> Plan:
+    name, _, value = option.partition("=")
+    if kind in ("fsdp", "hsdp") and name in ("full_shard", "shard_grad_op"):
+        return dataclasses.replace(plan, reshard=name == "full_shard")
+    if kind == "pp" and name in SCHEDULES:
+        return dataclasses.replace(plan, schedule=name)
+    if kind == "pp" and name == "microbatches" and value.isdecimal() and 1 <= int(value) <= _MOST:
+        if plan.schedule == "1f1b" and int(value) < plan.stages:
+            raise UsageError(
+                "1F1B needs as many micro-batches as stages", value=option, hint=f"microbatches={plan.stages}, or gpipe"
+            )
+        return dataclasses.replace(plan, microbatches=int(value))
+    offered = {"pp": "1f1b, gpipe or microbatches=8", "fsdp": "shard_grad_op", "hsdp": "shard_grad_op"}
+    raise UsageError(f"--parallel: {kind} has no such option", value=option, hint=offered.get(kind, "leave it out"))
+
+
+def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any] | None) -> None:
+    """Whether a model can be spread so, by its configuration (None: it is not of transformers).
+
+    Raises:
+        UsageError: it cannot; the message has the nearest number that can be.
+    """
+    text = f"--parallel {spec.parallel}"
+    inner = [kind for kind, ranks in _inner(plan).items() if ranks > 1]
+    if inner and (config is None or task != "causal-lm"):
+        raise UsageError(
+            f"{inner[0]} is for causal language models of transformers",
+            value=text,
+            hint="ddp, fsdp and hsdp take any model",
+        )
+    if plan.tensor > 1 and plan.replicate > 1 and not plan.sharded:
+        raise UsageError(
+            "torch has no DistributedDataParallel of tensor-parallel parameters", value=text,
+            hint=f"tp={plan.tensor},fsdp={plan.replicate}",
+        )  # fmt: skip
+    if plan.stages > 1 and (spec.mode is Mode.INFERENCE or spec.evaluate or spec.gradient_accumulation > 1):
+        raise UsageError(
+            "a pipeline trains, and accumulates by its micro-batches", value=text,
+            hint="leave out --mode inference, --evaluate and --gradient-accumulation; pp=4:microbatches=16",
+        )  # fmt: skip
+    if spec.quantize is not None:
+        raise UsageError("quantized weights are not spread over cards here", value=text, hint="leave out --quantize")
+    whole = spec.adapter or (spec.npt and "NPT")
+    if whole and (plan.tensor > 1 or plan.stages > 1):
+        raise UsageError(f"{whole} beside {inner[-1]} is not here yet", value=text, hint=f"fsdp={plan.size}")
+    if plan.sequence > 1 and (spec.lengths is not None or spec.new_tokens is not None):
+        flag = "--lengths" if spec.lengths is not None else "--new-tokens"
+        raise UsageError("parts of a sequence are of one length", value=f"{text} {flag}", hint=f"leave out {flag}")
+    if config is None:
+        return
+    heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
+    shared_heads = int(config.get("num_key_value_heads") or heads)
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
+    for kind, ranks, number, what in (
+        ("tp", plan.tensor, math.gcd(heads, shared_heads), f"{heads} heads and {shared_heads} of keys and values"),
+        ("ulysses", plan.ulysses, heads, f"{heads} heads"),
+    ):
+        if number % ranks:
+            fits = max(n for n in range(1, ranks) if number % n == 0)
+            raise UsageError(f"{what} cannot be divided by {ranks}", value=text, hint=f"{kind}={fits} can be")
+    if plan.stages > layers:
+        raise UsageError(f"{layers} layers have no {plan.stages} stages", value=text, hint=f"pp={layers} can be")
+
+
+def _inner(plan: Plan) -> dict[str, int]:
+    return {"tp": plan.tensor, "cp": plan.context, "ulysses": plan.ulysses, "pp": plan.stages}

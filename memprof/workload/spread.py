@@ -1,0 +1,240 @@
+"""One rank's part of a model and of its work, by torch's own functions: DistributedDataParallel, fully_shard,
+parallelize_module and context_parallel; pipelines are stages.py, sequence parallelism is ulysses.py.
+
+Nothing here is a formula: the program is what a script for torchrun does with a model that it has built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.spec import Mode, TargetSpec
+from memprof.workload.device import Device
+from memprof.workload.layers import find_layers
+from memprof.workload.plan import Plan
+from memprof.workload.stages import Pipeline, Stage
+
+_NAMES = ("stages", "replicate", "shard", "sequence", "tensor")
+_AUTOCAST_REDUCES_IN = torch.float32
+"""Of gradients under FSDP's mixed precision, torchtitan's default (config/job_config.py, mixed_precision_reduce)."""
+
+
+class Spread:
+    """A rank's place among the others.
+
+    Args:
+        plan: how the ranks are laid out.
+        rank: which this one is, from 0.
+        spec: what is run.
+
+    Raises:
+        UsageError: torch was built without torch.distributed.
+    """
+
+    def __init__(self, plan: Plan, rank: int, spec: TargetSpec) -> None:
+        if not dist.is_available():
+            raise UsageError("this torch was built without torch.distributed", hint="install torch from PyPI")
+        self.plan, self.rank, self._spec = plan, rank, spec
+        self._mesh: Any = None
+        self._whole: Any = None
+
+    # -- the group ------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Join the group, and lay the ranks out."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        plan = self.plan
+        torch.cuda.set_device(self.rank % torch.cuda.device_count())
+        dist.init_process_group("nccl", rank=self.rank, world_size=plan.size)
+        shape = (plan.stages, plan.replicate, plan.shard, plan.sequence, plan.tensor)
+        self._mesh = init_device_mesh("cuda", shape, mesh_dim_names=_NAMES)
+
+    def _of(self, *names: str) -> Any:
+        """The mesh of these directions; of several that are one, flattened."""
+        return self._mesh[names[0]] if len(names) == 1 else self._mesh[names]._flatten("_".join(names))
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def cut(self, model: nn.Module) -> nn.Module:
+        """This rank's stage of `model`."""
+        return Stage(model, self._mesh["stages"].get_local_rank(), self.plan.stages)
+
+    def pipeline(self, stage: nn.Module, model: Any, example: tuple[int, int], device: Device) -> Pipeline:
+        """The schedule that runs `stage` of `model` on micro-batches of so many sequences and tokens."""
+        ranks = self._mesh["stages"]
+
+        def loss(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+            return model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
+
+        return Pipeline(
+            stage, self.plan, ranks.get_local_rank(), ranks.get_group(), example, model.config, loss, device
+        )
+
+    def place(self, model: nn.Module, device: str) -> None:
+        """Put `model`, which is in host memory, on this rank's card as the plan has it.
+
+        Raises:
+            UsageError: a part of the plan does not apply to this model.
+        """
+        plan = self.plan
+        if plan.tensor > 1:
+            self._share_tensors(model)
+        if plan.sharded:
+            self._shard(model)
+        model.to(device)  # what fully_shard does not manage: frozen buffers, or everything
+        if plan.sharded or plan.data * plan.sequence == 1 or self._spec.mode is Mode.INFERENCE:
+            return
+        self._whole = nn.parallel.DistributedDataParallel(
+            model, device_ids=[torch.cuda.current_device()], process_group=self._reducing().get_group()
+        )
+
+    def _reducing(self) -> Any:
+        """The mesh over which gradients are summed: ranks that share a sequence too have parts of them."""
+        names = [name for name in ("replicate", "shard", "sequence") if self._mesh[name].size() > 1]
+        return self._of(*names)
+
+    def _shard(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        plan = self.plan
+        options: dict[str, Any] = {}
+        inner = self._of("shard", "sequence") if plan.sequence > 1 else self._of("shard")
+        if plan.replicate > 1:
+            # Two directions of the mesh: replicas, and shards among them.
+            if plan.sequence > 1:
+                raise UsageError(
+                    "replicas of shards beside context parallelism are not here yet",
+                    value=f"--parallel {self._spec.parallel}",
+                    hint="fsdp in the place of hsdp",
+                )
+            inner = self._mesh["replicate", "shard"]
+        if self._spec.amp is not None:
+            dtype = getattr(torch, self._spec.amp)
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_AUTOCAST_REDUCES_IN)
+        if not plan.reshard:
+            options["reshard_after_forward"] = False  # else torch's choice: of layers, and not of the root
+        for _, layer in find_layers(model, "fsdp"):
+            fully_shard(layer, mesh=inner, **options)
+        fully_shard(model, mesh=inner, **options)
+
+    def _share_tensors(self, model: Any) -> None:
+        """By transformers' own plan for the architecture."""
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        styles: dict[str, Callable[[], Any]] = {
+            "colwise": ColwiseParallel,
+            "rowwise": RowwiseParallel,
+            "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+            "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+            "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+            "vocab_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        }
+        said = getattr(model, "tp_plan", None) or {}
+        if not said:
+            raise UsageError(
+                "transformers has no tensor-parallel plan for this architecture",
+                value=type(model).__name__,
+                hint=f"--parallel fsdp={self.plan.size}",
+            )
+        unknown = sorted(set(said.values()) - styles.keys() - _STAY_WHOLE)
+        if unknown:
+            raise UsageError(
+                "a part of this architecture's tensor-parallel plan is not here yet",
+                value=f"{type(model).__name__}: {unknown[0]}",
+                hint=f"--parallel fsdp={self.plan.size}",
+            )
+        found = {}
+        for name, _ in model.named_modules():
+            style = next((style for pattern, style in said.items() if fnmatch.fnmatch(name, pattern)), "")
+            if style in styles:
+                found[name] = styles[style]()
+        parallelize_module(model, self._of("tensor"), found)
+
+    def parameter_groups(self, parameters: list[nn.Parameter]) -> list[Any]:
+        """Those that an optimizer may take into one operator: on one mesh each, for torch mixes none."""
+        groups: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        return parameters if len(groups) < 2 else [{"params": group} for group in groups.values()]
+
+    # -- the work -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def sharing(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Forward and backward on this rank's part of the sequences in `batch`, which is on the card."""
+        plan = self.plan
+        if plan.sequence == 1:
+            yield batch
+            return
+        length = batch["input_ids"].shape[1]
+        if length % (2 * plan.sequence):
+            raise UsageError(
+                f"{length:,} tokens cannot be divided by {2 * plan.sequence}",
+                value=f"--parallel {self._spec.parallel}",
+                hint=f"--context-length {length - length % (2 * plan.sequence)}",
+            )
+        batch = _with_positions(batch)
+        if plan.ulysses > 1:
+            from memprof.workload.ulysses import attending
+
+            place = self._of("sequence").get_local_rank()
+            part = slice(place * length // plan.sequence, (place + 1) * length // plan.sequence)
+            own = {name: tensor[:, part].contiguous() for name, tensor in batch.items()}
+            del batch
+            with attending(self._of("sequence").get_group()):
+                yield own
+            return
+        from torch.distributed.tensor.experimental import _attention, context_parallel
+
+        tensors = list(batch.values())
+        options: Any = getattr(_attention, "_cp_options", None)
+        balanced = options.enable_load_balance
+        # Else positions are out of order, and transformers makes a mask: it takes a sequence for several packed ones.
+        options.enable_load_balance = False
+        try:
+            with context_parallel(
+                self._of("sequence"),
+                buffers=tensors,
+                buffer_seq_dims=[1] * len(tensors),
+                no_restore_buffers=set(tensors),
+            ):
+                yield batch
+        finally:
+            options.enable_load_balance = balanced
+
+    def called(self, model: nn.Module) -> nn.Module:
+        """What is called in the place of `model`: what wraps it, if something does."""
+        return model if self._whole is None else self._whole
+
+    def synchronising(self, last: bool) -> contextlib.AbstractContextManager[object]:
+        """DistributedDataParallel reduces gradients in the last micro-batch of a step alone."""
+        return contextlib.nullcontext() if last or self._whole is None else self._whole.no_sync()
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether mixed precision is autocast's: fully_shard has its own."""
+        return not self.plan.sharded
+
+
+_STAY_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
+
+
+def _with_positions(batch: dict[str, Any]) -> dict[str, Any]:
+    """With where each token stands, and the label of the token after it: a part of a sequence does not know them."""
+    ids = batch["input_ids"]
+    made = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()}
+    labels = batch.get("labels")
+    if labels is not None:
+        made["labels"] = labels
+        made["shift_labels"] = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    return made
