@@ -38,7 +38,12 @@ class ProfiledGpu:
     """
 
     def __init__(
-        self, gpu: Gpu, settings: Settings | None = None, gpus: int = 1, of_ranks: tuple[int, int] | None = None
+        self,
+        gpu: Gpu,
+        settings: Settings | None = None,
+        gpus: int = 1,
+        of_ranks: tuple[int, int] | None = None,
+        compiles: bool = True,
     ) -> None:
         self._gpu = gpu
         self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
@@ -54,6 +59,7 @@ class ProfiledGpu:
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
+            compiles=compiles,
         )
 
     def __enter__(self) -> ProfiledGpu:
@@ -136,7 +142,7 @@ class ProfiledGpu:
 
 
 def virtual_gpu(
-    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None
+    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None, compiles: bool = True
 ) -> ProfiledGpu:
     """A context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
 
@@ -144,6 +150,7 @@ def virtual_gpu(
         name: a card of the catalog.
         vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
+        compiles: whether torch.compile compiles for the card; False: what it is given runs eagerly.
 
     Raises:
         UsageError: there is no such card.
@@ -155,7 +162,7 @@ def virtual_gpu(
         report = gpu.report()
         print(report.verdict.required_bytes, report.peak.categories)
     """
-    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf)
+    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf, compiles=compiles)
 
 
 def virtual_gpus(
@@ -166,6 +173,7 @@ def virtual_gpus(
     alloc_conf: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
+    compiles: bool = True,
 ) -> ProfiledGpu:
     """The same with `n` equal cards, `cuda:0`, `cuda:1` and so on: of one process, or with a rank on each.
 
@@ -179,6 +187,7 @@ def virtual_gpus(
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
         rank: the one that the block is, from 0; None: of no several processes, unless `world_size` is given.
         world_size: how many ranks there are, on as many machines as that takes; None: one for each card.
+        compiles: whether torch.compile compiles for the card; False: what it is given runs eagerly.
 
     Raises:
         UsageError: there is no such card, none at all, or no such rank.
@@ -202,7 +211,7 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     card = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     of_ranks = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(card, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks)
+    return ProfiledGpu(card, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles)
 
 
 def _environment(rank: int, size: int, cards: int) -> dict[str, str]:

@@ -42,6 +42,7 @@ class Request(Saved, Remedies):
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
     beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
+    no_compile: bool = option(False, "Script", "Run what the script gives to torch.compile eagerly.")
     steps: int | None = again("steps", note="The script is stopped then.", unset="2; up to 8 while memory grows")
     until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
     timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
@@ -143,7 +144,7 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
             program, rule, gpu=card, gpus=request.gpus, nodes=request.nodes, rank=request.rank,
             card=request.shown_card, device=request.device, alloc_conf=request.alloc_conf, beyond=request.beyond,
             fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
-            host_memory_bytes=request.host_memory_bytes,
+            compiles=not request.no_compile, host_memory_bytes=request.host_memory_bytes,
         )  # fmt: skip
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
@@ -216,7 +217,9 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
         )
     program.check()
     host_memory = request.host_memory_bytes or (HOST_BYTES if request.searches else None)
-    asked = scripts.Request(program, rule, card, request.alloc_conf, request.worst_batch, host_memory)
+    asked = scripts.Request(
+        program, rule, card, request.alloc_conf, request.worst_batch, host_memory, request.no_compile
+    )
     with Progress(quiet=request.quiet) as progress:
         if request.largest is not None:
             from memprof.flows.limit import largest_of_script

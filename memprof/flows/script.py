@@ -52,6 +52,7 @@ def run_script(
     fixes: tuple[str, ...] = (),
     worst_batch: bool = False,
     detail: bool = False,
+    compiles: bool = True,
     host_memory_bytes: int | None = None,
 ) -> DryRun:
     """Run `program` until `rule` stops it.
@@ -67,6 +68,7 @@ def run_script(
         fixes: remedies to switch on in the script's models, as NAME or NAME=VALUE.
         worst_batch: feed the largest batch of each data loader first.
         detail: with a measured run, the line of every allocation.
+        compiles: whether torch.compile compiles on the virtual card; False: what it is given runs eagerly.
         host_memory_bytes: of the machine; what keeps more in it does not fit. None: it is not asked.
 
     Raises:
@@ -99,6 +101,7 @@ def run_script(
             passes_kernels=True,
             allocator_settings=settings,
             refuses=not beyond,
+            compiles=compiles,
         )
         trace, outcome = capture_script(
             program, virtual, rule, switch.before_forward, worst_batch=worst_batch, start=start

@@ -18,6 +18,7 @@ from memprof.trace.facts import RankFacts
 from memprof.virtual import python_functions
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
+from memprof.virtual.compiled.compiler import Compiler
 from memprof.virtual.devices import DeviceMode
 from memprof.virtual.edges import (
     children,
@@ -67,6 +68,7 @@ class VirtualGpu(Watch):
         allocator_settings: what the program reads and sets as the settings of its caching allocator.
         refuses: whether a request that the card has no room for raises torch.OutOfMemoryError, as `memory` says it.
             False: the run goes on, so that its whole need is known.
+        compiles: whether torch.compile compiles for the card. False: what it is given runs eagerly.
 
     Raises:
         MemprofError: a virtual GPU is already active.
@@ -91,6 +93,7 @@ class VirtualGpu(Watch):
         passes_kernels: bool = False,
         allocator_settings: AllocatorSettings | None = None,
         refuses: bool = False,
+        compiles: bool = True,
     ) -> None:
         super().__init__()
         self.gpu = gpu
@@ -107,6 +110,7 @@ class VirtualGpu(Watch):
         self._memory = Memory(self.recorder, memory)
         self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
         self._nodes, self._rank = nodes, rank
+        self._compiles = compiles
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
         if refuses:
             self.recorder.refusal = lambda device: self._memory.of(device).refusal()
@@ -203,6 +207,7 @@ class VirtualGpu(Watch):
         patches = self._patches
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
         self.recording.function_mode = function_mode
+        self._compiler = Compiler(self.recording, function_mode, patches, self.assume, is_on=self._compiles)
         patches.set_all(python_functions.run_inside())
         patches.set_all(
             cuda_facade(
@@ -229,7 +234,8 @@ class VirtualGpu(Watch):
         self._stack.enter_context(function_mode.interchange.safetensors.opening())
         self._stack.enter_context(loaders.collating_here())
         self._stack.enter_context(processes.left_in_children(self._leave_in_child))
-        self._stack.enter_context(compiled.eager())
+        patches.set_all(self._compiler.patches())
+        self._stack.enter_context(self._compiler.entered())
         patches.set(*quantized.load_error_is_silent())
         self._watch_kernels()
         self._watch_program()
@@ -285,6 +291,7 @@ class VirtualGpu(Watch):
         _active = None
         self._watches_kernels = self._watches_quantized = True
         self.recorder.stop()
+        self._compiler.leave_in_child()
         self._patches.undo()
         self._function_mode.interchange.safetensors.is_off = True
         processes.switch_off(self._function_mode, self.recording, self._children.file)

@@ -321,11 +321,15 @@ class RecordingMode(Machine):
             return None
         outs = [t for t in tensors_of(list(call.kwargs.values())) if t.is_meta]
         before = [t.untyped_storage().nbytes() for t in outs]
+        copies = operator.input_copies(call.args) if operator.input_copies and call.on_gpu else ()
         known = None
         if len(outs) == 1 and isinstance(call.kwargs.get("out"), torch.Tensor):
             written = torch.empty(0, dtype=outs[0].dtype)
             known = self.values.compute(call.func, call.args, {**call.kwargs, "out": written})
-        result = call.func(*call.args, **call.kwargs)
+        with self.hidden(copies, operator.name, place, call.card):
+            if operator.uses_cublas and call.on_gpu:
+                self._take_workspace(operator, place, call.card)
+            result = call.func(*call.args, **call.kwargs)
         for out, size in zip(outs, before, strict=True):
             self.values.drop(out.untyped_storage()._cdata)
             if out.untyped_storage().nbytes() != size:

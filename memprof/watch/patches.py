@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,19 @@ class Patches:
         for owner, name, value in patches:
             self.set(owner, name, value)
 
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, what was replaced is as it was before; afterwards as it is now."""
+        now = []
+        for owner, name, before, _ in reversed(self._undo):
+            now.append((owner, name, vars(owner).get(name, _MISSING)))
+            _put(owner, name, before)
+        try:
+            yield
+        finally:
+            for owner, name, value in reversed(now):
+                _put(owner, name, value)
+
     def undo(self) -> None:
         """Put everything back, also in modules that were imported meanwhile and took a replacement for the original."""
         originals: dict[int, Any] = {}
@@ -44,7 +58,11 @@ class Patches:
                     vars(module)[name] = originals[id(value)]
         while self._undo:
             owner, name, before, _ = self._undo.pop()
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+            _put(owner, name, before)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is not _MISSING:
+        setattr(owner, name, value)
+    elif name in vars(owner):
+        delattr(owner, name)

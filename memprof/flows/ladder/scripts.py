@@ -44,6 +44,8 @@ class Request:
     """Feed the largest batches first."""
     host_memory_bytes: int | None = None
     """None: it is not asked."""
+    no_compile: bool = False
+    """Run what the script gives to torch.compile eagerly."""
 
     def options(self) -> list[str]:
         """Of `memprof run`, before the script."""
@@ -56,6 +58,7 @@ class Request:
         found += [] if rule.seconds is None else ["--timeout", repr(rule.seconds)]
         found += [] if self.alloc_conf is None else ["--alloc-conf", self.alloc_conf]
         found += ["--worst-batch"] if self.worst_batch else []
+        found += ["--no-compile"] if self.no_compile else []
         host = self.host_memory_bytes
         found += [] if host is None else ["--host-memory", spell_size(host)]
         return found

@@ -1,32 +1,20 @@
-"""Compiled and hand-written kernels: torch.compile, CUDA graphs, flex attention, Triton.
+"""Captured and hand-written kernels: CUDA graphs, flex attention, Triton. What torch.compile makes is in compiled/.
 
-There is no card to compile for. What torch.compile would have compiled runs eagerly, and the run's assumptions say so;
-flex attention allocates as its compiled kernel does; a Triton kernel is named at its first call and ends the run, or,
-where the caller of VirtualGpu vouches for the kernels, is not launched.
+There is no card to launch on. Flex attention allocates as its compiled kernel does; a Triton kernel is named at its
+first call and ends the run, or, where the caller of VirtualGpu vouches for the kernels, is not launched.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from memprof.watch.failure import KernelError, TracingError
 
-_EAGER = "torch.compile runs eagerly here: compiled code fuses operators and as a rule needs less."
 _GRAPHS = "CUDA graphs run as plain code here; the memory pool that a real graph keeps is not counted."
-_FUSED = {
-    "single_param_adam": (
-        "torchao's optimizers update each parameter in one compiled kernel: nothing is allocated beside their state."
-    )
-}
-"""Functions of torchao (torchao/optim/adam.py) that only write into their arguments, and are always compiled. Inductor
-makes one kernel of this one: all else is elementwise around two maxima over a block of state. Run eagerly it would hold
-a dozen float32 and int64 tensors of the parameter's size."""
 
 
 class CudaGraph:
@@ -48,21 +36,7 @@ class CudaGraph:
 
 
 def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) that make a program run without compiling."""
-
-    def compile_(model: Any = None, **options: Any) -> Any:
-        """`torch.compile` as a function and as a decorator, with and without options."""
-        if getattr(model, "__name__", None) in _FUSED and model.__module__.partition(".")[0] == "torchao":
-            assume(_FUSED[model.__name__])
-            return lambda *args, **kwargs: None
-        assume(_EAGER)
-        return (lambda function: function) if model is None else model
-
-    def compile_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        assume(_EAGER)
-
-    yield torch, "compile", compile_
-    yield nn.Module, "compile", compile_module
+    """The patches (owner, name, replacement) by which captured code runs at once."""
     graph = type("CUDAGraph", (CudaGraph,), {"assume": staticmethod(assume)})
     yield torch.cuda, "CUDAGraph", graph
     yield torch.cuda.graphs, "CUDAGraph", graph
@@ -75,16 +49,6 @@ def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
     flex = sys.modules.get("torch._higher_order_ops.flex_attention")
     if flex is not None:
         yield flex.FlexAttentionHOP, "__call__", _flex_attention(assume)
-
-
-@contextlib.contextmanager
-def eager() -> Iterator[None]:
-    """What was compiled before runs eagerly inside; without dynamo loaded there is nothing that was."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def triton_patches(written: Callable[[torch.Tensor], None] | None = None) -> Iterator[tuple[Any, str, Any]]:

@@ -53,6 +53,9 @@ class CudaGenerator(torch._C.Generator):
         """Another one."""
         return card_generator(self.card)
 
+    graphsafe_get_state = clone_state  # type: ignore[assignment]
+    graphsafe_set_state = set_state  # type: ignore[assignment]
+
     def get_offset(self) -> int:
         """Nothing was drawn."""
         return 0
@@ -184,6 +187,8 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
     yield from ((torch._C, name, select) for name in ("_cuda_setDevice", "_accelerator_setDeviceIndex"))
     for name in ("_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
         yield torch._C, name, cards.select
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        yield torch.cuda, name, lambda device: cards.select(device)
     for name in ("_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"):
         if hasattr(torch._C, name):  # releases differ
             yield torch._C, name, cards.select

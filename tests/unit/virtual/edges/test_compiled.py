@@ -1,4 +1,4 @@
-"""torch.compile, CUDA graphs and flex attention: run eagerly, or allocate as the kernel would."""
+"""CUDA graphs and flex attention; torch.compile where it is asked to run eagerly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gpu() -> Iterator[VirtualGpu]:
 
 
 def events(build: Callable[[Callable[[nn.Module], nn.Module]], nn.Module], wrap: Callable[[nn.Module], nn.Module]):
-    with VirtualGpu(CARD) as gpu:
+    with VirtualGpu(CARD, compiles=False) as gpu:
         model = build(wrap)
         for _ in range(2):
             model(torch.ones(4, 16, device="cuda")).sum().backward()
@@ -69,14 +69,20 @@ def test_a_compiled_model_runs_as_it_was_written(wrap: Callable[[nn.Module], nn.
     assert any("torch.compile runs eagerly" in text for text in assumptions) == (wrap is not torch.nn.Module.train)
 
 
-def test_what_was_compiled_before_runs_eagerly_too(gpu: VirtualGpu) -> None:
+def test_what_was_compiled_before_runs_too(gpu: VirtualGpu) -> None:
     model = COMPILED.cuda()
     model(torch.ones(4, 16, device="cuda")).sum().backward()
     assert next(model.parameters()).grad is not None
     assert model._orig_mod.linear.weight.is_cuda
 
 
-def test_decorators(gpu: VirtualGpu) -> None:
+@pytest.fixture
+def eager() -> Iterator[VirtualGpu]:
+    with VirtualGpu(CARD, workspaces=False, compiles=False) as virtual:
+        yield virtual
+
+
+def test_decorators(eager: VirtualGpu) -> None:
     @torch.compile
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2

@@ -1,0 +1,328 @@
+"""The compiler of a run: what `torch.compile` is in it, and what runs eagerly all the same.
+
+Dynamo, AOTAutograd and Inductor are imported when the program first compiles something, and see torch as it is without
+memprof (lifting.py) but for what stands for the card (card.py, tracing.py). What they make runs in the run as the
+program's own code does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memprof.virtual.compiled.lifting import Lifting
+from memprof.virtual.machine import Machine
+from memprof.virtual.torch_cuda.driver import driver_patches
+from memprof.watch.patches import Patches
+
+COMPILED = (
+    "torch.compile compiles for the card, down to the code around its kernels, which allocates as it does there; "
+    "kernels are neither made nor run, and what they would write is not known."
+)
+EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as a rule needs less."
+_BY_TIME = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
+_GRAPHS = "Compiled code runs without CUDA graphs here: the pool that they keep is not counted."
+_TIMED = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+_INDUCTOR = {
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "autotune_local_cache": False,
+    "compile_threads": 1,
+    "triton.cudagraphs": False,
+    "triton.autotune_at_compile_time": False,
+    **dict.fromkeys(_TIMED, False),
+}
+"""Settings of Inductor while it compiles: nothing is kept from one run to the next, and nothing is timed."""
+_AOT = {
+    "enable_autograd_cache": False,
+    "enable_remote_autograd_cache": False,
+    "force_non_lazy_backward_lowering": True,  # what cannot be compiled is known before the forward has run
+}
+_EAGER_BACKENDS = ("cudagraphs",)
+_OWN_FOLDERS = tuple(f"{__file__.rsplit('/', 3)[0]}/{name}/" for name in ("virtual", "watch"))
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_OWN = ("memprof.virtual", "memprof.watch")
+
+
+class Compiler:
+    """`torch.compile` of one run.
+
+    Args:
+        machine: on which compiled code runs.
+        function_mode: by which the program sees it.
+        patches: of the run, lifted while torch compiles.
+        assume: told what the run rests on.
+        is_on: whether anything is compiled.
+    """
+
+    def __init__(
+        self, machine: Machine, function_mode: Any, patches: Patches, assume: Callable[[str], None], *, is_on: bool
+    ) -> None:
+        self._machine = machine
+        self._patches = patches
+        self._assume = assume
+        self._why_not = "" if is_on else ", as asked for"
+        if is_on and importlib.util.find_spec("triton") is None:
+            self._why_not = ", for Triton is not installed"
+        self._lifted = Lifting(patches, (machine, function_mode), self._compiling)
+        self._properties: Any = None
+        self._drivers: list[tuple[Any, str, Any]] = []
+        self._own = Patches()
+        self._stack = contextlib.ExitStack()
+        self._is_installed = False
+        self._frame = "a function"
+        self._folder = ""
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patch (owner, name, replacement) of `torch.compile`; `nn.Module.compile` calls it."""
+        original = torch.compile
+
+        def compile_(model: Any = None, **options: Any) -> Any:
+            """`torch.compile` as a function and as a decorator, with and without options."""
+            known = _FUSED.get(getattr(model, "__name__", ""))
+            if known and model.__module__.partition(".")[0] == "torchao":
+                self._assume(known)
+                return lambda *args, **kwargs: None
+            if options.get("disable"):
+                return original(model, **options)
+            if not self._why_not:
+                self.install()
+            backend = options.get("backend")
+            why_not = self._why_not or (f" (backend {backend})" if backend in _EAGER_BACKENDS else "")
+            if why_not:
+                self._assume(EAGER.format(why_not))
+                return (lambda function: function) if model is None else model
+            self._assume(COMPILED)
+            return original(model, **options)
+
+        yield torch, "compile", compile_
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, what was compiled before is compiled for the card; afterwards nothing of that is left."""
+        with contextlib.ExitStack() as stack:
+            if "torch._dynamo.convert_frame" in sys.modules:
+                if self._why_not:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                else:
+                    self._watch_frames()
+            try:
+                yield
+            finally:
+                self._own.undo()
+                self._stack.close()
+
+    def leave_in_child(self) -> None:
+        """This is a forked child: its files are the parent's."""
+        self._own.undo()
+        self._stack.pop_all()
+
+    # -- installed when something is compiled -----------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Import the compiler, and put what it runs in in place."""
+        if self._is_installed:
+            return
+        self._is_installed = True
+        try:
+            self._prepare()
+        except (ImportError, AttributeError) as error:
+            # Releases of torch differ in what is private, and some are built without a compiler.
+            self._own.undo()
+            self._why_not = f", for torch {torch.__version__} is not prepared for it ({error})"
+
+    def _prepare(self) -> None:
+        with self._patches.lifted():
+            import torch._functorch.config
+            import torch._inductor.compile_fx
+            from torch._dynamo import trace_rules
+            from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+            # Tables of torch's functions, made when they are first asked for, and kept for good.
+            trace_rules.get_torch_obj_rule_map()
+            if hasattr(TorchInGraphFunctionVariable, "_get_handlers"):
+                TorchInGraphFunctionVariable._get_handlers()
+        from memprof.virtual.compiled import tracing, wrapper
+
+        self._properties = torch.cuda.get_device_properties(0)
+        self._drivers = list(driver_patches(self._machine.cards))
+        self._choices = tracing.Choices(self._machine)
+        self._watch_frames()
+        self._own.set_all(self._hooks())
+        self._own.set_all(wrapper.patches(self._machine))
+        wrapper.add_rules(type(self._machine))
+        self._folder = tempfile.mkdtemp(prefix="memprof-inductor-")
+        self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self._stack.callback(_set_cache, os.environ.get(_CACHE))
+        _set_cache(self._folder)
+        self._stack.callback(self._forget, list(trace_rules.SKIP_DIRS))
+        for name in _OWN:
+            trace_rules.add(name)
+
+    def _forget(self, skipped: list[str]) -> None:
+        """Nothing that was compiled here is run after the run."""
+        from torch._dynamo import trace_rules
+
+        trace_rules.SKIP_DIRS[:] = skipped
+        trace_rules._recompile_re()
+        with self._patches.lifted():
+            torch._dynamo.reset()
+
+    def _watch_frames(self) -> None:
+        """Dynamo is entered without memprof's modes, which it would not compile under."""
+        from torch._dynamo import convert_frame, exc
+
+        catcher = convert_frame.CatchErrorsWrapper
+        if "memprof" in catcher.__call__.__module__:
+            return
+        call, skipped = catcher.__call__, convert_frame.ConvertFrameReturn  # type: ignore[attr-defined]
+
+        def compile_frame(self_: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+            if _is_own(sys._getframe(1)) and not self._machine.recorder.is_program(frame.f_code):
+                return skipped()
+            self.install()
+            outer, self._frame = self._frame, _named(frame.f_code)
+            try:
+                with self._lifted():
+                    return call(self_, frame, *args, **kwargs)
+            except exc.InternalTorchDynamoError as error:
+                self._fall_back(error)
+                return skipped()
+            finally:
+                self._frame = outer
+
+        self._own.set(catcher, "__call__", compile_frame)
+
+    def _fall_back(self, error: BaseException) -> None:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        kind = type(error).__name__
+        self._assume(f"{self._frame} is not compiled here and runs eagerly: {reason[:200] or kind}.")
+
+    def _hooks(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches of Dynamo and Inductor for as long as the run lasts."""
+        from torch._dynamo import guards, output_graph
+        from torch._dynamo import utils as dynamo_utils
+        from torch._inductor import compile_fx
+
+        lifted, made = self._lifted, self._choices.made
+        build = guards.CheckFunctionManager.__init__
+        run, compile_graph = dynamo_utils.run_node, output_graph.OutputGraph.call_user_compiler
+        whole, inner = compile_fx.compile_fx, compile_fx.compile_fx_inner
+
+        def build_guards(*args: Any, **kwargs: Any) -> None:
+            # They are checked where the program runs, in what it sees of torch.
+            with lifted.put_back():
+                build(*args, **kwargs)
+
+        def run_node(*args: Any, **kwargs: Any) -> Any:
+            with made():
+                return run(*args, **kwargs)
+
+        def call_user_compiler(*args: Any, **kwargs: Any) -> Any:
+            with made():
+                return compile_graph(*args, **kwargs)
+
+        def compile_inner(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if _has_host_work(graph):
+                raise NotImplementedError("part of it runs on the CPU")
+            with lifted():
+                return inner(graph, inputs, *args, **kwargs)
+
+        def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_on_card(model, inputs):
+                return model
+            kwargs["config_patches"] = self._settings(kwargs.get("config_patches"))
+            kept = torch.fx.GraphModule(model, copy.deepcopy(model.graph))  # what compiles it may change it
+            try:
+                with lifted():
+                    return whole(model, inputs, *(args or (compile_inner,)), **kwargs)
+            except Exception as error:  # of any kind: what Inductor cannot do without a card runs eagerly
+                self._fall_back(error)
+                return kept
+
+        yield guards.CheckFunctionManager, "__init__", build_guards
+        yield guards.GuardBuilder, "TORCH_FUNCTION_STATE", lambda builder, guard: None
+        yield dynamo_utils, "run_node", run_node
+        yield output_graph.OutputGraph, "call_user_compiler", call_user_compiler
+        yield compile_fx, "compile_fx", compile_whole
+
+    def _settings(self, asked: dict[str, Any] | None) -> dict[str, Any]:
+        """The program's own settings of Inductor, without those that need a card."""
+        asked = dict(asked or {})
+        timed = [name for name in _TIMED if asked.pop(name, False)]
+        if timed:
+            self._assume(_BY_TIME.format(", ".join(timed)))
+        if asked.pop("triton.cudagraphs", False):
+            self._assume(_GRAPHS)
+        return asked
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """What is in place while torch compiles."""
+        import torch._functorch.config as functorch
+        import torch._inductor.config as inductor
+
+        from memprof.virtual.compiled import card, tracing
+
+        own = Patches()
+        try:
+            own.set_all(tracing.patches(self._machine))
+            own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
+            with inductor.patch(_known(inductor, _INDUCTOR)), functorch.patch(_known(functorch, _AOT)):
+                yield
+        finally:
+            own.undo()
+
+
+def _set_cache(folder: str | None) -> None:
+    if folder is None:
+        os.environ.pop(_CACHE, None)
+    else:
+        os.environ[_CACHE] = folder
+
+
+def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of the settings that this release has."""
+    names = set(module.get_config_copy()) if hasattr(module, "get_config_copy") else set(module._config)
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def _named(code: Any) -> str:
+    """What a line says of the function that is compiled."""
+    return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _is_own(frame: Any) -> bool:
+    """Whether this is memprof's code that the program passes through."""
+    return frame.f_code.co_filename.startswith(_OWN_FOLDERS)
+
+
+def _is_on_card(model: Any, inputs: Any) -> bool:
+    """Whether anything of a graph is on the card: the rest of the host's work is run for its results."""
+    values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
+
+
+def _has_host_work(graph: Any) -> bool:
+    """Whether part of a lowered graph is computed on the host, for which Inductor would write C++."""
+    made = (node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function")
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in made)
+
+
+_FUSED = {
+    "single_param_adam": (
+        "torchao's optimizers update each parameter in one compiled kernel: nothing is allocated beside their state."
+    )
+}
+"""Functions of torchao (torchao/optim/adam.py) that only write into their arguments, and are always compiled. Inductor
+makes one kernel of this one: all else is elementwise around two maxima over a block of state. Tracing it for each
+parameter's shape would take longer than the rest of a run."""

@@ -1,0 +1,90 @@
+"""memprof taken off the program for a moment: while torch compiles, it sees its own functions and no modes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils import _python_dispatch
+
+from memprof.watch.patches import Patches
+
+
+class Lifting:
+    """Takes the run's patches and modes away, and puts what compiling needs in their place.
+
+    Args:
+        patches: of the run.
+        modes: its own, of functions and of operators; others that the program has entered stay.
+        instead: what is in place inside; entered once, however deep the calls are nested.
+    """
+
+    def __init__(
+        self, patches: Patches, modes: tuple[object, ...], instead: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._patches = patches
+        self._modes = modes
+        self._instead = instead
+        self._held: contextlib.ExitStack | None = None
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, torch is as it is without memprof, but for what compiling needs."""
+        if self._held is not None:
+            yield
+            return
+        self._lift()
+        try:
+            yield
+        finally:
+            self._put_back()
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Inside, the run is as it is outside of a lifting."""
+        if self._held is None:
+            yield
+            return
+        self._put_back()
+        try:
+            yield
+        finally:
+            self._lift()
+
+    def _lift(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._without_modes())
+            stack.enter_context(self._patches.lifted())
+            stack.enter_context(self._instead())
+            self._held = stack.pop_all()
+
+    def _put_back(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.close()
+
+    @contextlib.contextmanager
+    def _without_modes(self) -> Iterator[None]:
+        functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        operators = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        _stack(functions, _push_mode, self._modes)
+        _stack(operators, _python_dispatch._push_mode, self._modes)
+        try:
+            yield
+        finally:
+            for _ in range(torch._C._len_torch_function_stack()):
+                _pop_mode()
+            for _ in range(torch._C._len_torch_dispatch_stack()):
+                _python_dispatch._pop_mode()
+            _stack(functions, _push_mode)
+            _stack(operators, _python_dispatch._push_mode)
+
+
+def _stack(popped: list[Any], push: Callable[[Any], None], without: tuple[object, ...] = ()) -> None:
+    for mode in reversed(popped):
+        if not any(mode is one for one in without):
+            push(mode)

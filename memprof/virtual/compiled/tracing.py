@@ -1,0 +1,165 @@
+"""Fake tensors of the card: on CUDA for Python and for the dispatcher, on meta for what C++ asks of a device.
+
+A build for the CPU has no streams that the autograd engine could ask for when it traces a backward pass on CUDA
+tensors. It asks by a tensor's device; autocast, dropout and other choices of C++ go by the dispatch keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._prims
+import torch.fx
+from torch._subclasses import fake_tensor, functional_tensor, meta_utils
+from torch.fx.experimental import proxy_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from memprof.virtual import python_functions
+from memprof.virtual.autocast import Autocast
+from memprof.virtual.kernels import registry
+from memprof.virtual.machine import Machine
+from memprof.watch.patches import Patches
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_device_in_c: Callable[[torch.Tensor], torch.device] = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+
+
+def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) by which virtual tensors are traced as those of the card."""
+    make: Callable[..., Any] = torch.Tensor._make_subclass
+    wrap: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+    new = fake_tensor.FakeTensor.__new__
+    describe = meta_utils.MetaTensorDescriber.describe_tensor
+
+    def make_subclass(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
+        keys = kwargs.get("device_for_backend_keys")
+        if keys is not None and keys.type == "cuda":
+            kwargs["dispatch_device"] = False
+        return make(cls, data, require_grad, **kwargs)
+
+    def make_wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = wrap(cls, *args, **kwargs)
+        if cls is not functional_tensor.FunctionalTensor or _device_in_c(made) != _META:
+            return made
+        # Its own class would be asked for the copy, and know of no functionalization yet.
+        with torch._C._DisableTorchDispatch():
+            return make(cls, made, made.requires_grad, device_for_backend_keys=torch.device(machine.cards.named()))
+
+    def relabelled(cls: Any, fake_mode: Any, elem: Any, *args: Any, **kwargs: Any) -> Any:
+        # C++ makes tensors beside those that it is given, which it believes on meta.
+        card = torch.device(machine.cards.named())
+        args = tuple(card if arg == _META else arg for arg in args)
+        kwargs = {name: card if value == _META else value for name, value in kwargs.items()}
+        return new(cls, fake_mode, elem, *args, **kwargs)
+
+    def describe_tensor(describer: Any, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        made = describe(describer, tensor, **kwargs)
+        if type(tensor) is not fake_tensor.FakeTensor and tensor.is_meta:
+            believed = machine.device_of(tensor)
+            if believed != "meta":
+                object.__setattr__(made, "device", torch.device(believed))
+        return made
+
+    def tensor_meta(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None and _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _META
+        return layout(*args, **kwargs)
+
+    layout = torch._prims.TensorMeta
+    from torch._inductor.fx_passes import joint_graph
+
+    folder = joint_graph.UniformValueConstantFolder
+    yield folder, "_deduce_value", _on_host(folder._deduce_value)
+    yield torch._prims, "TensorMeta", tensor_meta
+    functional = functional_tensor.FunctionalTensor
+    for mode in (functional_tensor.FunctionalTensorMode, proxy_tensor.ProxyTorchDispatchMode):
+        yield mode, "__torch_dispatch__", _naming_card(mode.__torch_dispatch__, machine)
+    yield functional, "device", property(lambda tensor: torch._from_functional_tensor(tensor.elem).device)
+    yield functional, "is_meta", property(lambda tensor: torch._from_functional_tensor(tensor.elem).is_meta)
+    yield torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper)
+    yield torch.Tensor, "_make_subclass", staticmethod(make_subclass)
+    yield fake_tensor.FakeTensor, "__new__", staticmethod(relabelled)
+    yield meta_utils.MetaTensorDescriber, "describe_tensor", describe_tensor
+    yield fake_tensor.FakeTensor, "is_meta", property(lambda fake: fake.device.type == "meta")
+    yield fake_tensor, "init_gpu_context", lambda *device: None
+    yield fake_tensor.FakeTensorMode, "avoid_device_init", True
+    yield torch._C, "_ensureCUDADeviceGuardSet", lambda: None
+
+
+def _naming_card(dispatch: Callable[..., Any], machine: Machine) -> Callable[..., Any]:
+    """C++ asks for new tensors on the device of a traced one, which it believes on meta: that is the card."""
+
+    def on_card(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("device") == _META:
+            kwargs = {**kwargs, "device": torch.device(machine.cards.named())}
+        if any(arg == _META for arg in args if isinstance(arg, torch.device)):
+            card = torch.device(machine.cards.named())
+            args = tuple(card if isinstance(arg, torch.device) and arg == _META else arg for arg in args)
+        return dispatch(mode, func, types, args, kwargs)
+
+    return on_card
+
+
+class _OnHost(TorchDispatchMode):
+    """Computes on the host what is asked of the card: constants of a few elements that passes over a graph look at."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda value: _CPU if _is_cuda(value) else value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _on_host(deduce: Callable[..., Any]) -> Callable[..., Any]:
+    def _deduce_value(folder: Any, node: torch.fx.Node) -> Any:
+        with _OnHost():
+            return deduce(folder, node)
+
+    return _deduce_value
+
+
+class Choices(TorchFunctionMode):
+    """What C++ chooses by a device above all operators, chosen as on the card: autocast's casts, and kernels/'s."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._composites = registry.composites(machine)
+        self._autocast = Autocast(machine.is_on_card)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled("cuda"):
+            args, kwargs = self._autocast.cast(func, args, kwargs)
+        return self._composites.get(func, func)(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """Inside, functions run on traced tensors as on the card's."""
+        patches = Patches()
+        patches.set_all(python_functions.run_inside())
+        patches.set(torch.Tensor, "to", _staying(torch.Tensor.to))
+        try:
+            with self:
+                yield
+        finally:
+            self._autocast.clear_cache()
+            patches.undo()
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _staying(to: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.to` by which a number that is known while a graph is traced stays where it can be read."""
+
+    def stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(tensor) is torch.Tensor and tensor.is_cpu and any(map(_is_cuda, (*args, *kwargs.values()))):
+            return tensor
+        return to(tensor, *args, **kwargs)
+
+    return stay

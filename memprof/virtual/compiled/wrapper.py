@@ -1,0 +1,94 @@
+"""Inductor's wrapper as it runs here: its buffers are virtual, its kernels are passed over."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memprof.virtual.machine import Machine
+
+_META = torch.device("meta")
+_SIGNATURE = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
+_ALIGNMENT = 16
+"""Bytes that generated kernels take an input to be aligned to (torch/_inductor/utils.py)."""
+_WRITTEN = ("out_ptr", "in_out_ptr")
+
+
+class Kernel:
+    """A kernel that Inductor generated: what it writes is unknown from then on."""
+
+    def __init__(self, source: str, written: Callable[[torch.Tensor], None]) -> None:
+        found = _SIGNATURE.search(source)
+        names = [name.split(":")[0].strip() for name in found[1].split(",")] if found else []
+        self._outputs = [at for at, name in enumerate(names) if name.startswith(_WRITTEN)]
+        self._written = written
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """As it is called by the wrapper."""
+        for at in self._outputs:
+            if at < len(args) and isinstance(args[at], torch.Tensor):
+                self._written(args[at])
+
+
+def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) of what a generated wrapper takes from torch."""
+    from torch._inductor import async_compile, utils
+
+    def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            made = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+            place = machine.recorder.place(sys._getframe(1))
+            machine.record([made], "inductor.empty_strided", place, machine.cards.named())
+        return made
+
+    def copy_if_misaligned(tensor: Any) -> Any:
+        if isinstance(tensor, torch.Tensor) and tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
+            return utils.clone_preserve_strides(tensor)
+        return tensor
+
+    def written(tensor: torch.Tensor) -> None:
+        machine.values.drop(tensor.untyped_storage()._cdata)
+
+    def triton(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
+        return Kernel(source, written)
+
+    guards = torch._C._dynamo.guards
+    yield guards, "_empty_strided_cuda", empty_strided
+    if hasattr(guards, "copy_if_misaligned"):
+        yield guards, "copy_if_misaligned", copy_if_misaligned
+    yield async_compile.AsyncCompile, "triton", triton
+    yield async_compile.AsyncCompile, "wait", lambda compiler, scope: None
+
+
+def add_rules(mode: type) -> None:
+    """Operators that a graph calls around others to save the state of random numbers, under the run's own mode.
+
+    No number is drawn here, and the states are on the host (torch/_prims/rng_prims.py).
+    """
+    from torch._prims import rng_prims
+
+    def saving(active: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        with active:
+            return torch.cuda.get_rng_state(), operator(*args, **kwargs)
+
+    def with_state(active: Any, state: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        with active:
+            return operator(*args, **kwargs)
+
+    def with_generator(active: Any, operator: Any, *args: Any, rng_state: Any = None, **kwargs: Any) -> Any:
+        with active:
+            return operator(*args, **kwargs)
+
+    rules = {
+        "run_and_save_rng_state": saving, "run_with_rng_state": with_state,
+        "graphsafe_run_with_rng_state": with_generator,
+    }  # fmt: skip
+    for name, rule in rules.items():
+        operator = getattr(rng_prims, name, None)
+        if operator is not None and mode not in operator.python_key_table:
+            operator.py_impl(mode)(rule)

@@ -1,0 +1,246 @@
+"""torch.compile on the virtual GPU: what Inductor's wrapper allocates, in order; fallbacks; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memprof.catalog import find_gpu
+from memprof.trace.events import EventKind, Trace
+from memprof.virtual import VirtualGpu
+
+pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+
+# Dynamo looks at what is between two graphs as at any tensor; torch warns of it in C++.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+CARD = find_gpu("a100-80gb")
+MIB = 1 << 20
+ROWS, WIDTH, HIDDEN = 4096, 1024, 4096
+SMALL, LARGE = 4 * ROWS * WIDTH, 4 * ROWS * HIDDEN
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(CARD) as virtual:
+        torch._dynamo.utils.counters.clear()
+        yield virtual
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.up(x))
+        return x + nn.functional.dropout(self.down(hidden), self.dropout, self.training)
+
+
+def batch(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, device="cuda")
+
+
+def moves(trace: Trace, since: int) -> list[int]:
+    """Bytes that were taken (positive) and given back, in order, without what libraries keep."""
+    storages = [trace.storages[event.ref] for event in trace.events[since:] if event.kind in MOVES]
+    signs = [1 if event.kind is EventKind.ALLOC else -1 for event in trace.events[since:] if event.kind in MOVES]
+    return [sign * s.num_bytes for sign, s in zip(signs, storages, strict=True) if not s.hidden and s.device != "cpu"]
+
+
+MOVES = (EventKind.ALLOC, EventKind.FREE)
+
+
+def eager_lines(gpu: VirtualGpu) -> list[str]:
+    return [line for line in gpu.trace.assumptions if "runs eagerly" in line]
+
+
+def test_a_forward_takes_the_buffers_of_its_wrapper(gpu: VirtualGpu) -> None:
+    """Two products; gelu and the sum are done in place, where eager code makes a tensor each."""
+    model = Block().cuda().eval()
+    compiled = torch.compile(model)
+    x = batch()
+    with torch.no_grad():
+        for _ in range(2):
+            since = len(gpu.trace.events)
+            compiled(x)
+            assert moves(gpu.trace, since) == [LARGE, SMALL, -LARGE, -SMALL]
+        since = len(gpu.trace.events)
+        model(x)
+        assert moves(gpu.trace, since)[:2] == [LARGE, LARGE]
+    assert not eager_lines(gpu)
+
+
+def test_a_step_is_compiled_once_and_keeps_what_its_backward_needs(gpu: VirtualGpu) -> None:
+    compiled = torch.compile(Block(dropout=0.1).cuda())
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    frames: list[int] = []
+    for _ in range(3):
+        since = len(gpu.trace.events)
+        out = compiled(batch())
+        # The input, the first product, gelu, the result in the place of the second product, and the dropout's mask.
+        kept = sum(moves(gpu.trace, since))
+        assert out.grad_fn is not None and kept == SMALL + LARGE + LARGE + SMALL + SMALL // 4
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del out
+        frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert frames[0] == frames[-1]
+    assert not eager_lines(gpu)
+
+
+def test_autocast_inside_and_around(gpu: VirtualGpu) -> None:
+    model = Block().cuda()
+    compiled = torch.compile(model)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = compiled(batch())
+    assert out.dtype is torch.float32 and out.grad_fn is not None  # a sum with the input, which is none of the listed
+
+    @torch.compile
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.float16):
+            return model.up(x)
+
+    assert inside(batch()).dtype is torch.float16
+    assert not eager_lines(gpu)
+
+
+def test_a_second_length_compiles_again_with_sizes_that_are_known_when_it_runs(gpu: VirtualGpu) -> None:
+    compiled = torch.compile(Block().cuda().eval())
+    with torch.no_grad():
+        for rows in (4096, 5120, 6144):
+            x = batch(rows)
+            since = len(gpu.trace.events)
+            compiled(x)
+            assert moves(gpu.trace, since)[:2] == [4 * rows * HIDDEN, 4 * rows * WIDTH]
+            del x
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert not eager_lines(gpu)
+
+
+def test_code_between_two_graphs_runs_as_it_is_written(gpu: VirtualGpu) -> None:
+    model = Block().cuda()
+    seen = []
+
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        hidden = model.up(x)
+        torch._dynamo.graph_break()
+        seen.append((hidden.device.type, torch.cuda.get_device_name()))
+        return model.down(hidden)
+
+    step(batch()).sum().backward()
+    assert seen == [("cuda", CARD.name)]
+    assert model.up.weight.grad is not None and model.up.weight.grad.is_cuda
+    assert not eager_lines(gpu)
+
+
+def test_recomputed_inside_a_graph(gpu: VirtualGpu) -> None:
+    model = Block(dropout=0.1).cuda()
+    compiled = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False))
+    x = batch()
+    since = len(gpu.trace.events)
+    out = compiled(x)
+    assert sum(moves(gpu.trace, since)) < SMALL + MIB  # the result and a state of random numbers
+    out.sum().backward()
+    assert not eager_lines(gpu)
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_is_told(gpu: VirtualGpu) -> None:
+    """Its CPU part would be a kernel in C++, made and run on the host."""
+
+    def mixed(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, y * 2 + 1
+
+    x, y = batch(), torch.ones(3)
+    assert torch.compile(mixed)(x, y)[1].tolist() == [3.0, 3.0, 3.0]
+    (line,) = eager_lines(gpu)
+    assert "mixed (" in line and f"{__file__}:" in line and line.endswith("part of it runs on the CPU.")
+
+
+def test_the_hosts_own_work_gives_its_results(gpu: VirtualGpu) -> None:
+    assert torch.compile(lambda x: x * 2 + 1)(torch.arange(3)).tolist() == [1, 3, 5]
+    assert not eager_lines(gpu)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_other_backends_run_the_programs_operators(gpu: VirtualGpu, backend: str) -> None:
+    compiled = torch.compile(Block().cuda(), backend=backend)
+    since = len(gpu.trace.events)
+    compiled(batch()).sum().backward()
+    assert moves(gpu.trace, since)[1:3] == [LARGE, LARGE]
+
+
+def test_a_backend_of_the_programs_own_is_given_its_graph(gpu: VirtualGpu) -> None:
+    given = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        given.append([node.op for node in graph.graph.nodes].count("call_function"))
+        return graph.forward
+
+    torch.compile(Block().cuda(), backend=backend)(batch())
+    assert given == [5]  # two linear layers, gelu, dropout and the sum
+
+
+def test_errors_of_the_program_are_its_own(gpu: VirtualGpu) -> None:
+    @torch.compile(fullgraph=True)
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        broken(batch())
+
+
+def test_modes_that_need_a_card_are_told(gpu: VirtualGpu) -> None:
+    model = Block().cuda().eval()
+    with torch.no_grad():
+        torch.compile(model, mode="max-autotune")(batch())
+    text = " ".join(gpu.trace.assumptions)
+    assert "max_autotune" in text and "CUDA graphs" in text
+    assert not eager_lines(gpu)
+
+
+@torch.compile
+def compiled_before(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).relu()
+
+
+def test_what_was_compiled_before_is_compiled_for_the_card(gpu: VirtualGpu) -> None:
+    x = batch()
+    since = len(gpu.trace.events)
+    compiled_before(x)
+    assert moves(gpu.trace, since) == [SMALL, -SMALL]
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    before = set(Path(tempfile.gettempdir()).glob("memprof-inductor-*"))
+    hooks = [vars(torch.Tensor).get(name) for name in ("_make_subclass", "_make_wrapper_subclass", "to")]
+    with VirtualGpu(CARD):
+        torch.compile(Block().cuda())(batch()).sum().backward()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    assert not (tmp_path / "own").exists()
+    assert set(Path(tempfile.gettempdir()).glob("memprof-inductor-*")) <= before
+    assert hooks == [vars(torch.Tensor).get(name) for name in ("_make_subclass", "_make_wrapper_subclass", "to")]
+    assert torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_by_request_nothing_is_compiled() -> None:
+    with VirtualGpu(CARD, compiles=False) as gpu:
+        since = len(gpu.trace.events)
+        torch.compile(Block().cuda().eval())(batch())
+        assert moves(gpu.trace, since).count(LARGE) >= 2
+    assert eager_lines(gpu) == [
+        "torch.compile runs eagerly here, as asked for: compiled code fuses operators and as a rule needs less."
+    ]
