@@ -21,7 +21,6 @@ from memprof.remedies.applied import apply
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
-from memprof.trace.facts import Facts
 from memprof.trace.io import save_trace
 from memprof.units import format_bytes, parse_gib
 from memprof.virtual import VirtualGpu
@@ -84,7 +83,7 @@ class ProfiledGpu:
         """What was recorded."""
         trace = self._virtual.trace
         device, allocator = device_facts(self._gpu), self._settings.now.facts
-        trace.facts = Facts(command="virtual_gpu", device=device, allocator=allocator, rank=trace.facts.rank)
+        trace.facts = dataclasses.replace(trace.facts, command="virtual_gpu", device=device, allocator=allocator)
         return trace
 
     def save(self, path: str | Path, *, force: bool = False) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from memprof.allocator.rounding import round_size
@@ -20,10 +21,18 @@ class Together(NamedTuple):
     storages: tuple[int, ...]
 
 
+class Less(NamedTuple):
+    """Bytes that would not be there from one event until before another."""
+
+    begin: int
+    end: int
+    num_bytes: int
+
+
 class Lives:
     """Birth and death of every storage, as events; what never dies has the end of the trace as its death."""
 
-    __slots__ = ("_allocated", "at_peak", "births", "deaths")
+    __slots__ = ("_allocated", "_curve", "at_peak", "births", "deaths")
 
     def __init__(self, ledger: Ledger) -> None:
         """Read the whole trace of `ledger` once."""
@@ -39,6 +48,7 @@ class Lives:
             elif kind is free:
                 deaths[ref] = time
         self._allocated = [round_size(s.num_bytes) if s.device == trace.device else 0 for s in trace.storages]
+        self._curve = ledger.allocated
         peak = ledger.peak_event
         self.at_peak = frozenset(
             i
@@ -55,6 +65,36 @@ class Lives:
         """Those of `storages` that are alive after the event at `time`."""
         alive = tuple(index for index in storages if self.births[index] <= time < self.deaths[index])
         return Together(self.sum_bytes(alive), time, alive)
+
+    def saved(self, less: Sequence[Less]) -> int:
+        """By how much the run's peak would be lower if these bytes were never there, all else being equal."""
+        changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
+        changes.sort()
+        now = highest = position = 0
+        for time, allocated in enumerate(self._curve):
+            while position < len(changes) and changes[position][0] <= time:
+                now += changes[position][1]
+                position += 1
+            highest = max(highest, allocated + now)
+        return max(max(self._curve) - highest, 0)
+
+    def without(self, storages: Iterable[int], share: float = 1.0) -> list[Less]:
+        """So much of each of `storages` for as long as it lives."""
+        return [Less(self.births[index], self.deaths[index], int(self._allocated[index] * share)) for index in storages]
+
+    def beyond(self, sets: Iterable[Sequence[int]], keep: int, *, oldest: bool = False) -> list[Less]:
+        """What sets of storages take beyond the `keep` of them that were made last (or first), at every moment."""
+        lives = [
+            (min(self.births[one] for one in own), max(self.deaths[one] for one in own), self.sum_bytes(own))
+            for own in sets
+        ]
+        times = sorted({time for begin, end, _ in lives for time in (begin, end)})
+        result = []
+        for begin, end in pairwise(times):
+            alive = sorted((one for one in lives if one[0] <= begin and end <= one[1]), reverse=not oldest)
+            if rest := sum(num_bytes for _, _, num_bytes in alive[keep:]):
+                result.append(Less(begin, end, rest))
+        return result
 
     def most(self, storages: Iterable[int]) -> Together:
         """The moment at which the bytes of `storages` sum to the most, the earliest if there are several."""

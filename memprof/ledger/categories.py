@@ -17,6 +17,7 @@ class Category(StrEnum):
     """The vocabulary of the ledger's rows (docs/concepts.md explains each)."""
 
     PARAMETERS = "parameters"
+    UNSHARDED_PARAMETERS = "unsharded parameters"
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer state"
     ACTIVATIONS = "activations"
@@ -44,6 +45,7 @@ _OF_ROLE = {
     Role.INPUT: Category.INPUTS,
     Role.KV_CACHE: Category.KV_CACHE,
     Role.COMMUNICATION: Category.COMMUNICATION,
+    Role.UNSHARDED: Category.UNSHARDED_PARAMETERS,
 }
 
 

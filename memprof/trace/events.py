@@ -147,7 +147,9 @@ class Role(enum.StrEnum):
     INPUT = "input"
     KV_CACHE = "KV cache"
     COMMUNICATION = "communication"
-    """Taken by torch.distributed: buckets, gathered parameters, what collectives lay flat."""
+    """Taken by torch.distributed: buckets, what is gathered or scattered, what collectives lay flat."""
+    UNSHARDED = "unsharded parameter"
+    """A parameter of which each rank has a part, whole for as long as it is used."""
 
 
 MADE_ANEW = frozenset({Role.INPUT, Role.GRADIENT})

@@ -90,6 +90,32 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardedGroup:
+    """Parameters that torch.distributed communicates together: of one call of fully_shard, one FSDP or DDP module."""
+
+    api: str
+    """`fully_shard`, `FullyShardedDataParallel` or `DistributedDataParallel`, which keeps them whole."""
+    module: str
+    """Path of the module that was given; "" is the root."""
+    ranks: int
+    """So many have a part of each, or in DDP all of it."""
+    parameters: tuple[str, ...]
+    """Their names, as the model has them."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each parameter, whole."""
+    dtype: str
+    """In which they are gathered."""
+    views: bool = False
+    """DDP: whether gradients lie in its buckets (gradient_as_bucket_view)."""
+    kept: bool = False
+    """Whether the program asked for them to stay whole between forward and backward."""
+    ahead: int = 0
+    """Groups that are gathered while this one computes, as the program asked; 0: as FSDP has it."""
+    unlimited: bool = False
+    """FullyShardedDataParallel: whether any number may be gathered ahead (limit_all_gathers)."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """The device that a run was on; None: not known."""
 
@@ -152,6 +178,8 @@ class Facts(Plain):
     nvml: NvmlFacts | None = None
     rank: RankFacts | None = None
     """None: a program of one process."""
+    groups: tuple[ShardedGroup, ...] = ()
+    """How torch.distributed spreads the models, as they were after the first backward pass."""
 
     def to_json(self) -> dict[str, Any]:
         """As a capture has it."""

@@ -24,8 +24,8 @@ from memprof.units import format_bytes
 
 SCHEMA = 5
 """The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5
-ranks; a capture is written as the first that has what is in it, which earlier releases read too."""
-_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4}
+ranks and UNSHARDED; a capture is written as the first that has what is in it, which earlier releases read too."""
+_SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4, Role.UNSHARDED: 5}
 _WITH_RANKS = 5
 
 _FORMAT = "memprof capture"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +41,7 @@ from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.virtual.values import Values
+from memprof.watch import sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
@@ -111,6 +113,8 @@ class VirtualGpu(Watch):
         self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
         self._nodes, self._rank = nodes, rank
         self._compiles = compiles
+        self._roots_noted = 0
+        """Of so many models it is known how they are spread over ranks."""
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
         if refuses:
             self.recorder.refusal = lambda device: self._memory.of(device).refusal()
@@ -336,6 +340,22 @@ class VirtualGpu(Watch):
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role, as the workload knows."""
         self.recorder.own(tensor, owner)
+
+    def _name_parameters(self) -> None:
+        super()._name_parameters()
+        if self.recorder.communicates and self.phases.backwards:  # before, wrappers do not know all of themselves
+            self._note_sharding()
+
+    def _note_sharding(self) -> None:
+        """How the run's models are spread over ranks; and gradients that wait, whole, to be reduced."""
+        roots = [root for known in self._roots if (root := known()) is not None]
+        for name, gradient in itertools.chain.from_iterable(map(sharding.unreduced, roots)):
+            self.claim(gradient, Owner(Role.GRADIENT, name))
+        if len(roots) != self._roots_noted:
+            self._roots_noted = len(roots)
+            trace = self.recorder.trace
+            groups = tuple(itertools.chain.from_iterable(map(sharding.groups_of, roots)))
+            trace.facts = dataclasses.replace(trace.facts, groups=tuple(dict.fromkeys((*trace.facts.groups, *groups))))
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that a quantized `tensor` keeps beside its own data, or instead of it."""

@@ -31,6 +31,7 @@ from memprof.trace.events import (
     Trace,
 )
 from memprof.watch.modules import ModuleTracker
+from memprof.watch.sharding import communication
 from memprof.watch.streams import Streams
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
@@ -41,15 +42,6 @@ _PYTHON_DIR = sysconfig.get_path("stdlib")
 _MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
 _MAY_CHANGE = (Role.INPUT, Role.COMMUNICATION)
-_TRANSPARENT = (
-    _MEMPROF_DIR,
-    *(f"{_TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
-)
-_COMMUNICATION = (_TORCH_DIR + "/distributed/", _TORCH_DIR + "/nn/parallel/distributed.py")
-_DTENSOR = _TORCH_DIR + "/distributed/tensor/"
-"""Runs the program's operators on this rank's parts."""
-_OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
-"""Functions there that move a model's inputs, or cast them."""
 _new: Any = tuple.__new__
 """Makes a named tuple without the Python function that its class has for that."""
 _ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
@@ -152,8 +144,10 @@ class Recorder:
         """A new storage was born; returns its index. Its death is noted when its last reference goes."""
         address = storage._cdata
         index = self._append(storage.nbytes(), shape, dtype, device, op, place, hidden=False)
-        if self.communicates and device != "cpu" and _communicates(sys._getframe(1)):
-            self.trace.owners[index] = Owner(Role.COMMUNICATION, "")
+        if self.communicates and device != "cpu":
+            owner = communication(sys._getframe(1), self._name_of)
+            if owner is not None:
+                self.trace.owners[index] = owner
         ref = _StorageRef(storage, self._died)
         ref.address = address
         ref.index = index
@@ -285,6 +279,10 @@ class Recorder:
         except (NotImplementedError, RuntimeError):  # it has none: sparse, or a subclass around others
             return NONE
 
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        owner = self.trace.owners.get(self.index_of(tensor))
+        return "" if owner is None else owner.name
+
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor`'s storage has a role. The first name stays, so that a tied weight keeps its own; what has none yet
         may get one, and what a model is fed with, or a collective has made, may turn out to be trained."""
@@ -293,7 +291,7 @@ class Recorder:
                 index = self.index_of(part)
                 if index != NONE:
                     known = self.trace.owners.setdefault(index, owner)
-                    if not known.name and (owner.name or known.role in _MAY_CHANGE):
+                    if known.role in _MAY_CHANGE or (owner.name and not known.name):
                         self.trace.owners[index] = owner
                         if known.role is Role.KV_CACHE:
                             self.keeps(index)
@@ -396,16 +394,6 @@ class Recorder:
     def caller(self) -> int:
         """Index of the line outside torch and memprof that is running now."""
         return self._source(sys._getframe(1))
-
-
-def _communicates(frame: FrameType | None) -> bool:
-    """Whether the code that asks for memory is torch's for several processes."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_name in _OF_INPUTS:
-        return False
-    file = frame.f_code.co_filename
-    return file.startswith(_COMMUNICATION) and not file.startswith(_DTENSOR)
 
 
 class _DtypeNames(dict[torch.dtype, str]):

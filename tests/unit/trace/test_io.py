@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -31,7 +32,7 @@ from memprof.trace.events import (
     Wait,
     Workspace,
 )
-from memprof.trace.facts import DeviceFacts, Facts, Target
+from memprof.trace.facts import DeviceFacts, Facts, ShardedGroup, Target
 from memprof.trace.io import SCHEMA, load_trace, save_trace
 
 
@@ -70,14 +71,17 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_what_is_new_in_it_decides_the_schema(tmp_path: Path) -> None:
-    plain, emptied, streams, buckets, lent = (sample() for _ in range(5))
+    plain, emptied, streams, buckets, lent, whole = (sample() for _ in range(6))
+    whole.owners[0] = Owner(Role.UNSHARDED, "weight")
+    group = ShardedGroup("fully_shard", "", 8, ("weight",), ((2, 3),), "bfloat16", kept=True)
+    whole.facts = dataclasses.replace(whole.facts, groups=(group,))
     lent.uses.append(Use(0, 33))
     lent.waits.append(Wait(True, (Done("cuda:0", 33, 1),)))
     lent.events += [Event(EventKind.USE, 0), Event(EventKind.WAIT, 0)]
     buckets.owners[0] = Owner(Role.COMMUNICATION, "")
     emptied.events.append(Event(EventKind.EMPTY_CACHE, 0))
     streams.events += [Event(EventKind.EMPTY_CACHE, 0), Event(EventKind.STREAM, 33)]
-    for trace, schema in ((plain, 1), (emptied, 2), (streams, 3), (buckets, 3), (lent, 4)):
+    for trace, schema in ((plain, 1), (emptied, 2), (streams, 3), (buckets, 3), (lent, 4), (whole, 5)):
         save_trace(trace, tmp_path / "a")
         with gzip.open(tmp_path / "a") as file:
             assert json.load(file)["schema"] == schema <= SCHEMA

@@ -1,0 +1,41 @@
+"""Gradients beside the buckets that DistributedDataParallel has for them."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import percent, tensors_evidence
+from memprof.findings.finding import Context, Finding, Severity, rule
+from memprof.findings.groups import DDP, communicated, fix, has, is_worth, line_of, spread
+from memprof.trace.events import Role
+from memprof.units import format_bytes
+
+MOST_SHOWN = 3
+"""Kinds of gradients in the evidence."""
+
+
+@rule(86)
+def find(context: Context) -> list[Finding]:
+    """One finding for each wrapper; `num_bytes` is by how much the run's peak would be lower without the gradients."""
+    trace, lives = context.ledger.trace, context.lives
+    buckets = communicated(trace, "gradient bucket")
+    findings = []
+    for group in spread(context, DDP):
+        is_own = has(group)
+        gradients = [i for i, owner in trace.owners.items() if owner.role is Role.GRADIENT and is_own(owner.name)]
+        saved = 0 if group.views or not buckets else lives.saved(lives.without(gradients))
+        if not is_worth(context, saved):
+            continue
+        most = lives.most(gradients)
+        in_buckets = lives.at(most.event, buckets).num_bytes
+        title = (
+            f"Gradients exist twice: {format_bytes(most.num_bytes)} in `.grad` beside {format_bytes(in_buckets)} in "
+            f"the buckets of DistributedDataParallel; as views of these the peak is about {format_bytes(saved)} "
+            f"({percent(saved, context.ledger.peak_bytes)}) lower"
+        )
+        line = line_of(trace, group)
+        lines = (
+            fix(line, "DistributedDataParallel(..., gradient_as_bucket_view=True)"),
+            *tensors_evidence(context, buckets, most.event, lambda index: "bucket")[:MOST_SHOWN],
+            *tensors_evidence(context, gradients, most.event, lambda index: "gradient")[:MOST_SHOWN],
+        )
+        findings.append(Finding("gradients-twice", Severity.WARNING, title, saved, lines, ()))
+    return findings

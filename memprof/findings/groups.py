@@ -1,0 +1,93 @@
+"""What rules on a rank share: the groups that its parameters are spread in, and what was gathered of each."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+from memprof.findings.evidence import file_and_line
+from memprof.findings.finding import Context, Evidence
+from memprof.trace.events import Role, Trace
+from memprof.trace.facts import ShardedGroup
+from memprof.units import MIB
+
+MIN_BYTES = 64 * MIB
+MIN_SHARE = 0.02
+"""Found when the run's peak would be lower by at least both, the latter of the peak."""
+
+DDP, FSDP1, FSDP2 = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"
+_WRAPPERS = re.compile(r"(?<![^.])(module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
+_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+
+
+def plain(name: str) -> str:
+    """The name of a module or a parameter as the model has it, without what wrappers add."""
+    return _WRAPPERS.sub("", name).rstrip(".")
+
+
+def is_worth(context: Context, saved: int) -> bool:
+    """Whether so much less at the peak is told."""
+    return saved >= MIN_BYTES and saved >= MIN_SHARE * context.ledger.peak_bytes
+
+
+def spread(context: Context, *apis: str) -> list[ShardedGroup]:
+    """The groups of several ranks that one of `apis` made."""
+    return [group for group in context.ledger.trace.facts.groups if group.api in apis and group.ranks > 1]
+
+
+def whole_bytes(group: ShardedGroup) -> dict[str, int]:
+    """Of each parameter, as it is gathered."""
+    size = _SIZES.get(group.dtype, 4)
+    return {name: size * math.prod(shape) for name, shape in zip(group.parameters, group.shapes, strict=True)}
+
+
+def has(group: ShardedGroup) -> Callable[[str], bool]:
+    """Whether a name is of a parameter of the group, or of the flat one that FSDP makes of them all."""
+    names = {*group.parameters, f"{group.module}._flat_param".lstrip(".")}
+    return lambda name: plain(name) in names
+
+
+def gathered(context: Context, groups: Iterable[ShardedGroup]) -> list[list[int]]:
+    """What was whole of these groups: one list for each time that one of them was gathered."""
+    trace = context.ledger.trace
+    of_name: dict[str, list[int]] = defaultdict(list)
+    for index, owner in trace.owners.items():
+        if owner.role is Role.UNSHARDED and trace.storages[index].device == trace.device:
+            of_name[plain(owner.name)].append(index)
+    result: list[list[int]] = []
+    for group in groups:
+        times: dict[int, list[int]] = defaultdict(list)
+        for name in filter(has(group), of_name):
+            for ordinal, index in enumerate(sorted(of_name[name], key=context.lives.births.__getitem__)):
+                times[ordinal].append(index)
+        result += times.values()
+    return result
+
+
+def communicated(trace: Trace, purpose: str) -> list[int]:
+    """What torch.distributed took for one purpose (watch/sharding.py names them)."""
+    return [
+        index
+        for index, owner in trace.owners.items()
+        if owner.role is Role.COMMUNICATION
+        and owner.name == purpose
+        and trace.storages[index].device == trace.device
+        and trace.storages[index].dtype in _SIZES  # counters go beside
+    ]
+
+
+def line_of(trace: Trace, group: ShardedGroup) -> str | None:
+    """The program's line that made the group: it allocated what the rank keeps of it. None: not seen."""
+    if group.api == DDP:
+        made = communicated(trace, "gradient bucket")
+    else:
+        is_own = has(group)
+        made = [i for i, owner in trace.owners.items() if owner.role is Role.PARAMETER and is_own(owner.name)]
+    return next((line for index in made if (line := trace.source_line(trace.storages[index])) is not None), None)
+
+
+def fix(line: str | None, what: str) -> Evidence:
+    """What to do, at the program's line."""
+    return Evidence(f"fix at {file_and_line(line)}: {what}", source=line)

@@ -1,0 +1,83 @@
+"""Parameters that are gathered further ahead than the next group."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from memprof.allocator import TraceReplay
+from memprof.allocator.streams import Completion
+from memprof.findings.evidence import percent, plural, tensors_evidence
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, spread
+from memprof.trace.events import EventKind
+from memprof.units import format_bytes
+
+AHEAD = 1
+"""Groups that are enough for a collective to run while a group computes."""
+
+
+@rule(91)
+def find(context: Context) -> list[Finding]:
+    """`num_bytes` is by how much the peak would be lower with one group gathered ahead."""
+    return _explicit(context) + _unlimited(context)
+
+
+def _explicit(context: Context) -> list[Finding]:
+    """`set_modules_to_forward_prefetch` and its like with several modules."""
+    groups = [group for group in spread(context, FSDP2) if group.ahead > AHEAD]
+    trace, lives = context.ledger.trace, context.lives
+    sent = communicated(trace, "all-gather")
+    saved = lives.saved(lives.beyond([[one] for one in sent], AHEAD + 1, oldest=True)) if groups else 0
+    if not is_worth(context, saved):
+        return []
+    most = max(group.ahead for group in groups)
+    title = (
+        f"{plural(most, 'group')} are gathered ahead of their turn: with one the peak is about {format_bytes(saved)} "
+        f"({percent(saved, context.ledger.peak_bytes)}) lower"
+    )
+    lines = (
+        fix(
+            line_of(trace, groups[0]),
+            "give set_modules_to_forward_prefetch and set_modules_to_backward_prefetch one module each",
+        ),
+        *tensors_evidence(context, sent, lives.most(sent).event, lambda index: "all-gather")[:3],
+    )
+    return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]
+
+
+def _unlimited(context: Context) -> list[Finding]:
+    """`limit_all_gathers=False`: freed parameters wait for the card, and others are gathered in the meantime."""
+    groups = [group for group in spread(context, FSDP1) if group.unlimited]
+    run = context.ledger.run
+    if not groups or run.bounds is None:
+        return []
+    at_once = _latest_without(context, {one for own in gathered(context, groups) for one in own})
+    more = run.bounds.latest_bytes - at_once
+    if not is_worth(context, more):
+        return []
+    title = (
+        f"Nothing limits how many groups are gathered ahead (limit_all_gathers=False): where the card falls behind, "
+        f"parameters take up to {format_bytes(more)} more of what is reserved ({percent(more, at_once)})"
+    )
+    lines = (
+        fix(line_of(context.ledger.trace, groups[0]), "leave limit_all_gathers as it is, True"),
+        Evidence(
+            f"reserved if what was gathered is free at once: {format_bytes(at_once)}; only once the host has waited: "
+            f"{format_bytes(run.bounds.latest_bytes)}",
+            num_bytes=run.bounds.latest_bytes,
+        ),
+    )
+    return [Finding("prefetch-too-deep", Severity.WARNING, title, more, lines, ())]
+
+
+def _latest_without(context: Context, lent: set[int]) -> int:
+    """The most that is reserved if `lent` is free at once, and what else streams lend once the host has waited."""
+    run = context.ledger.run
+    trace = run.trace
+    events = [
+        event for event in trace.events if not (event.kind is EventKind.USE and trace.uses[event.ref].storage in lent)
+    ]
+    changed = dataclasses.replace(trace, events=events)
+    replay = TraceReplay(changed, None, run.config, run.release, Completion.AT_SYNC)
+    replay.skip()
+    return replay.allocator.counters.reserved_bytes_peak

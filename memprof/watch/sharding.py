@@ -1,0 +1,165 @@
+"""What `torch.distributed` takes memory for, and how it spreads a model: read off its own frames and wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.trace.events import Owner, Role
+from memprof.trace.facts import ShardedGroup
+
+_TORCH_DIR = str(torch.__path__[0])
+_MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
+_TRANSPARENT = (
+    _MEMPROF_DIR,
+    *(f"{_TORCH_DIR}/{name}" for name in ("_ops.py", "_library/", "storage.py", "utils/_contextlib.py")),
+)
+_COMMUNICATION = (_TORCH_DIR + "/distributed/", _TORCH_DIR + "/nn/parallel/distributed.py")
+_DTENSOR = _TORCH_DIR + "/distributed/tensor/"
+"""Runs the program's operators on this rank's parts."""
+_OF_INPUTS = frozenset({"to_map", "cast_fn", "_cast_fp_tensor"})
+"""Functions there that move a model's inputs, or cast them."""
+_PURPOSES = {
+    "_ddp_init_helper": "gradient bucket",
+    "_pre_forward": "gradient bucket",
+    "foreach_all_gather": "all-gather",
+    "foreach_reduce": "reduce-scatter",
+    "_reduce_grad": "reduce-scatter",
+    "_post_backward_hook": "reduce-scatter",
+}
+"""Function of torch -> what it takes memory for."""
+_GATHERED = frozenset({
+    "init_all_gather_outputs", "alloc_all_gather_outputs", "init_unsharded_param", "_alloc_padded_unsharded_flat_param",
+})  # fmt: skip
+"""Functions of torch that make whole parameters (FSDPParam, FlatParamHandle)."""
+_MOST_FRAMES = 12
+
+
+def communication(frame: FrameType | None, name_of: Callable[[torch.Tensor], str]) -> Owner | None:
+    """What memory is for that the code at `frame` asks for; None if that is not torch's for several processes.
+
+    Args:
+        frame: the innermost one.
+        name_of: the name of a parameter that is known.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPARENT):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name in _OF_INPUTS:
+        return None
+    file = frame.f_code.co_filename
+    if not file.startswith(_COMMUNICATION) or file.startswith(_DTENSOR):
+        return None
+    for _ in range(_MOST_FRAMES):
+        name = frame.f_code.co_name
+        if name in _GATHERED:
+            whole = frame.f_locals["self"]  # an FSDPParam or a FlatParamHandle
+            flat = getattr(whole, "flat_param", None)
+            name = whole._param_fqn if flat is None else name_of(flat._local_shard)
+            return Owner(Role.UNSHARDED, clean(name or "") or "a parameter")
+        if name in _PURPOSES:
+            return Owner(Role.COMMUNICATION, _PURPOSES[name])
+        if frame.f_back is None or not frame.f_back.f_code.co_filename.startswith(_TORCH_DIR):
+            break
+        frame = frame.f_back
+    return Owner(Role.COMMUNICATION, "")
+
+
+def clean(path: str) -> str:
+    """A module's or parameter's path without what wrappers add to it."""
+    for wrapper in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
+        path = path.replace(f"{wrapper}.", "").removesuffix(wrapper)
+    return path.rstrip(".")
+
+
+def groups_of(root: nn.Module) -> Iterator[ShardedGroup]:
+    """How a model is spread over ranks, after its first forward pass; nothing of one that is not."""
+    seen = set()
+    for path, module in root.named_modules():
+        path = clean(path)
+        if type(module).__name__ == "DistributedDataParallel":
+            yield _replicated(path, module)
+        elif type(module).__name__ == "FullyShardedDataParallel":
+            if getattr(module, "_handle", None) is not None:
+                yield _flat(path, module)
+        elif any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            if state not in seen:
+                seen.add(state)
+                yield from _by_parameter(path, state)
+
+
+def unreduced(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole gradients that fully_shard keeps to reduce them later (`set_requires_gradient_sync(False)`), with names."""
+    for module in root.modules():
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            for one in (one for group in _param_groups(module._get_fsdp_state()) for one in group.fsdp_params):  # type: ignore[operator]
+                unsharded = getattr(one, "_unsharded_param", None)
+                for kept in (one.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+                    if kept is not None:
+                        yield clean(one._param_fqn or ""), kept
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """One, or none, before torch 2.11."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    return [one for one in (several if several is not None else [state._fsdp_param_group]) if one is not None]
+
+
+def _replicated(path: str, wrapper: Any) -> ShardedGroup:
+    named = [(clean(name), one) for name, one in wrapper.module.named_parameters() if one.requires_grad]
+    return ShardedGroup(
+        api="DistributedDataParallel",
+        module=path,
+        ranks=wrapper.process_group.size(),
+        parameters=tuple(name for name, _ in named),
+        shapes=tuple(tuple(one.shape) for _, one in named),
+        dtype=_dtype(named[0][1].dtype) if named else "",
+        views=bool(wrapper.gradient_as_bucket_view),
+    )
+
+
+def _flat(path: str, wrapper: Any) -> ShardedGroup:
+    handle = wrapper._handle
+    flat = handle.flat_param
+    strategy = handle._sharding_strategy.name
+    before = f"{path}." if path else ""
+    return ShardedGroup(
+        api="FullyShardedDataParallel",
+        module=path,
+        ranks=handle.world_size if handle.uses_sharded_strategy else 1,
+        parameters=tuple(before + clean(name) for name in flat._fqns),
+        shapes=tuple(tuple(shape) for shape in flat._shapes),
+        dtype=_dtype(handle._fwd_bwd_param_dtype if handle._uses_param_mixed_precision else flat.dtype),
+        kept=strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"),
+        unlimited=not wrapper.limit_all_gathers,
+    )
+
+
+def _by_parameter(path: str, state: Any) -> Iterator[ShardedGroup]:
+    before = f"{path}." if path else ""
+    for group in _param_groups(state):
+        if not group.fsdp_params:
+            continue
+        first = group.fsdp_params[0]
+        mesh = group.mesh_info.mesh
+        dim = getattr(group.mesh_info, "shard_mesh_dim", None)
+        names = [one._param_fqn or before + one._module_info.param_name for one in group.fsdp_params]
+        yield ShardedGroup(
+            api="fully_shard",
+            module=path,
+            ranks=1 if dim is None else mesh.size(dim),
+            parameters=tuple(map(clean, names)),
+            shapes=tuple(tuple(one._orig_size) for one in group.fsdp_params),
+            dtype=_dtype(first.param_dtype or first.orig_dtype),
+            # A root is kept without having been asked for: its parameters are the first that the backward needs.
+            kept=group.post_forward_mesh_info is None and not (state._is_root and state._auto_reshard_after_forward),
+            ahead=max(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)),
+        )
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
