@@ -19,6 +19,12 @@ from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import Span
 from memprof.trace.events import CPU, Trace
 from memprof.trace.facts import NvmlFacts, OtherProcess
+from memprof.units import MIB
+
+NCCL_GROUP_BYTES = (544 * MIB, 1_600_000_000)
+"""What NCCL takes of the card for a group of processes that communicates: the least and the most that others measured.
+544 MB for two A100 and 688 MB for more (github.com/NVIDIA/nccl/issues/964), about 1.6 GB (.../issues/864). It grows
+with channels, algorithms and peers; send and receive take more."""
 
 MOST_SEGMENTS = 5
 """Kinds of segments that are listed, those with most free memory."""
@@ -97,6 +103,9 @@ class Bridge:
     """Both peaks are after the same event."""
     processes: tuple[OtherProcess, ...] | None
     """The other processes on the card; None: not known, as in a simulated run."""
+    nccl_group_bytes: tuple[int, int] | None = None
+    """Of a rank of several, what NCCL takes beside all that: not known here, and no part of device used. The least and
+    the most that others measured for a group; None: one process, or it was measured."""
 
     def cached_bytes(self, moment: BridgeMoment) -> int:
         """What is free at `moment` and in use where most is allocated: kept for the next step, and no fragmentation."""
@@ -120,7 +129,14 @@ def build_bridge(ledger: Ledger) -> Bridge | None:
         peak_allocated=_moment(ledger, allocated, ledger.peak_stage, ledger.run.timeline.reserved[allocated], outside),
         same_moment=reserved == allocated,
         processes=None if seen is None else seen.processes,
+        nccl_group_bytes=NCCL_GROUP_BYTES if _has_unseen_nccl(ledger.trace) else None,
     )
+
+
+def _has_unseen_nccl(trace: Trace) -> bool:
+    """A measured run has it among its libraries."""
+    rank = trace.facts.rank
+    return trace.source == "simulated" and rank is not None and rank.world_size > 1
 
 
 def _outside(trace: Trace) -> dict[str, int | None]:

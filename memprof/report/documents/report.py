@@ -175,6 +175,8 @@ class Document(Shown):
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
         optional = ("cards", "limit", "rank", "ranks", "streams")
         absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
+        if self.bridge is not None and self.bridge.nccl_group_bytes is None:
+            del plain["bridge"]["nccl_group_bytes"]
         return {name: plain[name] for name in plain if name not in absent}
 
 

@@ -45,13 +45,17 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
         add("+ other processes", of("other_processes_bytes"), _processes(bridge))
     if first.unnamed_bytes is not None:
         add("+ libraries, others", of("unnamed_bytes"), "libraries and other processes, not told apart")
+    if bridge.nccl_group_bytes is not None:
+        least, most = map(format_bytes, bridge.nccl_group_bytes)
+        add("+ NCCL", [None] * len(moments), f"{least} to {most} for each group, where others measured it")
     add("= device used", of("device_used_bytes"), "what nvidia-smi says", total=True)
     where = (f"{head} in {at_stage(moment.stage, moment.step)}" for head, moment in zip(heads, moments, strict=True))
     title = heading(f"From tensors to device used, {unit.name}, ", ", ".join(where))
     parts: list[RenderableType] = [title, indented(made)]
     notes = [f"free: {_free(first)}"] if first.fragmentation_bytes else []
     if bridge.outside_is_unknown:
-        notes.append("not known: libraries outside the allocator, other processes")
+        nccl = "" if bridge.nccl_group_bytes is None else "NCCL, "
+        notes.append(f"not known: libraries outside the allocator, {nccl}other processes")
     parts += [indented(dim("; ".join(notes)))] if notes else []
     return Group(*parts, Text(""))
 

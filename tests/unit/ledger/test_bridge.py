@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from memprof.allocator import CardMemory, TraceReplay, parse_config, replay_on_card, without_allocator
-from memprof.ledger.bridge import build_bridge
+from memprof.ledger.bridge import NCCL_GROUP_BYTES, build_bridge
 from memprof.ledger.ledger import build_ledger
 from memprof.ledger.state import model_state
 from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.cells import unit_for
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
-from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts, OtherProcess
+from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts, OtherProcess, RankFacts
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
 CONTEXT = 426 * MIB
 CARD = DeviceFacts("a card", 1 << 40, (1 << 40) - CONTEXT, CONTEXT)
 
 
-def bridge_of(trace, conf="", nvml=None):
-    trace.facts = Facts(device=CARD, nvml=nvml)
+def bridge_of(trace, conf="", nvml=None, rank=None):
+    trace.facts = Facts(device=CARD, nvml=nvml, rank=rank)
     config = parse_config(conf)
     ledger = build_ledger(trace, replay_on_card(trace, CardMemory(CARD.total_bytes, CONTEXT), config))
     return build_bridge(ledger)
@@ -111,6 +111,20 @@ def test_what_is_free_after_the_peak_is_cached():
 def test_simulated_runs_know_nothing_of_libraries_and_others():
     moment = (bridge := bridge_of(outgrown_blocks())).peak_reserved
     assert moment.libraries_bytes is None and moment.other_processes_bytes is None and bridge.processes is None
+
+
+def test_what_nccl_takes_of_a_rank_is_not_known_and_said():
+    trace = outgrown_blocks()
+    alone = bridge_of(trace)
+    assert alone.nccl_group_bytes is None and "NCCL" not in view_of(alone)
+    used = alone.peak_reserved.device_used_bytes
+    bridge = bridge_of(trace, rank=RankFacts(3, 8))
+    assert bridge.nccl_group_bytes == NCCL_GROUP_BYTES and bridge.peak_reserved.device_used_bytes == used
+    text = " ".join(view_of(bridge).split())
+    assert "+ NCCL not known 544.00 MiB to 1.49 GiB for each group, where others measured it" in text
+    assert "not known: libraries outside the allocator, NCCL, other processes" in text
+    trace.source = "measured"
+    assert bridge_of(trace, rank=RankFacts(3, 8)).nccl_group_bytes is None
 
 
 def test_what_nvml_saw_closes_the_gap():
