@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from memprof.errors import UsageError
+from memprof.findings import Finding, Severity
+from memprof.findings.ranks_differ import RankPeak, find_between
 from memprof.flows.each_card import merged_findings
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.ranks import RankRow
@@ -86,16 +88,27 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: i
     how = (_TOGETHER,) if len(traces) == size else (_TOGETHER, _IN_PART.format(size, len(traces)))
     if trace.facts.rank is not None and trace.facts.rank.alike:
         how = (_ONE_OF_EACH,)
+    findings = (*_differences(made), *merged_findings(f"rank {shown}", document.findings, others))
     return dataclasses.replace(
         document,
         verdict=made[decides].verdict,
-        findings=merged_findings(f"rank {shown}", document.findings, others),
+        findings=tuple(sorted(findings, key=lambda one: one.severity is not Severity.ERROR)),
         assumptions=(*document.assumptions, *how),
         ranks=tuple(
             _row(one, number, made.get(number), None if firsts[number] == number else firsts[number], decides, shown)
             for number, one in traces.items()
         ),
     )
+
+
+def _differences(made: dict[int, Document]) -> list[Finding]:
+    """Between ranks that all came to their end; one that was run for several counts as these."""
+    peaks: dict[int, RankPeak] = {}
+    for number, one in made.items():
+        alike = one.rank.alike if one.rank else ()
+        for rank in range(alike[0], alike[-1] + 1) if alike else (number,):
+            peaks[rank] = RankPeak(one.peak.allocated_bytes, one.peak.categories, one.peak.tensors)
+    return [] if any(one.failure for one in made.values()) else find_between(peaks)
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -14,7 +14,10 @@ from torch import nn
 
 import memprof
 from memprof.findings import Finding, Severity, state_not_sharded
+from memprof.flows.account import analyze
+from memprof.flows.each_rank import in_order
 from memprof.report.documents.report import Document
+from memprof.trace.events import Trace
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -283,3 +286,28 @@ def test_the_largest_part_of_sharded_state_is_torchs_own() -> None:
         parts = optimizer._partition_parameters()
         largest = max(sum(one.numel() for group in part for one in group["params"]) for part in parts)
     assert state_not_sharded._largest_part(sizes, 4) == largest
+
+
+def stage(blocks: int, rank: int) -> Trace:
+    """One of two ranks, each with some of eight blocks."""
+    with memprof.virtual_gpus(2, "a100-80gb", rank=rank) as gpus:
+        dist.init_process_group("nccl")
+        torch.cuda.set_device(rank)
+        layers = nn.Sequential(*(Block() for _ in range(blocks))).cuda()
+        optimizer = adamw(layers)
+        for _ in range(2):
+            layers(torch.zeros(16, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return gpus.trace.on(f"cuda:{rank}")
+
+
+def test_ranks_that_differ_much() -> None:
+    uneven, even = analyze(in_order([stage(7, 0), stage(1, 1)])), analyze(in_order([stage(4, 0), stage(4, 1)]))
+    finding = next(one for one in uneven.findings if one.id == "ranks-differ")
+    assert "ranks-differ" not in [one.id for one in even.findings]
+    saved = uneven.peak.allocated_bytes - even.peak.allocated_bytes
+    assert finding.num_bytes == pytest.approx(saved, rel=0.15)
+    assert finding.title.startswith("Ranks differ: rank 0 takes ") and "rank 1" in finding.title
+    assert (finding.evidence[0].source or "").startswith(__file__)
+    assert sum("more on rank 0" in line.text for line in finding.evidence) == 3

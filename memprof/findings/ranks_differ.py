@@ -1,0 +1,92 @@
+"""Ranks of one program that need very different amounts: the fullest decides which card will do.
+
+No rule of one run: it is asked where the reports of several ranks are put together (flows/each_rank.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from memprof.findings.evidence import file_and_line, format_shape, percent
+from memprof.findings.finding import Evidence, Finding, Severity
+from memprof.ledger.ledger import LiveTensor
+from memprof.units import MIB, format_bytes
+
+MIN_BYTES = 256 * MIB
+MIN_SHARE = 0.05
+"""Found when the fullest rank takes more than the mean of all by both, the latter of what it takes."""
+
+MOST_SHOWN = 3
+"""Categories, and kinds of tensors, in the evidence."""
+
+
+class RankPeak(NamedTuple):
+    """What a rank has on its card where it has most."""
+
+    allocated_bytes: int
+    categories: Mapping[str, int]
+    tensors: Sequence[LiveTensor]
+
+
+def find_between(peaks: Mapping[int, RankPeak]) -> list[Finding]:
+    """`num_bytes` is what the fullest rank takes beyond the mean: what a card less would need, evenly spread."""
+    if len(peaks) < 2:
+        return []
+    fullest = max(peaks, key=lambda rank: peaks[rank].allocated_bytes)
+    leanest = min(peaks, key=lambda rank: peaks[rank].allocated_bytes)
+    most, least = peaks[fullest], peaks[leanest]
+    mean = sum(peak.allocated_bytes for peak in peaks.values()) // len(peaks)
+    beyond = most.allocated_bytes - mean
+    if beyond < MIN_BYTES or beyond < MIN_SHARE * most.allocated_bytes:
+        return []
+    title = (
+        f"Ranks differ: rank {fullest} takes {format_bytes(most.allocated_bytes)} at its peak, rank {leanest} "
+        f"{format_bytes(least.allocated_bytes)}; evenly spread each takes {format_bytes(mean)}, "
+        f"{percent(beyond, most.allocated_bytes)} less than the fullest"
+    )
+    own = _only_of(most, least)
+    line = next((tensor.source for tensor, _ in own if tensor.source is not None), None)
+    where = "" if line is None else f" at {file_and_line(line)}"
+    lines = (
+        Evidence(f"fix{where}: give rank {leanest} a part of what rank {fullest} has there", source=line),
+        *(_of_category(name, most, least, fullest, leanest) for name in _most_different(most, least)),
+        *(_of_tensor(tensor, num_bytes, fullest) for tensor, num_bytes in own[:MOST_SHOWN]),
+    )
+    return [Finding("ranks-differ", Severity.WARNING, title, beyond, lines, ())]
+
+
+def _most_different(most: RankPeak, least: RankPeak) -> list[str]:
+    more = {name: num_bytes - least.categories.get(name, 0) for name, num_bytes in most.categories.items()}
+    return [name for name in sorted(more, key=lambda name: -more[name])[:MOST_SHOWN] if more[name] > 0]
+
+
+def _of_category(name: str, most: RankPeak, least: RankPeak, fullest: int, leanest: int) -> Evidence:
+    own, other = most.categories[name], least.categories.get(name, 0)
+    text = f"{name}: {format_bytes(own)} on rank {fullest}, {format_bytes(other)} on rank {leanest}"
+    return Evidence(text, num_bytes=own - other)
+
+
+def _only_of(most: RankPeak, least: RankPeak) -> list[tuple[LiveTensor, int]]:
+    """Kinds of tensors of which the fullest rank has more, with the bytes, the largest first."""
+    there = Counter[tuple[object, ...]]()
+    for tensor in least.tensors:
+        there[_kind(tensor)] += tensor.allocated_bytes
+    more = [(tensor, tensor.allocated_bytes - there[_kind(tensor)]) for tensor in most.tensors]
+    return sorted((one for one in more if one[1] > 0), key=lambda one: -one[1])
+
+
+def _kind(tensor: LiveTensor) -> tuple[object, ...]:
+    return tensor.category, tensor.shape, tensor.dtype, tensor.op, tensor.source
+
+
+def _of_tensor(tensor: LiveTensor, num_bytes: int, rank: int) -> Evidence:
+    text = (
+        f"{tensor.count} x {format_shape(tensor.shape)} {tensor.dtype}, {tensor.category}, by {tensor.op} at "
+        f"{file_and_line(tensor.source)}: {format_bytes(num_bytes)} more on rank {rank}"
+    )
+    return Evidence(
+        text, num_bytes=num_bytes, shape=tensor.shape, dtype=tensor.dtype, module=tensor.module, op=tensor.op,
+        source=tensor.source,
+    )  # fmt: skip
