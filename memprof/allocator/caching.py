@@ -78,6 +78,8 @@ class CachingAllocator:
         )
         self.default_pool = PrivatePool(DEFAULT_POOL, self.statistics)
         self.pools: dict[PoolId, PrivatePool] = {DEFAULT_POOL: self.default_pool}
+        self.retired: list[PrivatePool] = []
+        """Private pools that nothing keeps (`graph_pools_freeable`)."""
         self.max_split_size = config.max_split_size
         self.divisions = config.roundup_power2_divisions
         self._rounded: dict[int, int] = {}
@@ -378,10 +380,22 @@ class CachingAllocator:
         reclaim.release_cached(self)
 
     def create_pool(self, pool: PoolId) -> PrivatePool:
-        """The private pool (torch.cuda.MemPool, CUDA graphs), new if need be; `empty_cache` gives none of it back."""
+        """The private pool (torch.cuda.MemPool, CUDA graphs), new if need be; until it is retired, none goes back."""
         if pool not in self.pools:
             self.pools[pool] = PrivatePool(pool, self.statistics)
         return self.pools[pool]
+
+    def enter_pool(self, pool: PoolId) -> PoolId:
+        """The pool to give to `malloc`, which is there from now on."""
+        if pool == DEFAULT_POOL:
+            return DEFAULT_POOL
+        self.create_pool(pool)
+        return pool
+
+    def retire_pool(self, pool: PoolId) -> None:
+        """Nothing keeps the pool any more: what is free in it may be given back (`releasePool`)."""
+        if pool in self.pools:
+            self.retired.append(self.pools[pool])
 
     def lift_limit(self) -> None:
         """Forget the card's size: no fraction of it is a limit any more, nor is address space taken after it."""

@@ -52,12 +52,15 @@ class SegmentLayout(NamedTuple):
         return max((block.size for block in self.blocks if block.state == "inactive"), default=0)
 
     def releasable(self, unit: int) -> int:
-        """Free bytes that `torch.cuda.empty_cache()` gives back: the whole segment if nothing is in it.
+        """Free bytes that `torch.cuda.empty_cache()` gives back: the whole segment if nothing is in it. A private pool
+        keeps its own.
 
         Args:
             unit: bytes that an expandable segment maps at a time; of such a one every free unit goes back
                 (`ExpandableSegment::unmap` of c10/cuda/CUDACachingAllocator.cpp).
         """
+        if self.pool_id != DEFAULT_POOL:
+            return 0
         free = [block for block in self.blocks if block.state == "inactive"]
         if not self.expandable:
             return self.size if len(free) == len(self.blocks) else 0

@@ -45,10 +45,11 @@ def release_available(allocator: CachingAllocator, owner: StreamPool, size: int)
 
 
 def release_cached(allocator: CachingAllocator) -> None:
-    """Give back every segment of the default pool that is wholly free; private pools are in use as long as they are."""
+    """Give back every segment that is wholly free: of the default pool, and of private ones that nothing keeps."""
     allocator.synchronize()
-    _release_pool(allocator.segment_store, allocator.default_pool.large)
-    _release_pool(allocator.segment_store, allocator.default_pool.small)
+    for pool in (allocator.default_pool, *allocator.retired):
+        _release_pool(allocator.segment_store, pool.large)
+        _release_pool(allocator.segment_store, pool.small)
 
 
 def _fills_segment(block: Block) -> bool:

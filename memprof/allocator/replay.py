@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from memprof.allocator.blocks import Block
+from memprof.allocator.blocks import DEFAULT_POOL, Block, PoolId
 from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.driver import SimulatedDriver
@@ -107,6 +107,11 @@ def order_streams(
         allocator.pending.end_phase(time)
 
 
+def private_pool(number: int) -> PoolId:
+    """The pool that a trace calls by this number; 0 is the default one."""
+    return (number, 0) if number else DEFAULT_POOL
+
+
 class TraceReplay:
     """A trace through one allocator, as far as one wants: up to an event, or to where a growing trace ends now.
 
@@ -132,20 +137,22 @@ class TraceReplay:
         """Blocks of the storages that are alive, by storage."""
         self.stream = 0
         """On which memory is taken where the replay has come to."""
+        self.pool = DEFAULT_POOL
+        """From which."""
         self._has_limit = card is not None
         self._retries_in_vain = 0
 
     def malloc(self, num_bytes: int, stream: int = 0) -> Block:
         """Serve a request, on a card without limit once one was refused."""
         try:
-            return self.allocator.malloc(num_bytes, stream)
+            return self.allocator.malloc(num_bytes, stream, self.pool)
         except OutOfMemory as error:
             if self.timeline.first_oom is None:
                 self.timeline.first_oom = FirstOom(self.event, error.report, str(error))
             self.driver.lift_limit()
             self.allocator.lift_limit()
         try:
-            return self.allocator.malloc(num_bytes, stream)
+            return self.allocator.malloc(num_bytes, stream, self.pool)
         except OutOfMemory as error:
             raise MemprofError(
                 "the run asks for more memory than can be addressed",
@@ -185,7 +192,7 @@ class TraceReplay:
             return
         before = self.allocator.statistics.num_alloc_retries
         try:
-            self.allocator.free(self.allocator.malloc(num_bytes, self.stream))
+            self.allocator.free(self.allocator.malloc(num_bytes, self.stream, self.pool))
         except OutOfMemory:
             self._retries_in_vain += self.allocator.statistics.num_alloc_retries - before
 
@@ -230,6 +237,10 @@ class TraceReplay:
                 self.allocator.empty_cache()
             elif kind is moved:
                 self.stream = ref
+            elif kind is EventKind.POOL:
+                self.pool = self.allocator.enter_pool(private_pool(ref))
+            elif kind is EventKind.POOL_FREE:
+                self.allocator.retire_pool(private_pool(ref))
             elif several:
                 order_streams(self.trace, self.allocator, live, time, Event(kind, ref))
             if writes:

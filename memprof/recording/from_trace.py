@@ -23,7 +23,7 @@ from memprof.allocator import (
 )
 from memprof.allocator.blocks import DEFAULT_POOL
 from memprof.allocator.caching import UNKNOWN_SPACE
-from memprof.allocator.replay import order_streams
+from memprof.allocator.replay import order_streams, private_pool
 from memprof.ledger.categories import categorize
 from memprof.ledger.stages import spans
 from memprof.recording.origins import OUTSIDE_MODULES, Origin, Part
@@ -137,6 +137,7 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
     refused = frozenset(trace.refused)
     found = Converted(Snapshot(), [])
     live: dict[int, Block] = {}
+    pool = DEFAULT_POOL
     stacks: dict[int, Stack] = {}
     begun: set[int] = set()
     pending = allocator.pending
@@ -144,7 +145,7 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
 
     def write(action: Action, block: Block) -> None:
         size, stream = block.requested, block.owner.stream
-        events.append(SnapshotEvent(action, block.address, size, stream, DEFAULT_POOL, driver.time, ()))
+        events.append(SnapshotEvent(action, block.address, size, stream, block.owner.pool.pool_id, driver.time, ()))
 
     def complete(block: Block) -> None:
         write(Action.FREE_COMPLETED, block)
@@ -162,21 +163,21 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
                 continue
             driver.stack = stack = writer.stack(ref, storage)
             try:
-                block = allocator.malloc(storage.num_bytes, driver.stream)
+                block = allocator.malloc(storage.num_bytes, driver.stream, pool)
             except OutOfMemory as error:
                 free = error.report.free_bytes
-                refusal = SnapshotEvent(Action.OOM, free, storage.num_bytes, driver.stream, DEFAULT_POOL, time, stack)
+                refusal = SnapshotEvent(Action.OOM, free, storage.num_bytes, driver.stream, pool, time, stack)
                 events.append(refusal)
                 if ref in refused:
                     continue
                 driver.lift_limit()
                 allocator.allowed_bytes = None
                 allocator.gc_enabled = False
-                block = allocator.malloc(storage.num_bytes, driver.stream)
+                block = allocator.malloc(storage.num_bytes, driver.stream, pool)
             live[ref] = block
             stacks[block.address] = stack
             size, stream = storage.num_bytes, driver.stream
-            events.append(SnapshotEvent(Action.ALLOC, block.address, size, stream, DEFAULT_POOL, time, stack))
+            events.append(SnapshotEvent(Action.ALLOC, block.address, size, stream, pool, time, stack))
             found.origins.append(writer.origin(ref, storage))
         elif kind is EventKind.FREE and ref in live:
             driver.stack = ()
@@ -191,6 +192,10 @@ def _convert(trace: Trace, config: AllocatorConfig, card: CardMemory | None, *, 
             allocator.empty_cache()
         elif kind is EventKind.STREAM:
             driver.stream = ref
+        elif kind is EventKind.POOL:
+            pool = allocator.enter_pool(private_pool(ref))
+        elif kind is EventKind.POOL_FREE:
+            allocator.retire_pool(private_pool(ref))
         else:
             order_streams(trace, allocator, live, time, Event(kind, ref))
     found.slices = slices(trace)

@@ -49,6 +49,8 @@ class EventKind(enum.IntEnum):
     STREAM = 6  # nothing, the stream's own number (0: the default one): memory is taken on it from here on
     USE = 7  # Trace.uses: Tensor.record_stream was called
     WAIT = 8  # Trace.waits
+    POOL = 9  # nothing, a private pool's own number (0: the default one): memory is taken from it from here on
+    POOL_FREE = 10  # the same: nothing keeps it any more
 
 
 class Event(NamedTuple):

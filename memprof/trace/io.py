@@ -24,8 +24,9 @@ from memprof.units import format_bytes
 
 SCHEMA = 5
 """The newest schema that is read. 2 has EMPTY_CACHE events, 3 STREAM events and COMMUNICATION, 4 USE and WAIT, 5
-ranks and UNSHARDED; a capture is written as the first that has what is in it, which earlier releases read too."""
+ranks, UNSHARDED and POOL; a capture is written as the first that has what is in it, so that older releases read it."""
 _SINCE = {EventKind.EMPTY_CACHE: 2, EventKind.STREAM: 3, Role.COMMUNICATION: 3, EventKind.USE: 4, Role.UNSHARDED: 5}
+_SINCE |= {EventKind.POOL: 5, EventKind.POOL_FREE: 5}
 _WITH_RANKS = 5
 
 _FORMAT = "memprof capture"
@@ -177,6 +178,8 @@ def _check(trace: Trace) -> None:
         EventKind.EXIT: len(trace.modules),
         EventKind.EMPTY_CACHE: 1,
         EventKind.STREAM: 1 << 63,
+        EventKind.POOL: 1 << 31,
+        EventKind.POOL_FREE: 1 << 31,
         EventKind.USE: len(trace.uses),
         EventKind.WAIT: len(trace.waits),
     }

@@ -38,6 +38,7 @@ from memprof.virtual.limits import noting
 from memprof.virtual.ranks import joining, objects
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.recording import RecordingMode
+from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.virtual.values import Values
@@ -220,6 +221,7 @@ class VirtualGpu(Watch):
         )
         patches.set(torch._C, "_cuda_clearCublasWorkspaces", self.recording.clear_workspaces)
         patches.set_all(function_mode.interchange.patches())
+        patches.set_all(pools.patches(self.recorder, self.assume))
         patches.set_all(compiled.patches(self.assume))
         patches.set_all(control_flow.patches())
         patches.set_all(data_parallel.patches())

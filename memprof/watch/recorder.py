@@ -83,6 +83,8 @@ class Recorder:
         None."""
         self.streams = Streams(self.trace)
         self._stream_of_trace = 0
+        self._pool, self._pool_of_trace, self._pool_of_thread = 0, 0, False
+        """The private pool that memory is taken from, and that of the last event; whether backward passes take none."""
         self.communicates = False
         """Whether the program has joined a group of processes: then what torch takes for it is told apart."""
         self.counts_hidden = True
@@ -190,6 +192,30 @@ class Recorder:
         if not self._closed:
             self.trace.events.append(Event(EventKind.EMPTY_CACHE, 0))
 
+    def take_from(self, pool: int, *, of_thread: bool) -> tuple[int, bool]:
+        """Memory of cards is taken from this private pool from here on (0: from the default one).
+
+        Args:
+            of_thread: whether what backward passes take is not: they run in threads of their own.
+
+        Returns:
+            What was said before.
+        """
+        before = self._pool, self._pool_of_thread
+        self._pool, self._pool_of_thread = pool, of_thread
+        return before
+
+    def pool_is_free(self, pool: int) -> None:
+        """Nothing keeps a private pool any more."""
+        if not self._closed:
+            self.trace.events.append(Event(EventKind.POOL_FREE, pool))
+
+    def _settle_pool(self) -> None:
+        pool = 0 if self._pool_of_thread and _current_graph_task() != -1 else self._pool
+        if pool != self._pool_of_trace:
+            self._pool_of_trace = pool
+            self.trace.events.append(Event(EventKind.POOL, pool))
+
     def _append(
         self,
         num_bytes: int,
@@ -223,6 +249,8 @@ class Recorder:
         if device != "cpu" and (stream := self.streams.current(device)) != self._stream_of_trace:
             self._stream_of_trace = stream
             trace.events.append(Event(EventKind.STREAM, stream))
+        if device != "cpu" and (self._pool or self._pool_of_trace):
+            self._settle_pool()
         trace.events.append(_new(Event, (_ALLOC, index)))
         if device != "cpu":
             self.live_bytes += num_bytes

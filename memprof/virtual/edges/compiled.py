@@ -1,4 +1,4 @@
-"""Captured and hand-written kernels: CUDA graphs, flex attention, Triton. What torch.compile makes is in compiled/.
+"""Hand-written kernels: flex attention, Triton. What torch.compile makes is in compiled/.
 
 There is no card to launch on. Flex attention allocates as its compiled kernel does; a Triton kernel is named at its
 first call and ends the run, or, where the caller of VirtualGpu vouches for the kernels, is not launched.
@@ -14,35 +14,9 @@ import torch
 
 from memprof.watch.failure import KernelError, TracingError
 
-_GRAPHS = "CUDA graphs run as plain code here; the memory pool that a real graph keeps is not counted."
-
-
-class CudaGraph:
-    """`torch.cuda.CUDAGraph`: captures nothing, for what is captured runs at once."""
-
-    assume: Callable[[str], None] = staticmethod(lambda sentence: None)
-
-    def __init__(self, keep_graph: bool = False) -> None:
-        self.assume(_GRAPHS)
-
-    def pool(self) -> tuple[int, int]:
-        """The graph's pool."""
-        return (0, 0)
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    capture_begin = capture_end = replay = reset = instantiate = enable_debug_mode = debug_dump = _nothing
-
 
 def patches(assume: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) by which captured code runs at once."""
-    graph = type("CUDAGraph", (CudaGraph,), {"assume": staticmethod(assume)})
-    yield torch.cuda, "CUDAGraph", graph
-    yield torch.cuda.graphs, "CUDAGraph", graph
-    yield torch.cuda, "graph_pool_handle", lambda: (0, 0)
-    if not hasattr(torch._C, "_host_emptyCache"):  # a CPU build; torch.cuda.graph calls it
-        yield torch._C, "_host_emptyCache", lambda: None
+    """The patches (owner, name, replacement) by which kernels allocate as they do there."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None:
         yield fake.FakeTensorMode, "from_tensor", _no_tracing(fake.FakeTensorMode.from_tensor)

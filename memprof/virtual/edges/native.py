@@ -50,7 +50,7 @@ def _kernel(name: str) -> Callable[..., NoReturn]:
 
 
 def _allocator(name: str, what: str) -> type:
-    """A class, for programs name it in annotations (`torch.cuda.MemPool | None`), of which there is no instance."""
+    """A class, for programs name it in annotations (`Allocator | None`), of which there is no instance."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise not_yet(f"uses {what}", "leave it out here: the run is simulated with torch's caching allocator")
@@ -76,7 +76,6 @@ def _runtime() -> Any:
 
 
 _ALLOCATORS = {
-    "MemPool": "a memory pool of its own (torch.cuda.MemPool)",
     "CUDAPluggableAllocator": "an allocator of its own (CUDAPluggableAllocator)",
     "caching_allocator_alloc": "the caching allocator without tensors (caching_allocator_alloc)",
 }

@@ -41,7 +41,6 @@ def test_kernels_compiled_at_run_time(launch: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.cuda.MemPool(),
         lambda: torch.cuda.memory.CUDAPluggableAllocator("allocator.so", "allocate", "free"),
         lambda: torch.cuda.caching_allocator_alloc(1 << 20),
     ],
