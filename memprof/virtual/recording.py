@@ -116,6 +116,8 @@ class RecordingMode(Machine):
             place = self.recorder.place(sys._getframe(1))
             if call.sparse or call.quantized or operator.makes_sparse:
                 return self._of_parts(operator, call, place)
+            if self.recorder.streams.several and call.on_gpu:
+                self.recorder.lend(call.tensors)
             if self.cards.several:
                 settle_card(self, operator, call, place)
             mixed = (call.real and call.device) or (call.on_host and call.on_gpu)

@@ -11,7 +11,7 @@ import bisect
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -83,6 +83,10 @@ class Recorder:
         None."""
         self.streams = Streams(self.trace)
         self._stream_of_trace = 0
+        self._on_stream: dict[int, int] = {}
+        """Of storages that were taken on another stream than the default one."""
+        self._lent: set[tuple[int, int]] = set()
+        """Storages and streams that the autograd engine has lent them to."""
         self._pool, self._pool_of_trace, self._pool_of_thread = 0, 0, False
         """The private pool that memory is taken from, and that of the last event; whether backward passes take none."""
         self.communicates = False
@@ -246,9 +250,12 @@ class Recorder:
                 ),
             )
         )
-        if device != "cpu" and (stream := self.streams.current(device)) != self._stream_of_trace:
-            self._stream_of_trace = stream
-            trace.events.append(Event(EventKind.STREAM, stream))
+        if device != "cpu" and ((stream := self.streams.current(device)) or self._stream_of_trace):
+            if stream:
+                self._on_stream[index] = stream
+            if stream != self._stream_of_trace:
+                self._stream_of_trace = stream
+                trace.events.append(Event(EventKind.STREAM, stream))
         if device != "cpu" and (self._pool or self._pool_of_trace):
             self._settle_pool()
         trace.events.append(_new(Event, (_ALLOC, index)))
@@ -323,6 +330,23 @@ class Recorder:
                         self.trace.owners[index] = owner
                         if known.role is Role.KV_CACHE:
                             self.keeps(index)
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An operator works on these. If a backward node runs it, on another stream than that on which a gradient was
+        made, the engine has lent it and made the node's stream wait (`InputBuffer::add` of autograd/input_buffer.cpp).
+        """
+        if _current_graph_task() == -1:
+            return
+        for tensor in tensors:
+            index = self.live.get(tensor.untyped_storage()._cdata, NONE)
+            if index == NONE or self.trace.storages[index].phase != self._phase:
+                continue
+            card, made_on = self.trace.storages[index].device, self._on_stream.get(index, 0)
+            stream = None if card == "cpu" else self.streams.of_node(card)
+            if stream is not None and stream != made_on and (index, stream) not in self._lent:
+                self._lent.add((index, stream))
+                self.streams.use(index, stream)
+                self.streams.wait(self.streams.now(card, made_on), (card, stream))
 
     def keeps(self, index: int) -> None:
         """The program keeps a storage for later tokens. Buffers and inputs may turn out to be such."""

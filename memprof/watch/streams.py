@@ -52,7 +52,8 @@ class Streams:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._several = False
+        self.several = False
+        """Whether the program has ever left the default stream."""
         self._closed = False
         self._current: dict[str, int] = {}
         self._node = -1
@@ -64,7 +65,7 @@ class Streams:
 
     def current(self, card: str) -> int:
         """The stream of `card` that is current now; 0 is the default one."""
-        if not self._several:
+        if not self.several:
             return 0
         made, node = self._made[card], _current_node()
         if node is None:
@@ -75,9 +76,18 @@ class Streams:
         made.note(stream)
         return stream
 
+    def of_node(self, card: str) -> int | None:
+        """The stream of `card` that the engine runs a backward node on; None where there is none, or its own code has
+        chosen another."""
+        node = _current_node()
+        if node is None:
+            return None
+        self._enter(node._sequence_nr())
+        return None if card in self._in_node else self._made[card].of(self._node)
+
     def select(self, card: str, stream: int) -> None:
         """Make `stream` the current one of `card`."""
-        self._several = self._several or stream != 0
+        self.several = self.several or stream != 0
         node = _current_node()
         if node is None:
             self._current[card] = stream

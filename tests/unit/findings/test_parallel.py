@@ -214,7 +214,7 @@ def test_nothing_limits_what_is_gathered() -> None:
     assert before.streams is not None and after.streams is not None
     saved = (before.streams.latest_bytes or 0) - (after.streams.latest_bytes or 0)
     # The limit makes the host wait, by which it knows that gradients are done with as well.
-    assert finding.num_bytes is not None and 0.7 * saved < finding.num_bytes < saved
+    assert finding.num_bytes is not None and 0.5 * saved < finding.num_bytes < saved
     assert (finding.evidence[0].source or "").startswith(__file__)
 
 

@@ -8,8 +8,8 @@ import memprof
 
 @pytest.fixture(autouse=True)
 def card():
-    with memprof.virtual_gpu("h100-80gb"):
-        yield
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        yield gpu
 
 
 @pytest.mark.parametrize("stream", ["torch.Stream()", "torch.Stream('cuda')", "torch.cuda.Stream()"])
@@ -245,3 +245,34 @@ def test_gradients_of_a_side_stream_are_of_that_stream():
     del y
     held = [segment for segment in torch.cuda.memory_snapshot() if segment["stream"] == side.stream_id]
     assert [block["size"] for s in held for block in s["blocks"] if block["state"] == "active_allocated"] == [20 * MIB]
+
+
+def test_the_engine_lends_gradients_to_the_stream_of_a_node(card):
+    """torch/csrc/autograd/input_buffer.cpp: a gradient of another stream is recorded on the consumer's, which waits."""
+    side = torch.cuda.Stream()
+    x = torch.ones(10 * MIB, device="cuda", requires_grad=True)
+    a = x * 2
+    with torch.cuda.stream(side):
+        b = a * 3
+    c = b * 5
+    del a, b
+    c.backward(torch.ones_like(c))
+    trace, number = card.trace, side.stream_id
+    made = [trace.op(trace.storages[use.storage]) for use in trace.uses]
+    assert made == ["aten.mul"] * 2 and [use.stream for use in trace.uses] == [number, 0]
+    assert [{one.stream for one in wait.done} for wait in trace.waits] == [{0}, {0, number}]
+    assert card.report().streams.latest_bytes == card.report().streams.soonest_bytes + 40 * MIB
+
+
+def test_what_hooks_do_on_streams_of_their_own_is_not_lent(card):
+    side = torch.cuda.Stream()
+    x = torch.ones(MIB, device="cuda", requires_grad=True)
+
+    def elsewhere(gradient):
+        with torch.cuda.stream(side):
+            gradient.clone()
+
+    y = x * 2
+    y.register_hook(elsewhere)
+    y.sum().backward()
+    assert card.trace.uses == []
