@@ -138,7 +138,7 @@ def test_the_undamaged_document_loads(tmp_path: Path) -> None:
         (damaged()[:-12], "truncated or damaged"),
         (damaged(schema=SCHEMA + 1), "newer memprof"),
         (damaged(schema=None), "newer memprof"),
-        (damaged(events={"kind": [9], "ref": [0]}), "damaged"),
+        (damaged(events={"kind": [99], "ref": [0]}), "damaged"),
         (damaged(events={"kind": [0], "ref": [0]}), "damaged"),
         (damaged(events={"kind": [2, 2], "ref": [0]}), "damaged"),
         (damaged(storages=[[1]]), "damaged"),
