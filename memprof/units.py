@@ -7,6 +7,7 @@ on the wrong card.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from memprof.errors import UsageError
 
@@ -84,3 +85,14 @@ def parse_count(text: str) -> int:
         raise UsageError("not a number of parameters", value=repr(text), hint="write it like 70M, 1.2B or 4B")
     # Round, since 1.1 * 10**9 is not an integer in floating point.
     return round(float(match[1]) * _COUNT_SUFFIX[match[2].lower()])
+
+
+def spell_numbers(of: Iterable[int]) -> str:
+    """`0, 2-5` of rising numbers."""
+    spans: list[list[int]] = []
+    for one in of:
+        if spans and spans[-1][1] == one - 1:
+            spans[-1][1] = one
+        else:
+            spans.append([one, one])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

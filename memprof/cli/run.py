@@ -28,6 +28,7 @@ EXAMPLES = """
 memprof run --gpu rtx-4090 train.py --epochs 1
 memprof run --worst-batch --gpu-vram 16 train.py
 memprof run --steps 200 --save run.memprof train.py
+memprof run --ranks all torchrun --nproc-per-node 8 train.py
 """
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the script's name is the script's, whatever it looks like."""
@@ -58,7 +59,10 @@ class Request(Saved, Remedies):
     nodes: int | None = option(
         None, "Card", "How many machines with so many cards.", is_count=True, unset="1, or the launcher's"
     )
-    rank: int | None = again("rank", note="It alone is run.", unset="0")
+    rank: int | None = again("rank", note="It alone is run, without --ranks.", unset="0")
+    ranks: str | None = option(
+        None, "Card", "The ranks to run together, each in a process: all, or numbers.", metavar="all|0,3|0-3"
+    )
     shown_card: int | None = again("shown_card")
     device: str = again("device")
     detail: bool = again("detail")
@@ -109,6 +113,11 @@ def run(
     from memprof.script import Program
 
     program = Program(command[0], tuple(command[1:]), is_module=request.module)
+    if request.ranks is not None and (request.ladder or request.searches or request.largest):
+        raise UsageError(
+            "a ladder and a search run one rank", value=f"--ranks {request.ranks}",
+            hint="leave out --ladder, --fix auto and --largest, or --ranks",
+        )  # fmt: skip
     asked = {"--gpus": request.gpus, "--nodes": request.nodes, "--rank": request.rank}
     beyond_one = [f"{flag} {number}" for flag, number in asked.items() if number not in (None, int(flag != "--rank"))]
     if beyond_one and (request.ladder or request.searches or request.largest or request.device != "virtual"):
@@ -129,7 +138,8 @@ def run(
         )
     request.check_largest(request.device)
     several = request.ladder or request.searches or request.largest is not None
-    raise typer.Exit((_ladder if several else _run)(program, request.rule(), request.card(), request))
+    how = _ladder if several else _run if request.ranks is None else _run_ranks
+    raise typer.Exit(how(program, request.rule(), request.card(), request))
 
 
 def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
@@ -178,6 +188,39 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     if outcome.ended is not Ended.EXIT:
         _leave_threads(before, code)
     return code
+
+
+def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
+    from memprof.flows.ranks import RanksRun, run_ranks
+    from memprof.script import Ended
+
+    assert request.ranks is not None
+    fixes = () if request.fix is None else tuple(map(str, _installed(request.fix)))
+    with script_output(to_stderr=request.as_json):
+        found = run_ranks(
+            program, rule, request.ranks, gpus=request.gpus, nodes=request.nodes, rank=request.rank,
+            card=request.shown_card, gpu=card, device=request.device, alloc_conf=request.alloc_conf,
+            beyond=request.beyond, fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
+            compiles=not request.no_compile, host_memory_bytes=request.host_memory_bytes,
+        )  # fmt: skip
+    if not isinstance(found, RanksRun):
+        return _passed_on(found.exit_code)
+    if isinstance(found.problem, UsageError):
+        raise found.problem
+    code = _passed_on(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
+    as_json = request.as_json and found.document is None
+    sys.stderr.write(found.said)
+    if found.problem is not None:
+        tell(found.problem, as_json=as_json, exit_code=code)
+    if found.document is None:
+        if found.problem is None:
+            how = {Ended.TIMEOUT: "were stopped", Ended.ERROR: "failed"}.get(found.ended, "ended")
+            error = MemprofError(f"the ranks {how} before anything was on a card: there is nothing to report")
+            tell(error, as_json=as_json, exit_code=code)
+        return code
+    print_document(found.document, request)
+    request.keep(found.trace)
+    return int(Exit.DOES_NOT_FIT) if found.ended is Ended.REFUSED else code or exit_code(found.document)
 
 
 def _installed(text: str) -> list[Fix]:

@@ -16,6 +16,7 @@ from memprof.trace.events import Trace
 
 PEER = "another rank"
 """How a rank ended that was stopped because another failed."""
+_BY_ITSELF = ("exit", "steps")
 _TOGETHER = (
     "The ranks ran together: what is known of tensors, objects and sizes was exchanged, and their calls were matched."
 )
@@ -115,16 +116,14 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _order(document: Document) -> tuple[bool, bool, int, int]:
-    """The rank that failed first, then one that is full, then the one that needs most, or holds most."""
-    ended = document.program.ended if document.program else ""
-    failed = document.failure is not None and ended != PEER
-    return (
-        not failed,
-        document.verdict.fits is not False,
-        -document.verdict.required_bytes,
-        -(document.peak.allocated_bytes),
-    )
+def _order(document: Document) -> tuple[int, int, int]:
+    """The rank that failed itself first, then one that is full, one that was stopped, and the one that needs most, or
+    holds most."""
+    verdict = document.verdict
+    stopped = document.program is not None and document.program.ended == PEER
+    full = 1 if verdict.fits is False else 3
+    first = full if document.failure is None else 2 if stopped else 0
+    return first, -verdict.required_bytes, -document.peak.allocated_bytes
 
 
 def _row(trace: Trace, number: int, document: Document | None, like: int | None, decides: int, shown: int) -> RankRow:
@@ -140,7 +139,7 @@ def _row(trace: Trace, number: int, document: Document | None, like: int | None,
         peak_reserved_bytes=document.peak.reserved_bytes if document else 0,
         device_used_bytes=document.peak.device_used_bytes if document else context,
         required_bytes=document.verdict.required_bytes if document else context,
-        fits=document.verdict.fits if document else True,
+        fits=document.verdict.fits if document else True if program and program.ended in _BY_ITSELF else None,
         categories=document.peak.categories if document else {},
         decides=number == decides,
         shown=number == shown,

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memprof.allocator import Settings, SettingsInForce
 from memprof.catalog import Gpu
@@ -21,7 +22,11 @@ from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.trace.events import PhaseKind, Trace
-from memprof.trace.facts import ProgramFacts
+from memprof.trace.facts import ProgramFacts, RankFacts
+
+if TYPE_CHECKING:
+    from memprof.script.launchers import Start
+    from memprof.virtual.ranks.channel import Channel
 
 BEYOND = (
     "The script ended where the card was full: what it would need after that was not seen (--beyond goes on past it)."
@@ -74,27 +79,65 @@ def run_script(
     Raises:
         UsageError: there is no such script, or a remedy cannot be switched on from outside.
     """
-    # Here and not above: --help needs no torch.
+    from memprof.script.capture import ask  # here and not above: --help needs no torch
+    from memprof.script.launchers import Place
+
+    program.check()
+    start: Start | None = None
+    if device == "virtual":
+        found = ask(program, Place(rank, gpus, nodes), gpu)
+        if isinstance(found, ScriptOutcome):
+            return DryRun(Trace(), found, None)
+        start = found
+    trace, outcome = capture_run(
+        program, rule, gpu=gpu, start=start, device=device, alloc_conf=alloc_conf, beyond=beyond, fixes=fixes,
+        worst_batch=worst_batch, detail=detail, host_memory_bytes=host_memory_bytes, compiles=compiles,
+    )  # fmt: skip
+    document = None
+    with contextlib.suppress(EmptyTraceError):
+        document = analyze(trace, card=card)
+    return DryRun(trace, outcome, document)
+
+
+def capture_run(
+    program: Program,
+    rule: StopRule,
+    *,
+    gpu: Gpu,
+    start: Start | None = None,
+    channel: Channel | None = None,
+    device: str = "virtual",
+    alloc_conf: str | None = None,
+    beyond: bool = False,
+    fixes: tuple[str, ...] = (),
+    worst_batch: bool = False,
+    detail: bool = False,
+    host_memory_bytes: int | None = None,
+    compiles: bool = True,
+) -> tuple[Trace, ScriptOutcome]:
+    """What one process of `program` does, with what is known of it; the other arguments are those of `run_script`.
+
+    Args:
+        start: the process; None: that which the program is by itself.
+        channel: to the others that run together with it; None: it is alone.
+    """
     from memprof.measured import MeasuredDevice
     from memprof.measured.outside import Outside
     from memprof.remedies.from_outside import Switch
-    from memprof.script.capture import ask, capture_script
-    from memprof.script.launchers import Place
+    from memprof.script.capture import capture_script
     from memprof.virtual import VirtualGpu
 
-    program.check()
     settings = _LateSettings(alloc_conf)
     switch = Switch(fixes)
     settings.add(switch.alloc_conf)
     if device == "virtual":
-        start = ask(program, Place(rank, gpus, nodes), gpu)
-        if isinstance(start, ScriptOutcome):
-            return DryRun(Trace(), start, None)
+        assert start is not None
         virtual = VirtualGpu(
             gpu,
             cards=start.cards,
             nodes=start.nodes,
             rank=start.rank,
+            channel=channel,
             context_bytes=CONTEXT_BYTES,
             memory=lambda trace: RunAllocator(trace, gpu, settings.read()),
             # Kernels write tensors that they are given: memory is their callers' to ask for.
@@ -104,13 +147,15 @@ def run_script(
             compiles=compiles,
         )
         trace, outcome = capture_script(
-            program, virtual, rule, switch.before_forward, worst_batch=worst_batch, start=start
+            program, virtual, rule, switch.before_forward, worst_batch=worst_batch, start=start, channel=channel
         )
         on = device_facts(gpu)
     else:
         on = measured_device_facts(device)
         measured = MeasuredDevice(device, Outside() if device == "cuda" else None, detail=detail)
-        trace, outcome = capture_script(program, measured, rule, switch.before_forward, worst_batch=worst_batch)
+        trace, outcome = capture_script(
+            program, measured, rule, switch.before_forward, worst_batch=worst_batch, start=start, channel=channel
+        )
     if outcome.ended is Ended.REFUSED and device == "virtual":
         trace.assumptions.append(BEYOND)
     trace.facts = dataclasses.replace(
@@ -126,11 +171,9 @@ def run_script(
         ),
         device=dataclasses.replace(on, host_memory_bytes=host_memory_bytes),
         allocator=settings.read().facts,
+        rank=trace.facts.rank if channel is None else RankFacts(channel.rank, channel.size),
     )
-    document = None
-    with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace, card=card)
-    return DryRun(trace, outcome, document)
+    return trace, outcome
 
 
 def _training_steps(trace: Trace, ended: Ended) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +20,8 @@ from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.trace.events import EventKind, Failure, FailureKind, Trace, is_card
 from memprof.virtual import VirtualGpu
-from memprof.watch.failure import ended_by_refusal, measured_failure
+from memprof.virtual.ranks.channel import Channel
+from memprof.watch.failure import ended_by_refusal, measured_failure, refusal
 from memprof.watch.patches import Patches
 from memprof.watch.recorder import Recorder
 
@@ -27,9 +29,10 @@ from memprof.watch.recorder import Recorder
 class _Seen:
     """What was recorded when the script was stopped: what its clean-up does then is not part of the run."""
 
-    def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule) -> None:
+    def __init__(self, device: VirtualGpu | MeasuredDevice, rule: StopRule, channel: Channel | None) -> None:
         self._device = device
         self._rule = rule
+        self._channel = channel
         self._held: list[int] = []
         """Bytes on the card after each step."""
         self._events: int | None = None
@@ -44,16 +47,35 @@ class _Seen:
     def step(self, optimizer: object) -> None:
         """An optimizer has made a step."""
         self._held.append(self._device.held_bytes)
-        try:
+        agreed = bool if self._channel is None else self._channel.agrees
+        with self.noted():
             self._rule.after_step(
-                self._device.phases.completed, grew=len(self._held) > 1 and self._held[-1] > self._held[-2]
+                self._device.phases.completed,
+                grew=len(self._held) > 1 and self._held[-1] > self._held[-2],
+                agreed=agreed,
             )
-        except StopRun:
-            if self._events is None:
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Where the script is stopped inside, the run ends."""
+        try:
+            yield
+        except StopRun as stop:
+            if self._events is None and stop.why is Ended.STEPS:
                 self._events = len(self._device.trace.events)
                 self._storages = len(self._device.trace.storages)
                 self._refused = self._device.refused if isinstance(self._device, VirtualGpu) else None
             raise
+
+    def noting(self, stop: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
+        """The same, noted."""
+
+        def noted_stop(why: str) -> NoReturn:
+            with self.noted():
+                stop(why)
+            raise AssertionError
+
+        return noted_stop
 
     def cut(self, trace: Trace) -> None:
         """Take away what came after."""
@@ -77,6 +99,7 @@ def capture_script(
     *,
     worst_batch: bool = False,
     start: Start | None = None,
+    channel: Channel | None = None,
 ) -> tuple[Trace, ScriptOutcome]:
     """Run `program` on `device` until `rule` stops it, it ends, or it raises.
 
@@ -85,10 +108,13 @@ def capture_script(
         before_forward: told each model that is called from outside all others, before it runs, and the optimizers.
         worst_batch: feed the largest batch of each data loader first, and to whole steps until the second has ended.
         start: the process of the program that is run, if it was asked for before.
+        channel: to the other ranks that run together with this one; it stops the script where they have ended.
     """
     if isinstance(device, VirtualGpu):
         device.instead_of_another = "memprof run has made it: run this script with plain python instead"
-    seen = _Seen(device, rule)
+    seen = _Seen(device, rule, channel)
+    if channel is not None:
+        channel.stop = seen.noting(channel.stop)
     device.phases.on_step = seen.step
     device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
     # What memprof has imported lives for good: the program's own garbage is found as fast as without it.
@@ -105,8 +131,10 @@ def capture_script(
                 patches.set_all(WorstBatch(device.assume, device.phases).patches())
             device.phases.building()
             outcome = _run(program, device, rule, handlers, start)
-            if seen.stopped:  # whatever a program does that goes on after that
-                outcome = ScriptOutcome(Ended.STEPS, 0, kept=(outcome.kept, outcome.error))
+            told = None if channel is None else channel.told
+            if seen.stopped or told is not None:  # whatever a program does that goes on after that
+                why = Ended.STEPS if seen.stopped or told is None else Ended(told)
+                outcome = ScriptOutcome(why, 0, kept=(outcome.kept, outcome.error))
             error = outcome.error
         finally:
             patches.undo()
@@ -122,6 +150,12 @@ def capture_script(
         trace.failure = measured_failure(error, device.phase_of(error))
         full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
     seen.cut(trace)
+    if outcome.ended is Ended.PEER:  # what that was is known once all have ended
+        trace.failure = refusal(Ended.PEER.value, None, None, trace.phases[-1])
+    elif outcome.ended is Ended.INTERRUPTED and trace.failure is None:  # while it waited for another rank
+        trace.failure = refusal("", None, None, trace.phases[-1])._replace(
+            kind=FailureKind.INTERRUPTED, error=KeyboardInterrupt.__name__
+        )
     if outcome.ended is Ended.EXIT and _asked_last_for_too_much(trace):
         # Its own handler caught that, and it gave up.
         trace.refused.pop()

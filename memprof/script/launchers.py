@@ -44,6 +44,8 @@ class Start:
     cards: int = 1
     """On each machine."""
     nodes: int = 1
+    size: int = 1
+    """Processes of the whole program, as far as that is said before it runs: else as many as there are cards."""
 
 
 Launcher = Callable[[Sequence[str], Place], Start]
@@ -66,12 +68,13 @@ def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place:
     given = [int(os.environ[one]) for one in _CARDS if os.environ.get(one, "").isdigit()]
     cards = place.cards or (given[0] if given else 1)
     nodes = place.nodes or (-(-given[-1] // cards) if given and place.cards is None else 1)
+    size = given[-1] if given else cards * nodes
     if place.rank is None:
         text = os.environ.get("RANK", "")
-        return Start(name, arguments, is_module, {}, int(text) if text.isdigit() else 0, cards, nodes)
-    _check_rank(place.rank, given[-1] if given else cards * nodes)
+        return Start(name, arguments, is_module, {}, int(text) if text.isdigit() else 0, cards, nodes, size)
+    _check_rank(place.rank, size)
     environment = {"RANK": str(place.rank), "LOCAL_RANK": str(place.rank % cards)} if given else {}
-    return Start(name, arguments, is_module, environment, place.rank, cards, nodes)
+    return Start(name, arguments, is_module, environment, place.rank, cards, nodes, size)
 
 
 def _check_rank(rank: int, size: int) -> None:
@@ -124,7 +127,7 @@ class _Started:
                 hint="leave out --no_python, and name the script",
             )
         arguments = (*before, *args.training_script_args)
-        where = (self.rank, self.cards, self.nodes)
+        where = (self.rank, self.cards, self.nodes, self.size)
         return Start(args.training_script, arguments, bool(args.module), environment, *where)
 
 

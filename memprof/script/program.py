@@ -215,7 +215,12 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """The program's own traceback on stderr, without the frames of what ran it."""
+    """The program's own traceback on stderr."""
+    sys.stderr.write(error_text(error))
+
+
+def error_text(error: BaseException) -> str:
+    """The program's own traceback, without the frames of what ran it."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     pending, seen = [shown], set()
     while pending:
@@ -228,4 +233,4 @@ def print_error(error: BaseException) -> None:
         )
         pending += [other for other in (one.__cause__, one.__context__) if other is not None]
         pending += list(one.exceptions or ()) if hasattr(one, "exceptions") else []
-    sys.stderr.write("".join(shown.format()))
+    return "".join(shown.format())

@@ -26,6 +26,8 @@ class Ended(enum.StrEnum):
     REFUSED = "refused"
     """It raised because the card was full."""
     INTERRUPTED = "interrupted"
+    PEER = "another rank"
+    """It was stopped because another rank of the program failed, or a call of theirs did not agree."""
 
 
 class StopRun(BaseException):
@@ -51,15 +53,18 @@ class StopRule:
     seconds: float | None = None
     patience: int = 0
 
-    def after_step(self, completed: int, *, grew: bool = False) -> None:
+    def after_step(self, completed: int, *, grew: bool = False, agreed: Callable[[bool], bool] = bool) -> None:
         """`completed` optimizer steps were made; `grew`: more is held than after the one before.
+
+        Args:
+            agreed: told whether they are enough here, says whether they are everywhere.
 
         Raises:
             StopRun: they are enough.
         """
         if self.steps is None or completed < self.steps:
             return
-        if not grew or completed >= self.steps + self.patience:
+        if agreed(not grew or completed >= self.steps + self.patience):
             raise StopRun(Ended.STEPS)
 
     @contextlib.contextmanager

@@ -37,6 +37,8 @@ from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.limits import noting
 from memprof.virtual.ranks import joining, objects
 from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.ranks.channel import Channel
+from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -60,6 +62,7 @@ class VirtualGpu(Watch):
         cards: how many of them this process sees; of several, `memory` must tell them apart.
         nodes: machines with so many cards, on which the program may have a rank for each.
         rank: which of them the program is where it starts them itself.
+        channel: to the ranks that run together with this one; None: it is alone.
         context_bytes: what the CUDA context takes of it.
         workspaces: whether to count library workspaces (cuBLAS, cuDNN's convolutions).
         tensors_only: count neither these nor any other memory that no tensor shows.
@@ -89,6 +92,7 @@ class VirtualGpu(Watch):
         cards: int = 1,
         nodes: int = 1,
         rank: int = 0,
+        channel: Channel | None = None,
         context_bytes: int = 0,
         workspaces: bool = True,
         tensors_only: bool = False,
@@ -112,7 +116,7 @@ class VirtualGpu(Watch):
         self._context_bytes = context_bytes
         self._memory = Memory(self.recorder, memory)
         self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
-        self._nodes, self._rank = nodes, rank
+        self._nodes, self._rank, self._channel = nodes, rank, channel
         self._compiles = compiles
         self._roots_noted = 0
         """Of so many models it is known how they are spread over ranks."""
@@ -227,13 +231,15 @@ class VirtualGpu(Watch):
         patches.set_all(data_parallel.patches())
         patches.set_all(native.patches(self.recording.is_on_card))
         patches.set_all(loaders.patches(self.assume, self.recording.is_on_card))
-        patches.set_all(processes.patches(self.assume, self.recording, self._cards.number, self._rank))
+        channel = self._channel
+        cards = self._cards.number
+        patches.set_all(processes.patches(self.assume, self.recording, cards, self._rank, exactly=channel is not None))
         self._stack.enter_context(self._children)
         self._stack.enter_context(noting(self._note_refused))
         patches.set_all(self._children.patches())
-        others = Alone(self.assume, self._values)
+        others = Alone(self.assume, self._values) if channel is None else Together(self.assume, self._values, channel)
         groups = joining.Joining(
-            self._cards.number * self._nodes, others, self.recording.is_on_card, self.assume, self._joined_group
+            cards * self._nodes, others, self.recording.is_on_card, self.assume, self._joined_group, channel
         )
         patches.set_all(groups.patches())
         self._stack.enter_context(joining.groups_end_with_the_run())
@@ -249,7 +255,7 @@ class VirtualGpu(Watch):
             "bitsandbytes": self._watch_kernels,
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
             "torchvision": detection.register_loaded,
-            "torch.distributed.checkpoint.default_planner": lambda: patches.set_all(objects.checkpoint_patches()),
+            "torch.distributed.checkpoint.default_planner": lambda: patches.set_all(objects.checkpoint_patches(others)),
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
         for name, replaced in hub_kernels.patches(self.assume).items():

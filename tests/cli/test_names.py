@@ -72,6 +72,7 @@ MEANINGS = {
     "--gpu": "which card", "--gpu-vram": "a card of this capacity", "--gpus": "how many cards",
     "--nodes": "how many machines", "--rank": "which of several processes",
     "--parallel": "how a model is spread over cards",
+    "--ranks": "which of them run together",
     "--host-memory": "what the machine beside the card has",
     "--card": "which card of several is shown", "--device": "simulated, or measured where",
     "--detail": "lines of allocations when measured", "--alloc-conf": "the allocator's settings",

@@ -135,8 +135,10 @@ def fsdp2(*sizes: int, checkpoint: bool = False, save: bool = False, **options: 
     if save:
         state = {"model": get_model_state_dict(model)}
         with tempfile.TemporaryDirectory() as folder:
-            dcp.save(state, checkpoint_id=folder)
-            dcp.load(state, checkpoint_id=folder)
+            dist.broadcast_object_list(shared := [folder], 0)
+            dcp.save(state, checkpoint_id=shared[0])
+            dcp.load(state, checkpoint_id=shared[0])
+            dist.barrier()
 
 
 def fsdp2_half() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -11,6 +9,7 @@ from memprof.ledger.stages import at_stage
 from memprof.report.documents.ranks import RankRow
 from memprof.report.terminal.cells import Unit
 from memprof.report.terminal.console import dim, table
+from memprof.units import spell_numbers
 
 
 def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
@@ -22,7 +21,7 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
     for rows in kinds.values():
         first = rows[0]
         stands_for = range(first.alike[0], first.alike[1] + 1) if first.alike else (row.rank for row in rows)
-        name = Text(numbers(stands_for))
+        name = Text(spell_numbers(stands_for))
         if shown := [row.rank for row in rows if row.shown]:
             name.append(
                 f"  <- {shown[0]} below" if len(rows) > 1 or len(set(first.alike)) > 1 else "  <- below", style="bold"
@@ -30,7 +29,7 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
         figures = map(unit.amount, (first.peak_reserved_bytes, first.device_used_bytes))
         where = at_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
         made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, _verdict(first))
-    alike = [f"{numbers(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
+    alike = [f"{spell_numbers(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
     said = f"Ranks {', '.join(alike)} equal to the byte. ".replace(" are,", ",") if alike else ""
     if ranks[0].alike:
         said = "Ranks of one row do the same. "
@@ -39,21 +38,10 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
     return Group(made, dim(note))
 
 
-def numbers(of: Iterable[int]) -> str:
-    """`0, 2-5` of rising numbers."""
-    spans: list[list[int]] = []
-    for one in of:
-        if spans and spans[-1][1] == one - 1:
-            spans[-1][1] = one
-        else:
-            spans.append([one, one])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
 _ENDED = {
     "error": "failed",
     "not simulated": "stopped",
-    "another rank": "stopped by another",
+    "another rank": "stopped with others",
     "interrupted": "interrupted",
     "timeout": "timeout",
 }

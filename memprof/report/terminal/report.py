@@ -22,13 +22,13 @@ from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import render_limit
 from memprof.report.terminal.on_card import against_card, card_columns
-from memprof.report.terminal.ranks import numbers, render_ranks
+from memprof.report.terminal.ranks import render_ranks
 from memprof.report.terminal.steps import render_steps
 from memprof.report.terminal.streams import render_streams
 from memprof.spec import Mode
 from memprof.trace.events import FailureKind, short_source
 from memprof.trace.facts import ProgramFacts, Target
-from memprof.units import MIB, format_bytes, format_count, gib
+from memprof.units import MIB, format_bytes, format_count, gib, spell_numbers
 
 MAX_TENSORS = 10
 MAX_EVIDENCE = 6
@@ -81,7 +81,7 @@ def _heading(document: Document) -> RenderableType:
     lines = [heading("memprof", f" {document.command}: {kind} {device.name}{size}")]
     if document.rank is not None:
         rank, world = document.rank.rank, document.rank.world_size
-        ran = numbers(row.rank for row in document.ranks)
+        ran = spell_numbers(row.rank for row in document.ranks)
         together = f"ranks {ran} of {world}, together; in full, rank {rank}:"
         if document.rank.alike:
             together = f"{world} ranks, one of each kind run alone; in full, rank {rank}:"
@@ -102,7 +102,7 @@ _ENDS = {
     "error": "failed by itself after {steps} had begun",
     "not simulated": "stopped where it cannot be simulated, after {steps} had begun",
     "refused": "ended where the card was full, after {steps} had begun",
-    "another rank": "stopped because another rank failed, after {steps} had begun",
+    "another rank": "stopped with the other ranks, after {steps} had begun",
     "interrupted": "interrupted after {steps} had begun",
 }
 

@@ -37,6 +37,11 @@ _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 """Of Python: letters that take no value, and one that does."""
 
 
+def refusals_of(process: int) -> str:
+    """How the name of a process's file begins, which one that is killed leaves behind."""
+    return f"memprof-refusals-{process}-"
+
+
 class Children:
     """A context manager: the processes that are started inside."""
 
@@ -49,7 +54,7 @@ class Children:
         """What the signal did before that ends a wait in vain."""
 
     def __enter__(self) -> Children:
-        opened, self.file = tempfile.mkstemp(prefix="memprof-refusals-")
+        opened, self.file = tempfile.mkstemp(prefix=refusals_of(os.getpid()))
         os.close(opened)
         self._process = os.getpid()
         os.environ.update(self._told(os.environ))

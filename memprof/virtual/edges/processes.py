@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from memprof.errors import MemprofError
 from memprof.probe import no_card
 from memprof.virtual.devices import DeviceMode
-from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here
+from memprof.virtual.limits import SEND_NUMBERS, not_yet, note_from_here, refused
 from memprof.virtual.ranks import joining
 from memprof.virtual.recording import RecordingMode
 
@@ -83,7 +83,12 @@ class _NoRecordingMode(RecordingMode):
 
 
 def patches(
-    assume: Callable[[str], None], recording: RecordingMode, cards: int = 1, rank: int = 0
+    assume: Callable[[str], None],
+    recording: RecordingMode,
+    cards: int = 1,
+    rank: int = 0,
+    *,
+    exactly: bool = False,
 ) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) of what starts processes, and talks to them.
 
@@ -92,12 +97,14 @@ def patches(
         recording: what the program allocates.
         cards: how many there are: the program starts a rank for each.
         rank: the one that this process is.
+        exactly: all of them run, and the program may not start fewer.
     """
     for queue in (multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue):
         yield queue, "put", _putting(queue.put, recording.is_virtual)
     yield concurrent.futures.ThreadPoolExecutor, "submit", _submitting(concurrent.futures.ThreadPoolExecutor.submit)
     for name in ("spawn", "start_processes"):
-        yield torch.multiprocessing, name, _inline(getattr(torch.multiprocessing, name), assume, recording, cards, rank)
+        original = getattr(torch.multiprocessing, name)
+        yield torch.multiprocessing, name, _inline(original, assume, recording, cards, rank, exactly=exactly)
 
 
 def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], bool]) -> Callable[..., Any]:
@@ -129,16 +136,28 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inline(
-    original: Callable[..., Any], assume: Callable[[str], None], recording: RecordingMode, cards: int, rank: int
+    original: Callable[..., Any],
+    assume: Callable[[str], None],
+    recording: RecordingMode,
+    cards: int,
+    rank: int,
+    *,
+    exactly: bool,
 ) -> Callable[..., Any]:
     """`torch.multiprocessing.spawn` of as many processes as there are cards, or fewer: this is one of them."""
 
     def spawn(
         fn: Callable[..., Any], args: Any = (), nprocs: int = 1, join: bool = True, *rest: Any, **options: Any
     ) -> Any:
+        if exactly and nprocs not in (1, cards):
+            raise refused(
+                f"starts {nprocs} processes, where {cards} ranks run together",
+                f"ask for as many cards as it starts processes: --gpus {nprocs}",
+            )
         if nprocs > cards:
             return original(fn, args, nprocs, join, *rest, **options)
-        assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
+        if not exactly:
+            assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
         first = len(recording.recorder.trace.storages)
         with joining.groups_end_with_the_run():
             fn(rank % nprocs, *args)

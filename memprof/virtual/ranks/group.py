@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.ranks.known import Parts, Place
 
 BACKEND = "memprof_rank"
 _ProcessGroup: Any = getattr(dist, "ProcessGroup", object)
@@ -22,20 +23,29 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class Done(_Work):
-    """The handle of work that is finished. What it was given lives until it is waited for, what it made as long as the
-    handle does (`stashed_for_allocator_safety_`, `outputs_`)."""
+    """The handle of work that is done when it is waited for. What it was given lives until then, what it made as long
+    as the handle does (`stashed_for_allocator_safety_`, `outputs_`)."""
 
-    def __init__(self, made: Any, given: Any = ()) -> None:
+    def __init__(self, made: Any, given: Any = (), waits: Sequence[Callable[..., Any]] = ()) -> None:
         super().__init__()
         self._made = list(made)
         self._given = given
+        self._waits = waits
+        self._source: Any = 0
 
     def wait(self, timeout: Any = None) -> bool:
-        """Nothing to wait for."""
+        """What others contribute is there."""
+        waits, self._waits = self._waits, ()
+        for wait in waits:
+            self._source = wait()
         self._given = ()
         return True
 
     synchronize = block_current_stream = wait
+
+    def _source_rank(self) -> int:
+        """Who sent a message that anybody might have."""
+        return int(self._source)
 
     def is_completed(self) -> bool:
         """It is."""
@@ -51,16 +61,18 @@ class Done(_Work):
         return self._made
 
     def get_future(self) -> Any:
-        """The same, as a future."""
+        """The same, as a future: what is to be called with it is called at once."""
+        self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._made)
         return future
 
 
 class Group(_ProcessGroup):
-    """Rank `rank` of `size`.
+    """A rank of several.
 
     Args:
+        place: which.
         backend: as the program asked for it.
         others: what the other ranks contribute.
         on_card: whether a tensor is on a card.
@@ -69,15 +81,16 @@ class Group(_ProcessGroup):
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
 
-    def __init__(
-        self, rank: int, size: int, backend: str, others: Alone, on_card: Callable[[torch.Tensor], bool]
-    ) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size = rank, size
+    def __init__(self, place: Place, backend: str, others: Alone, on_card: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__(place.rank, place.size)
+        self.place = place
+        self._rank, self._size = place.rank, place.size
         self._backend = backend
         self._others = others
         self._on_card = on_card
         self._calls = 0
+        self._coalesced: list[Callable[..., Any]] | None = None
+        """What is to be waited for at the end of a group of calls (`_coalescing_manager`)."""
 
     # -- what it says of itself -------------------------------------------------------------------------------------
 
@@ -118,131 +131,119 @@ class Group(_ProcessGroup):
         return self._calls
 
     def _start_coalescing(self, device: Any) -> None:
-        pass
+        self._coalesced = []
 
     def _end_coalescing(self, device: Any) -> Any:
-        return Done([])
+        waits, self._coalesced = self._coalesced, None
+        return Done([], waits=waits or ())
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """In place."""
-        for tensor in tensors:
-            self._others.reduce(tensor, _reduction(opts), self._size)
-        return self._done(tensors)
+        waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
+        return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """To one rank; what the others have then is not said, and stays."""
-        return self.allreduce(tensors, opts) if opts is None or opts.rootRank == self._rank else self._done(tensors)
+        """To one rank."""
+        root = 0 if opts is None else opts.rootRank
+        waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
+        return self._done(tensors, waits=waits)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
-        """From one rank, whose tensors are like this one's."""
-        if opts is not None and opts.rootRank != self._rank and any(map(self._others.knows, tensors)):
-            self._others.say("broadcast", "What another rank broadcasts is taken to be what this one has itself")
-        return self._done(tensors)
+        """From one rank."""
+        root = 0 if opts is None else opts.rootRank
+        return self._done(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
 
     def barrier(self, opts: Any = None) -> Any:
         """NCCL's reduces a number on the card."""
-        return self._done([torch.zeros(1, device="cuda")] if self._has_nccl else [])
+        made = [torch.zeros(1, device="cuda")] if self._has_nccl else []
+        return self._done(made, waits=[self._others.barrier(self.place)])
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """All have come."""
+        self._done([], waits=[self._others.barrier(self.place)]).wait()
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """NCCL gathers tensors of one size into one, and copies the parts out of it."""
         made: list[Any] = []
+        waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
             made.append(self._flat(parts, tensor))
-            self._others.gather(parts, tensor)
-        return self._done(made if made[0] is not None else outputs, inputs)
+            waits.append(self._others.all_gather(Parts(parts), tensor, self.place))
+        return self._done(made if made[0] is not None else outputs, inputs, waits)
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
         """NCCL scatters tensors of one size from one, into which they are copied."""
-        flat = []
+        flat, waits = [], []
         for tensor, parts in zip(outputs, inputs, strict=True):
             flat.append(self._flat(parts, tensor))
-            self._others.copy(tensor, parts[self._rank])
-            self._others.reduce(tensor, _reduction(opts), self._size)
-        return self._done(outputs, (flat, inputs))
+            waits.append(self._others.reduce_scatter(tensor, Parts(parts), _reduction(opts), self.place))
+        return self._done(outputs, (flat, inputs), waits)
 
     def gather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """To one rank: the others give no lists."""
-        for parts in outputs:
-            self._others.gather(parts, inputs[0])
-        return self._done(outputs, inputs)
+        root = self._rank if opts is None else opts.rootRank
+        parts = Parts(outputs[0]) if outputs else None
+        return self._done(outputs, inputs, [self._others.gather(parts, inputs[0], root, self.place)])
 
     def scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
         """From one rank: the others give no lists."""
-        for tensor in outputs:
-            if inputs:
-                self._others.copy(tensor, inputs[0][self._rank])
-            else:
-                self._others.forget(tensor, "scatter", "is given by a scatter of another")
-        return self._done(outputs, inputs)
+        root = self._rank if opts is None else opts.rootRank
+        parts = Parts(inputs[0]) if inputs else None
+        return self._done(outputs, inputs, [self._others.scatter(outputs[0], parts, root, self.place)])
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
-        """What each sends this rank is what this one sends itself."""
-        self._others.gather(outputs, inputs[self._rank])
-        return self._done(outputs, inputs)
+        """Each gives each."""
+        return self._done(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
 
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
         """The same with the parts in one tensor, one after the other along its first dimension."""
-        if self._others.knows(tensor) or self._others.knows(output):
-            parts = _parts(output, out_splits, self._size)
-            self._others.gather(parts, _parts(tensor, in_splits, self._size)[self._rank])
-        return self._done([output], tensor)
+        takes, gives = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
+        return self._done([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
-        if self._others.knows(tensor) or self._others.knows(output):
-            self._others.gather(list(output.view(self._size, -1)), tensor.view(-1))
-        return self._done([output], tensor)
+        parts = _pieces(output, self._size)
+        return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
-        if self._others.knows(tensor) or self._others.knows(output):
-            self._others.copy(output, tensor.view(self._size, -1)[self._rank].view(output.shape))
-            self._others.reduce(output, _reduction(opts), self._size)
-        return self._done([output], tensor)
+        parts = _pieces(tensor, self._size)
+        waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
+        return self._done([output], tensor, waits)
 
     def allgather_into_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """One by one."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, tensor)
-        return self._done(outputs, inputs)
+        each = [self._allgather_base(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._done(outputs, inputs, [one.wait for one in each])
 
     def reduce_scatter_tensor_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """One by one."""
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, tensor, opts)
-        return self._done(outputs, inputs)
+        each = [self._reduce_scatter_base(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._done(outputs, inputs, [one.wait for one in each])
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Lists of parts: of each rank, one of each tensor."""
-        for parts in outputs:
-            for part, tensor in zip(parts, inputs, strict=True):
-                self._others.gather([part], tensor)
-        return self._done(outputs, inputs)
+        each = zip(zip(*outputs, strict=True), inputs, strict=True)
+        waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in each]
+        return self._done(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """To somebody who takes it."""
-        for tensor in tensors:
-            self._others.send(tensor)
-        return self._done(tensors)
+        """To one rank, which takes it in its time."""
+        return self._done(tensors, waits=[self._others.send(tensor, rank, tag, self.place) for tensor in tensors])
 
     def recv(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
-        """From somebody who is like this rank."""
-        for tensor in tensors:
-            self._others.receive(tensor)
-        return self._done(tensors)
+        """From one rank."""
+        return self._done(tensors, waits=[self._others.receive(tensor, rank, tag, self.place) for tensor in tensors])
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
-        """The same."""
-        return self.recv(tensors, -1, tag)
+        """From whoever sends first."""
+        return self._done(tensors, waits=[self._others.receive(tensor, None, tag, self.place) for tensor in tensors])
 
     # Names of these in releases of torch before and after 2.12.
     allreduce_coalesced = allreduce
@@ -258,9 +259,12 @@ class Group(_ProcessGroup):
             return None
         return torch.empty((len(parts), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
 
-    def _done(self, made: Any, given: Any = ()) -> Any:
+    def _done(self, made: Any, given: Any = (), waits: Sequence[Any] = ()) -> Any:
         self._calls += 1
-        return Done(made, given)
+        done = Done(made, given, [wait for wait in waits if wait is not None])
+        if self._coalesced is not None:
+            self._coalesced.append(done.wait)
+        return done
 
 
 def _reduction(opts: Any) -> str:
@@ -270,5 +274,11 @@ def _reduction(opts: Any) -> str:
     return str(getattr(reduction, "op", reduction)).rpartition(".")[2]
 
 
-def _parts(tensor: torch.Tensor, splits: Any, size: int) -> _Tensors:
-    return tensor.split(list(splits)) if splits else tensor.chunk(size)
+def _pieces(tensor: torch.Tensor, size: int) -> Parts:
+    """Of as many elements each, whatever its shape."""
+    return Parts([tensor], size) if tensor.dim() == 1 else _Flat([tensor], size)
+
+
+class _Flat(Parts):
+    def each(self) -> _Tensors:
+        return list(self.tensors[0].reshape(len(self.sizes), -1))

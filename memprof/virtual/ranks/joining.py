@@ -1,6 +1,6 @@
 """How a program joins the process groups of `torch.distributed`, and what it finds there.
 
-There is no NCCL and nobody to talk to. The groups that the program asks for are those of group.py. All else is torch's
+There is no NCCL. The groups that the program asks for are those of group.py. All else is torch's
 own, so that DistributedDataParallel makes its buckets, and fully_shard its shards, where and when they do on a card.
 """
 
@@ -20,10 +20,12 @@ import torch.distributed as dist
 
 from memprof.trace.facts import RankFacts
 from memprof.virtual.card import nccl_version, torch_release
-from memprof.virtual.limits import not_yet, refused
-from memprof.virtual.ranks import objects
+from memprof.virtual.limits import refused
+from memprof.virtual.ranks import objects, stores
 from memprof.virtual.ranks.alone import Alone
+from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.group import BACKEND, Group
+from memprof.virtual.ranks.known import Place
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 """None in a build of torch without it."""
@@ -33,7 +35,6 @@ _REPLACED = frozenset({"nccl", "gloo", "mpi", "ucc", "undefined"})
 _TIMEOUT = datetime.timedelta(minutes=10)
 _OUTSIDE = "What NCCL takes of the card outside the caching allocator is not known, and not counted."
 _ONE_PROCESS = "torch.distributed runs with one process: collectives change nothing."
-_HashStore: Any = getattr(torch._C, "_distributed_c10d", None) and torch._C._distributed_c10d.HashStore
 
 
 class Joining:
@@ -45,6 +46,7 @@ class Joining:
         on_card: whether a tensor is on a card.
         assume: told what the run rests on.
         joined: told of the first group of the program.
+        channel: to the ranks that run together with this one; None: it is alone.
     """
 
     def __init__(
@@ -54,12 +56,15 @@ class Joining:
         on_card: Callable[[torch.Tensor], bool],
         assume: Callable[[str], None],
         joined: Callable[[RankFacts], None] = lambda rank: None,
+        channel: Channel | None = None,
     ) -> None:
         self._most_ranks = most_ranks
         self._others = others
         self._on_card = on_card
         self._assume = assume
         self._joined = joined
+        self._channel = channel
+        self._store = stores.kind(channel)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement) of what joins groups and makes them."""
@@ -74,7 +79,7 @@ class Joining:
         for owner in (dist, _c10d):
             for name in ("TCPStore", "FileStore"):
                 if hasattr(owner, name):
-                    yield owner, name, _Store
+                    yield owner, name, self._store
         yield from objects.patches(self._others)
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: nccl_version(torch_release())
@@ -106,7 +111,7 @@ class Joining:
                 self._assume(_ONE_PROCESS)
             self._joined(found)
             # Neither a store of the network nor what only NCCL understands (pg_options, device_id).
-            original(backend, store=_HashStore(), rank=found.rank, world_size=size, timeout=timeout or _TIMEOUT)
+            original(backend, store=self._store(), rank=found.rank, world_size=size, timeout=timeout or _TIMEOUT)
 
         return init_process_group
 
@@ -118,15 +123,24 @@ class Joining:
                 f"joins a group of {found.world_size} processes, and there are cards for {self._most_ranks}",
                 f"memprof run --gpus {found.world_size}, or with --nodes: so many on each machine",
             )
+        channel = self._channel
+        if channel is not None and (found.rank, found.world_size) != (channel.rank, channel.size):
+            raise refused(
+                f"joins as rank {found.rank} of {found.world_size}, where rank {channel.rank} of {channel.size} runs",
+                "ask for as many ranks as the program has: --gpus and --nodes, or its launcher's options",
+            )
 
     def _creating(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def create(size: int, rank: int, ranks: Any, backend: Any, store: Any, *rest: Any, **more: Any) -> Any:
+        def create(
+            size: int, rank: int, ranks: Any, backend: Any, store: Any, group_name: str, *rest: Any, **more: Any
+        ) -> Any:
             asked = str(backend)
             if not {part.rpartition(":")[2] for part in asked.split(",")} <= _REPLACED:
-                return original(size, rank, ranks, backend, store, *rest, **more)
+                return original(size, rank, ranks, backend, store, group_name, *rest, **more)
             more.pop("backend_options", None)
-            with _registered(lambda store, rank, size, timeout: Group(rank, size, asked, self._others, self._on_card)):
-                group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, *rest, **more)
+            place = Place(str(group_name), tuple(ranks or range(size)), rank)
+            with _registered(lambda *given: Group(place, asked, self._others, self._on_card)):
+                group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, group_name, *rest, **more)
             if isinstance(group, Group):
                 # What the program reads as its backend.
                 name = "nccl" if asked == "undefined" else asked
@@ -149,23 +163,6 @@ def _split_group(
         made = dist.new_group([dist.get_global_rank(parent, rank) for rank in part], timeout=timeout)
         own = made if dist.get_rank(parent) in part else own
     return own
-
-
-class _Store(_HashStore or object):  # type: ignore[misc]
-    """What other processes would put into a store is not there."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__()
-
-    def get(self, key: str) -> Any:
-        """What this process has put there."""
-        self.wait([key])
-        return super().get(key)
-
-    def wait(self, keys: list[str], *timeout: Any) -> None:
-        """Nothing comes later."""
-        if not self.check(keys):
-            raise not_yet(f"waits for {keys} of another process in a store", "have this rank put it there as well")
 
 
 @contextlib.contextmanager

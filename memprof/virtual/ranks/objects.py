@@ -1,6 +1,7 @@
-"""Objects that other ranks send: alone they are not known, and what the program has in their place stays.
+"""Objects that other ranks send: of one that does not run they are not known, and what the program has in their place
+stays.
 
-What this rank sends itself, and what it gathers, goes through torch's own code: pickled, as bytes on the card.
+What a rank sends that runs, and what is gathered, goes through torch's own code: pickled, as bytes on the card.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ def patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
         name: _from_one(getattr(dist, name), others) for name in ("broadcast_object_list", "scatter_object_list")
     }
 
-    def recv_object_list(*args: Any, **options: Any) -> None:
+    receive: Any = getattr(dist, "recv_object_list", None)
+
+    def recv_object_list(*args: Any, **options: Any) -> Any:
+        source = args[1] if len(args) > 1 else options.get("src")
+        group = args[2] if len(args) > 2 else options.get("group")
+        if options.get("group_src") is not None:
+            source = _c10d.get_global_rank(group or dist.group.WORLD, options["group_src"])
+        if others.has([source] if source is not None else dist.get_process_group_ranks(group)):
+            return receive(*args, **options)
         raise not_yet(
             "receives objects of another rank, which one that runs alone does not know",
             "run the rank that sends them (--rank); give a PipelineStage its input_args and output_args",
@@ -36,21 +45,31 @@ def patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
             yield owner, "recv_object_list", recv_object_list
 
 
-def checkpoint_patches() -> Iterator[tuple[Any, str, Any]]:
+def checkpoint_patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
     """Once distributed checkpoints are imported: they are of this rank's parts, without a plan of the others'."""
     from torch.distributed.checkpoint import default_planner as planner
     from torch.distributed.checkpoint.utils import _DistWrapper as Wrapper
 
     original = Wrapper.__init__
-    yield Wrapper, "__init__", lambda wrapper, *given: original(wrapper, None, False, 0)
+
+    def __init__(wrapper: Any, group: Any, *rest: Any) -> None:
+        if dist.is_initialized() and others.has(dist.get_process_group_ranks(group)):
+            original(wrapper, group, *rest)
+        else:
+            original(wrapper, None, False, 0)
+
+    yield Wrapper, "__init__", __init__
     validate: Any = planner._validate_global_plan
     # Parts of other ranks are missing: what it says of a plan without tensors.
-    yield planner, validate.__name__, lambda *given: validate([], SimpleNamespace(state_dict_metadata={}))
+
+    def of_all(*given: Any) -> Any:
+        is_whole = dist.is_initialized() and others.has(range(dist.get_world_size()))
+        return validate(*given) if is_whole else validate([], SimpleNamespace(state_dict_metadata={}))
+
+    yield planner, validate.__name__, of_all
 
 
-_NOT_KNOWN = (
-    "Objects that another rank sends are not known, for this one runs alone: lists that take them stay as they are"
-)
+_NOT_KNOWN = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
 
 
 def _from_one(original: Callable[..., Any], others: Alone) -> Callable[..., Any]:
@@ -61,10 +80,8 @@ def _from_one(original: Callable[..., Any], others: Alone) -> Callable[..., Any]
         source = args[at] if len(args) > at else options.get("src")
         group = args[at + 1] if len(args) > at + 1 else options.get("group")
         if options.get("group_src") is not None:
-            is_sender = dist.get_rank(group) == options["group_src"]
-        else:
-            is_sender = dist.get_rank() == (source or 0)
-        if is_sender or dist.get_rank(group) < 0:
+            source = _c10d.get_global_rank(group or dist.group.WORLD, options["group_src"])
+        if dist.get_rank() == (source or 0) or dist.get_rank(group) < 0 or others.has([source or 0]):
             return original(*args, **options)
         others.say("objects", _NOT_KNOWN)
         return None

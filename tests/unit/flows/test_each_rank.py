@@ -79,7 +79,7 @@ def test_a_rank_that_is_full_or_failed_decides():
     stopped = Failure(FailureKind.REFUSED, "forward", "", "rank 1 raised", None, None, None, None)
     failed = analyze(in_order([rank(0, 900, ended=PEER, failure=stopped), rank(1, 10, ended="error", failure=why)]))
     assert failed.rank == RankFacts(1, 4) and failed.verdict.fits is None
-    assert "stopped by another" in str(failed) and "failed" in str(failed)
+    assert "stopped with others" in str(failed) and "failed" in str(failed)
 
 
 def test_a_rank_without_anything_on_its_card_has_a_row():

@@ -1,0 +1,195 @@
+"""Several ranks of a program together: each a process with a virtual card of its own, and one report of all.
+
+Program -script/launchers-> a Start for each rank -script/ranks-> Traces -each_rank-> Document
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memprof.errors import MemprofError, UsageError
+from memprof.flows.account import analyze
+from memprof.flows.each_rank import in_order
+from memprof.ledger.ledger import EmptyTraceError
+from memprof.report.documents.report import Document
+from memprof.script import Ended, Program, ScriptOutcome, StopRule
+from memprof.trace.events import Trace
+from memprof.trace.facts import RankFacts
+from memprof.units import spell_numbers
+
+if TYPE_CHECKING:
+    from memprof.script.launchers import Start
+    from memprof.script.ranks import Ran
+
+
+@dataclass(frozen=True, slots=True)
+class RanksRun:
+    """What the ranks of a program did together."""
+
+    trace: Trace
+    """Of the lowest, with those of the others."""
+    document: Document | None
+    """None: nothing was ever on a card."""
+    ended: Ended
+    """Of the rank that failed first, or of the worst."""
+    exit_code: int
+    """The program's own."""
+    problem: MemprofError | None = None
+    """What was wrong between ranks, or could not be simulated on one."""
+    said: str = ""
+    """The traceback of the rank that failed first."""
+
+
+def asked_ranks(text: str, size: int) -> list[int]:
+    """The ranks that `--ranks` names: `all`, or numbers and spans (`0,3,5-7`).
+
+    Raises:
+        UsageError: there is no such rank, or it is no number.
+    """
+    if text.strip() == "all":
+        return list(range(size))
+    found: set[int] = set()
+    for part in text.split(","):
+        first, *rest = part.strip().split("-", 1)
+        last = rest[0] if rest else first
+        if not (first.isdigit() and last.isdigit()):
+            raise UsageError("--ranks takes numbers", value=text, hint="for instance all, 0,3 or 0-3")
+        span = range(int(first), int(last) + 1)
+        if not span or span[-1] >= size:
+            raise UsageError("there is no such rank", value=f"--ranks {text} of {size}", hint="ranks count from 0")
+        found |= set(span)
+    return sorted(found)
+
+
+def run_ranks(
+    program: Program,
+    rule: StopRule,
+    ranks: str,
+    *,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    rank: int | None = None,
+    card: int | None = None,
+    **options: Any,
+) -> RanksRun | ScriptOutcome:
+    """Run ranks of `program` together, until `rule` holds of all of them, they end, or one fails.
+
+    Args:
+        ranks: which: `all`, or numbers.
+        rank: the one that the report shows in full; None: the one that decides.
+        **options: those of `capture_run`; `gpus`, `nodes` and `card` are as for `run_script`.
+
+    Returns:
+        What they did; or how a launcher ended that started none.
+
+    Raises:
+        UsageError: there are no such ranks, or no room for them.
+    """
+    from memprof.script.capture import ask
+    from memprof.script.launchers import Place
+    from memprof.script.ranks import check_memory, run_together
+
+    program.check()
+    first = ask(program, Place(None, gpus, nodes), options["gpu"])
+    if isinstance(first, ScriptOutcome):
+        return first
+    numbers = asked_ranks(ranks, first.size)
+    if first.size == 1:
+        raise UsageError(
+            "the program has one process", value=f"--ranks {ranks}",
+            hint="start it with its launcher (torchrun ...), or say how many cards there are: --gpus 4",
+        )  # fmt: skip
+    if rank is not None and rank not in numbers:
+        raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {spell_numbers(numbers)}")
+    check_memory(len(numbers))
+    starts: dict[int, Start] = {}
+    for number in numbers:
+        start = ask(program, Place(number, gpus, nodes), options["gpu"])
+        assert not isinstance(start, ScriptOutcome)
+        starts[number] = start
+    body = functools.partial(_one_rank, program, rule, starts, options)
+    ran, problem = run_together(numbers, first.size, body)
+    return _put_together(numbers, ran, problem, first.size, rank, card)
+
+
+def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], options: Any, channel: Any) -> Ran:
+    """In the process of one rank."""
+    from memprof.flows.script import capture_run
+    from memprof.script.program import error_text
+    from memprof.script.ranks import Ran
+
+    trace, outcome = capture_run(program, rule, start=starts[channel.rank], channel=channel, **options)
+    error, said, about = outcome.error, "", None
+    if isinstance(error, MemprofError):
+        about = (type(error), error.problem, error.value, error.hint)
+    elif isinstance(error, Exception):
+        said = error_text(error)
+    return Ran(outcome.ended, outcome.exit_code, trace, said, about)
+
+
+def _put_together(
+    ranks: Sequence[int],
+    ran: Mapping[int, Ran],
+    problem: MemprofError | None,
+    size: int,
+    rank: int | None,
+    card: int | None,
+) -> RanksRun:
+    """Who failed first speaks for all; who was stopped for it says so."""
+    failed = [number for number in ran if ran[number].ended not in (Ended.PEER, Ended.STEPS, Ended.EXIT)]
+    failed += [number for number in ran if ran[number].ended is Ended.EXIT and ran[number].exit_code]
+    culprit = ran[failed[0]] if failed else None
+    why, hint = _why(failed[0] if failed else None, culprit, problem)
+    if culprit is not None and culprit.error is not None and problem is None:
+        kind, *about = culprit.error
+        problem = kind(about[0], value=about[1], hint=about[2])
+    traces = []
+    for one in ran.values():
+        trace: Trace = one.result
+        if one.ended is Ended.PEER and trace.failure is not None:
+            trace.failure = trace.failure._replace(message=why, hint=hint)
+        traces.append(trace)
+    for number in ranks:
+        if number not in ran and traces:  # it was killed
+            facts = traces[0].facts
+            program = facts.program and dataclasses.replace(facts.program, ended=Ended.ERROR.value)
+            facts = dataclasses.replace(facts, rank=RankFacts(number, size), program=program)
+            traces.append(Trace(facts=facts))
+    if not traces:
+        raise problem or KeyboardInterrupt
+    trace = in_order(traces)
+    document = None
+    with contextlib.suppress(EmptyTraceError):
+        document = analyze(trace, rank=rank, card=card)
+    ended = culprit.ended if culprit else Ended.PEER if problem else next(iter(ran.values())).ended
+    code = culprit.exit_code if culprit else 0
+    if any(one.ended is Ended.INTERRUPTED for one in ran.values()):
+        ended, code = Ended.INTERRUPTED, 130
+    return RanksRun(trace, document, ended, code, problem, "" if culprit is None else _headed(failed, ran))
+
+
+def _why(number: int | None, culprit: Ran | None, problem: MemprofError | None) -> tuple[str, str | None]:
+    """Why the others were stopped, and what to do."""
+    if problem is not None:
+        return problem.problem, problem.hint
+    if culprit is None or number is None:
+        return "another rank ended", None
+    if culprit.ended is Ended.REFUSED:
+        return f"the card of rank {number} was full", None
+    last = culprit.error[1] if culprit.error else (culprit.said.strip().splitlines() or [culprit.ended.value])[-1]
+    return f"rank {number} ended: {last}", None
+
+
+def _headed(failed: Sequence[int], ran: Mapping[int, Ran]) -> str:
+    """The traceback of the first, said once for all that end in the same."""
+    first = ran[failed[0]].said
+    if not first:
+        return ""
+    last = first.strip().splitlines()[-1]
+    same = [number for number in failed if last == (ran[number].said.strip().splitlines() or [""])[-1]]
+    return f"Rank{'s' * (len(same) > 1)} {spell_numbers(same)}:\n{first}"

@@ -1,0 +1,294 @@
+"""Where ranks that run together meet: who contributes what, who waits for whom, and what can never come.
+
+Plain rules without processes or time: `hear` is told what a rank says, and answers go out by `reply`. A rank waits at
+few places only (for a collective, a message, a key of a store, the others' steps), so that a deadlock is seen at once:
+nobody runs, and nobody can go on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from memprof.errors import MemprofError
+from memprof.trace.events import short_source
+from memprof.units import spell_numbers
+from memprof.virtual.ranks.channel import Call, Payload
+
+PEER = "another rank"
+"""Why a rank is stopped that has done nothing wrong itself."""
+STEPS = "steps"
+"""Why all are stopped that have shown enough."""
+_ALIKE = "on cards this hangs or mixes up data: have all ranks of a group make the same calls in the same order"
+_HANGS = "on cards this hangs: have every rank of a group call it, or leave the group out that does not"
+_UNEVEN = (
+    "on cards this hangs: have every rank of a group call it as often; give all as many batches (drop_last), or train "
+    "inside model.join()"
+)
+
+
+class _Waiting(NamedTuple):
+    """What a rank waits for: `collect` a place, `receive` (source, tag, call), a `store`'s key, or a `step`."""
+
+    what: str
+    of: Any
+    call: Call | None
+    line: str
+
+
+class Exchange:
+    """The meeting of ranks.
+
+    Args:
+        ranks: all that run.
+        reply: sends one of them an answer: a word (`go`, or `stop` with why), and what it asked for.
+    """
+
+    def __init__(self, ranks: Sequence[int], reply: Callable[[int, str, Any], None]) -> None:
+        self._reply = reply
+        self._ranks = tuple(ranks)
+        self.running = set(ranks)
+        self.waiting: dict[int, _Waiting] = {}
+        self.ended: dict[int, str] = {}
+        """How a rank is no longer there, as the end of a sentence."""
+        self._stop: str | None = None
+        self.problem: MemprofError | None = None
+        """What was found wrong between ranks."""
+        self._slots: dict[Any, dict[int, tuple[Call, Payload]]] = defaultdict(dict)
+        self._taken: dict[Any, set[int]] = defaultdict(set)
+        self._mail: dict[tuple[Any, int, int, int], deque[tuple[Call, Payload]]] = defaultdict(deque)
+        """By group, sender, receiver and tag."""
+        self._last: dict[int, Call] = {}
+        self._keys: dict[str, bytes] = {}
+
+    @property
+    def why(self) -> str | None:
+        """Why all are to end; None: they are not."""
+        return self._stop
+
+    # -- what ranks say -----------------------------------------------------------------------------------------------
+
+    def hear(self, rank: int, what: str, *said: Any) -> None:
+        """A rank says something; who can go on is told to."""
+        if self._stop is not None:
+            if what in ("collect", "receive", "store", "step"):
+                self._reply(rank, "stop", self._stop)
+            return
+        getattr(self, f"_hear_{what}")(rank, *said)
+        self._settle()
+
+    def leave(self, rank: int, how: str) -> None:
+        """A rank is no longer there: it has ended, by itself or not."""
+        self.running.discard(rank)
+        self.waiting.pop(rank, None)
+        self.ended[rank] = how
+        if self._stop is None:
+            self._settle()
+
+    def stop(self, why: str) -> None:
+        """All are to end: those that wait are told now, others when they ask."""
+        self._stop = self._stop or why
+        for rank in list(self.waiting):
+            self._go(rank, self._stop, "stop")
+
+    def fail(self, problem: str, hint: str) -> None:
+        """Something is wrong between ranks, and all are to end."""
+        if self.problem is None:
+            self.problem = MemprofError(problem, hint=hint)
+        self.stop(PEER)
+
+    def overdue(self, rank: int, seconds: float) -> None:
+        """A rank has waited for so long while others still run."""
+        others = "rank" + "s" * (len(self.running) > 1)
+        self.fail(
+            f"rank {rank} has waited {seconds / 60:.0f} minutes in {self._where(rank)}, and {others} "
+            f"{spell_numbers(sorted(self.running))} did not come",
+            "see what these do; --timeout stops a run after so many seconds",
+        )
+
+    def _hear_call(self, rank: int, call: Call, payload: Payload) -> None:
+        slot = self._slots[call.place]
+        slot[rank] = call, payload
+        self._last[rank] = call
+        if self._is_full(call):
+            self._check(slot)
+
+    def _hear_collect(self, rank: int, place: Any) -> None:
+        call, _ = self._slots[place][rank]
+        self._wait(rank, _Waiting("collect", place, call, call.line))
+
+    def _hear_send(self, rank: int, to: int, tag: int, call: Call, payload: Payload) -> None:
+        self._mail[call.place[:2], rank, to, tag].append((call, payload))
+        self._last[rank] = call
+
+    def _hear_receive(self, rank: int, source: int | None, tag: int, call: Call) -> None:
+        self._last[rank] = call
+        self._wait(rank, _Waiting("receive", (source, tag), call, call.line))
+
+    def _hear_store(self, rank: int, operation: str, arguments: tuple[Any, ...], line: str) -> None:
+        keys, (key, *values) = self._keys, arguments
+        if operation == "get" and key not in keys:
+            self._wait(rank, _Waiting("store", key, None, line))
+            return
+        self._reply(rank, "go", _operate(keys, operation, key, *values))
+
+    def _hear_step(self, rank: int, enough: bool) -> None:
+        self._wait(rank, _Waiting("step", enough, None, ""))
+
+    # -- who goes on --------------------------------------------------------------------------------------------------
+
+    def _wait(self, rank: int, waiting: _Waiting) -> None:
+        self.running.discard(rank)
+        self.waiting[rank] = waiting
+
+    def _go(self, rank: int, answer: Any, word: str = "go") -> None:
+        del self.waiting[rank]
+        self.running.add(rank)
+        self._reply(rank, word, answer)
+
+    def _settle(self) -> None:
+        """Let those go on that can; if nobody runs then, steps are agreed on, or nothing will ever come."""
+        for rank, waiting in list(self.waiting.items()):
+            if self._stop is None and waiting.what != "step":
+                self._try(rank, waiting)
+        if self._stop is not None or self.running or not self.waiting:
+            return
+        steps = {rank: waiting.of for rank, waiting in self.waiting.items() if waiting.what == "step"}
+        if steps and all(steps.values()):
+            self.stop(STEPS)
+        elif steps:
+            for rank in steps:
+                self._go(rank, False)
+        else:
+            for slot in list(self._slots.values()):
+                if self._stop is None:
+                    self._check(slot)
+            if self._stop is None:
+                self._deadlock()
+
+    def _try(self, rank: int, waiting: _Waiting) -> None:
+        if waiting.what == "collect":
+            if self._is_full(waiting.call):
+                slot = self._slots[waiting.of]
+                taken = self._taken[waiting.of]
+                taken.add(rank)
+                self._go(rank, {number: payload for number, (_, payload) in slot.items()})
+                if len(taken) == len(slot):
+                    del self._slots[waiting.of], self._taken[waiting.of]
+        elif waiting.what == "receive":
+            self._try_receive(rank, waiting)
+        elif waiting.of in self._keys:
+            self._go(rank, self._keys[waiting.of])
+
+    def _try_receive(self, rank: int, waiting: _Waiting) -> None:
+        source, tag = waiting.of
+        call = waiting.call
+        assert call is not None
+        for sender in call.ranks if source is None else (source,):
+            mail = self._mail.get((call.place[:2], sender, rank, tag))
+            if mail:
+                sent, payload = mail.popleft()
+                if (sent.dtype, sent.gives) == (call.dtype, call.takes):
+                    self._go(rank, (sender, payload))
+                else:
+                    self._differ(sender, sent, rank, call)
+                return
+
+    def _is_full(self, call: Call | None) -> bool:
+        assert call is not None
+        return len(self._slots[call.place]) == len(self._there(call.ranks))
+
+    def _there(self, ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if rank in self._ranks]
+
+    # -- what is wrong ------------------------------------------------------------------------------------------------
+
+    def _check(self, slot: dict[int, tuple[Call, Payload]]) -> None:
+        """Once all have called that will: so what is said does not depend on who came first."""
+        lowest = min(slot)
+        call = slot[lowest][0]
+        for rank in sorted(slot):
+            if slot[rank][0].key != call.key:
+                self._differ(lowest, call, rank, slot[rank][0])
+                return
+        for at, giver in enumerate(call.ranks):
+            for to, taker in enumerate(call.ranks):
+                if giver in slot and taker in slot and call.gives:
+                    gives, takes = slot[giver][0], slot[taker][0]
+                    if gives.gives[to] != takes.takes[at]:
+                        self._differ(giver, gives, taker, takes, f"{gives.gives[to]:,} against {takes.takes[at]:,}")
+                        return
+
+    def _differ(self, one: int, call: Call, other: int, another: Call, sizes: str = "") -> None:
+        (one, call), (other, another) = sorted([(one, call), (other, another)], key=lambda pair: pair[0])
+        elements = f" ({sizes} elements)" if sizes else ""
+        self.fail(
+            f"rank {one} calls {_said(call)}, and rank {other} {_said(another)}: these do not go together{elements}",
+            _ALIKE,
+        )
+
+    def _deadlock(self) -> None:
+        """Of those that wait, the lowest whose others are elsewhere, and where these are."""
+        for rank in sorted(self.waiting):
+            missing = self._missing(rank)
+            if missing:
+                absent = [self._absent(one) for one in missing[:3]]
+                more = f", and {len(missing) - 3} more" if len(missing) > 3 else ""
+                uneven = any(one in self.ended for one in missing)
+                self.fail(
+                    f"rank {rank} waits for ever in {self._where(rank)}: {', '.join(absent)}{more}",
+                    _UNEVEN if uneven else _HANGS,
+                )
+                return
+
+    def _missing(self, rank: int) -> list[int]:
+        waiting = self.waiting[rank]
+        if waiting.what == "collect":
+            return [one for one in self._there(waiting.of[1]) if one not in self._slots[waiting.of]]
+        source = waiting.of[0] if waiting.what == "receive" else None
+        return [source] if source is not None else [one for one in self._ranks if one != rank]
+
+    def _absent(self, rank: int) -> str:
+        last = self._last.get(rank)
+        if rank in self.ended:
+            after = f", after {_said(last)}" if last else " without a call"
+            return f"rank {rank} {self.ended[rank]}{after}"
+        return f"rank {rank} waits in {self._where(rank)}"
+
+    def _where(self, rank: int) -> str:
+        waiting = self.waiting[rank]
+        if waiting.call is not None:
+            return _said(waiting.call)
+        return f"a store for {waiting.of!r} at {short_source(waiting.line)}"
+
+
+def _said(call: Call) -> str:
+    return f"{call.text} at {short_source(call.line)}"
+
+
+def _operate(keys: dict[str, bytes], operation: str, key: str, *values: Any) -> Any:
+    """An operation on a store; keys of one begin with its name."""
+    held = keys.get(key)
+    if operation == "get":
+        return held
+    if operation == "check":
+        return key in keys
+    if operation == "count":
+        return sum(one.startswith(key) for one in keys)
+    if operation == "delete":
+        return keys.pop(key, None) is not None
+    if operation == "add":
+        total = int(held or b"0") + values[0]
+        keys[key] = str(total).encode()
+        return total
+    if operation == "append":
+        keys[key] = (held or b"") + values[0]
+        return None
+    if operation == "compare_set":
+        expected, desired = values
+        if (held is None and not expected) or held == expected:
+            keys[key] = desired
+        return keys.get(key, expected)
+    keys[key] = values[0]
+    return None

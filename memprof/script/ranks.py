@@ -1,0 +1,244 @@
+"""The processes of ranks that run together: forked here, each in a group of its own, and none of them left behind.
+
+They are forked once torch is imported, so that what it takes is there once, and each has a line to this process, in
+which they meet (exchange.py). A process that is told to end has some seconds for it, and is killed then, with all that
+it has started; if this process dies, so do they.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from memprof.errors import MemprofError, UsageError
+from memprof.script.exchange import PEER, Exchange
+from memprof.script.stop import Ended, StopRun
+from memprof.units import format_bytes
+from memprof.virtual.edges.children import refusals_of
+from memprof.virtual.ranks.channel import Channel
+
+LONGEST_WAIT = 600.0
+"""Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
+torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
+_GRACE = 20.0
+"""Seconds that a rank has to end when it is told to."""
+RANK_BYTES = 250 << 20
+"""Of host memory that a rank of little more than torch takes for itself (measured: 230 MiB)."""
+_PR_SET_PDEATHSIG = 1
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a process gives back; its fields can be pickled."""
+
+    ended: Ended
+    exit_code: int
+    result: Any = None
+    said: str = ""
+    """A traceback, where it failed."""
+    error: tuple[type[MemprofError], str, Any, str | None] | None = None
+    """What memprof has to say: class, problem, value and hint."""
+
+
+def check_memory(number: int) -> None:
+    """Whether so many processes fit this machine.
+
+    Raises:
+        UsageError: they do not.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            (free,) = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+        if number * RANK_BYTES > free:
+            raise UsageError(
+                f"{number} ranks together take {format_bytes(number * RANK_BYTES)} of host memory or more",
+                value=f"{format_bytes(free)} are free",
+                hint="name some of them (--ranks 0,1), or run one alone (--rank)",
+            )
+
+
+class _Process:
+    """One rank's."""
+
+    def __init__(self, rank: int, pid: int, line: Connection) -> None:
+        self.rank, self.pid, self.line = rank, pid, line
+        self.ran: Ran | None = None
+
+    def signal(self, number: int) -> None:
+        """To it and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def run_together(
+    ranks: Sequence[int], size: int, body: Callable[[Channel], Ran], longest_wait: float = LONGEST_WAIT
+) -> tuple[dict[int, Ran], MemprofError | None]:
+    """Run `body` in a process for each of `ranks`, which may talk to each other.
+
+    Args:
+        ranks: the numbers of those that run.
+        size: ranks of the whole program.
+        body: what a process does, given its line to the others.
+        longest_wait: seconds that one may wait for another that runs.
+
+    Returns:
+        What each gave back, and what was found wrong between them.
+    """
+    processes: list[_Process] = []
+    try:
+        for rank in ranks:
+            ours, theirs = Pipe()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                for other in [one.line for one in processes] + [ours]:
+                    other.close()
+                _be(theirs, rank, ranks, size, body)
+            theirs.close()
+            with contextlib.suppress(OSError):  # it may have done so itself, or be gone
+                os.setpgid(pid, pid)
+            processes.append(_Process(rank, pid, ours))
+        return _serve(processes, longest_wait)
+    finally:
+        for process in processes:
+            process.signal(signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, 0)
+            process.line.close()
+            for left in Path(tempfile.gettempdir()).glob(f"{refusals_of(process.pid)}*"):
+                left.unlink(missing_ok=True)
+
+
+def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]) -> NoReturn:
+    """The whole life of a child."""
+    code, process = 1, os.getpid()
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        with contextlib.suppress(OSError, AttributeError):  # Linux
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        random.seed()
+        torch.set_num_threads(1)  # as torchrun has it; a pool of threads is not inherited
+        channel = Channel(line, rank, ranks, size)
+        channel.stop = _stop
+
+        def end(number: int, frame: Any) -> NoReturn:
+            channel.told = PEER
+            _stop(PEER)
+
+        signal.signal(signal.SIGTERM, end)
+        ran = body(channel)
+        if os.getpid() == process:  # and no child that the program has forked
+            code = 0
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            channel.tell("ended", ran)
+    except KeyboardInterrupt:  # before its program has begun, or after
+        code = _INTERRUPTED
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+def _stop(why: str) -> NoReturn:
+    raise StopRun(Ended(why))
+
+
+def _serve(processes: Sequence[_Process], longest_wait: float) -> tuple[dict[int, Ran], MemprofError | None]:
+    """Answer them until all have ended."""
+    by_rank = {process.rank: process for process in processes}
+    living = {process.line: process for process in processes}
+    since: dict[int, float] = {}
+
+    def reply(rank: int, word: str, answer: Any) -> None:
+        since.pop(rank, None)
+        with contextlib.suppress(OSError):
+            by_rank[rank].line.send_bytes(pickle.dumps((word, answer)))
+
+    exchange = Exchange([process.rank for process in processes], reply)
+    deadlines = _deadlines(exchange, living)
+    while living:
+        try:
+            for line in wait(list(living), timeout=1.0):
+                assert isinstance(line, Connection)
+                process = living[line]
+                try:
+                    what, *said = pickle.loads(line.recv_bytes())
+                except (OSError, EOFError):
+                    del living[line]
+                    if process.ran is None:
+                        _died(process, exchange)
+                    continue
+                if what == "ended":
+                    process.ran = said[0]
+                    _has_ended(process, said[0], exchange)
+                else:
+                    exchange.hear(process.rank, what, *said)
+                    if process.rank in exchange.waiting:
+                        since[process.rank] = time.monotonic()
+            for rank, begun in list(since.items()):
+                if rank in exchange.waiting and exchange.running and time.monotonic() - begun > longest_wait:
+                    exchange.overdue(rank, longest_wait)
+            next(deadlines)
+        except KeyboardInterrupt:
+            exchange.stop(Ended.INTERRUPTED.value)
+            for process in living.values():
+                process.signal(signal.SIGINT)
+    return {process.rank: process.ran for process in processes if process.ran is not None}, exchange.problem
+
+
+def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterator[None]:
+    """Once all are to end: tell those that do not hear it, and then kill them."""
+    while exchange.why is None:
+        yield
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + (_GRACE if exchange.problem or exchange.why == PEER else LONGEST_WAIT)
+        while time.monotonic() < end:
+            yield
+        for process in living.values():
+            process.signal(number)
+    while True:
+        yield
+
+
+def _has_ended(process: _Process, ran: Ran, exchange: Exchange) -> None:
+    if ran.ended in (Ended.ERROR, Ended.NOT_SIMULATED, Ended.REFUSED) or ran.exit_code:
+        exchange.stop(PEER)
+    elif ran.ended in (Ended.TIMEOUT, Ended.INTERRUPTED):
+        exchange.stop(ran.ended.value)
+    exchange.leave(process.rank, "has ended")
+
+
+def _died(process: _Process, exchange: Exchange) -> None:
+    _, status = os.waitpid(process.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code == _INTERRUPTED:
+        exchange.stop(Ended.INTERRUPTED.value)
+    name = signal.Signals(-code).name if code < 0 else ""
+    how = f"was killed by {name}" if name else f"ended without a word, with exit code {code}"
+    if exchange.why is None:
+        hint = "the kernel kills what takes the memory of others: run fewer ranks (--ranks 0,1), or one alone (--rank)"
+        exchange.fail(
+            f"rank {process.rank} {how}", hint if name == "SIGKILL" else "run it alone: --rank " + str(process.rank)
+        )
+    exchange.leave(process.rank, how)

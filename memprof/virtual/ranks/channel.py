@@ -1,0 +1,120 @@
+"""A rank's end of the line to the process in which the ranks meet (script/exchange.py).
+
+One line carries all: what a rank contributes to a collective, what it sends another, what it puts into a store, and
+whether it has shown enough. No port is opened and no file is made.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn
+
+from memprof.virtual.limits import not_yet, program_line
+
+Payload = Any
+"""What is known of the tensors that a rank gives, in plain Python."""
+
+
+class Call(NamedTuple):
+    """What a rank calls: two that do not agree in `key` meet in an error."""
+
+    group: str
+    ranks: tuple[int, ...]
+    """Of the program, in the group's order."""
+    number: int
+    """How many calls of this group there were before on this rank."""
+    name: str
+    """all_reduce, and so on."""
+    detail: str
+    """The reduction, or the rank that it is from or to."""
+    dtype: str
+    gives: tuple[int, ...]
+    """Elements to each rank of the group."""
+    takes: tuple[int, ...]
+    """Elements from each."""
+    text: str
+    """All of this as one says it."""
+    line: str
+    """Of the program: `file:line function`."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What is the same on all ranks."""
+        return self.name, self.detail, self.dtype
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...], int]:
+        """What meets."""
+        return self.group, self.ranks, self.number
+
+
+class Channel:
+    """The line of one rank.
+
+    Args:
+        connection: to where the ranks meet.
+        rank: this one.
+        ranks: all that run.
+        size: of the whole program.
+    """
+
+    def __init__(self, connection: Connection, rank: int, ranks: Sequence[int], size: int) -> None:
+        self._connection = connection
+        self.rank, self.ranks, self.size = rank, tuple(ranks), size
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self.stop: Callable[[str], NoReturn] = _no_more
+        """Called where this rank is told to end: with why."""
+        self.told: str | None = None
+        """Why, once it was."""
+
+    def tell(self, *message: Any) -> None:
+        """Without an answer."""
+        if os.getpid() != self._process:
+            raise not_yet("talks to other ranks from a process of its own (os.fork)", "have the rank itself do that")
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError:  # there is nobody left who would want to know
+            os._exit(1)
+
+    def ask(self, *message: Any) -> Any:
+        """The answer, which may take as long as other ranks do."""
+        with self._lock:
+            self.tell(*message)
+            try:
+                told, answer = pickle.loads(self._connection.recv_bytes())
+            except (OSError, EOFError):
+                os._exit(1)
+        if told == "stop":
+            self.told = answer
+            self.stop(answer)
+        return answer
+
+    def meet(self, call: Call, payload: Payload) -> Callable[[], dict[int, Payload]]:
+        """Contribute to a collective; what is returned waits for the others, and gives what each contributes."""
+        self.tell("call", call, payload)
+        return lambda: self.ask("collect", call.place)  # type: ignore[no-any-return]
+
+    def send(self, to: int, tag: int, call: Call, payload: Payload) -> None:
+        """To another rank of the program."""
+        self.tell("send", to, tag, call, payload)
+
+    def receive(self, source: int | None, tag: int, call: Call) -> tuple[int, Payload]:
+        """From another, or from any: from which, and what."""
+        return self.ask("receive", source, tag, call)  # type: ignore[no-any-return]
+
+    def store(self, name: str, *arguments: Any) -> Any:
+        """An operation on the store that all share."""
+        return self.ask("store", name, arguments, program_line())
+
+    def agrees(self, enough: bool) -> bool:
+        """Whether all ranks have shown enough, as this one has or has not, after a step of its own."""
+        return bool(self.ask("step", enough))
+
+
+def _no_more(why: str) -> NoReturn:
+    raise SystemExit(why)

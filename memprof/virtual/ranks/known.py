@@ -1,0 +1,120 @@
+"""What is known of the tensors that ranks give each other, read and written behind the program's back.
+
+No operator of the program runs for it, and autograd does not see it, as with what NCCL writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memprof.virtual.values import Values, is_small
+
+_aten = torch.ops.aten
+
+
+class Place(NamedTuple):
+    """Where this rank is in a group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Of the program, in the group's order."""
+    rank: int
+    """This one's number in the group."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in it."""
+        return len(self.ranks)
+
+
+class Parts:
+    """What a rank gives each rank of a group, or takes from each: tensors, or the pieces of one, which is not cut
+    before somebody looks at them.
+
+    Args:
+        tensors: one for each rank; or, with `pieces`, one alone.
+        pieces: so many, along the first dimension.
+        splits: lengths of these, if they are not alike.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], pieces: int = 0, splits: Sequence[int] = ()) -> None:
+        self.tensors = tensors
+        self._pieces = pieces
+        self._splits = splits
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each."""
+        if not self._pieces:
+            return tuple(tensor.numel() for tensor in self.tensors)
+        whole = self.tensors[0].numel()
+        if not self._splits:
+            return (whole // self._pieces,) * self._pieces
+        rows = self.tensors[0].shape[0] or 1
+        return tuple(whole // rows * length for length in self._splits)
+
+    def each(self) -> Sequence[torch.Tensor]:
+        """The parts."""
+        if not self._pieces:
+            return self.tensors
+        return self.tensors[0].split(list(self._splits)) if self._splits else self.tensors[0].chunk(self._pieces)
+
+
+class Known:
+    """Reads and writes it.
+
+    Args:
+        values: what is known of tensors.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether something is known of what `tensor` holds."""
+        return not has_no_data(tensor) or self._values.knows(tensor.untyped_storage()._cdata)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What it holds, in memory that is not to be written to; None: that is not known, or is too much to be told."""
+        if not self.knows(tensor):
+            return None
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            tensor = tensor.detach()
+            if not tensor.is_meta or is_small(tensor) or self._values.is_uniform(tensor):
+                return self._values.get(tensor)
+        return None
+
+    def write(self, function: Any, target: torch.Tensor, *arguments: Any) -> None:
+        """Run an operator in place on what `target` holds."""
+        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+            if target.is_meta:
+                self._values.write(function, (target, *arguments), {}, target)
+            else:
+                function(target.data, *arguments)
+
+    def put(self, target: torch.Tensor, held: torch.Tensor | None) -> None:
+        """`target` holds from now on what `held` does, spread over its shape; None: that is not known.
+
+        A tensor that really is on the host stays as it is then.
+        """
+        if held is None:
+            self.drop(target)
+        else:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                held = held.reshape(target.shape)
+            self.write(_aten.copy_.default, target, held)
+
+    def drop(self, target: torch.Tensor) -> None:
+        """What `target` holds is not known any more."""
+        if has_no_data(target):
+            self._values.drop(target.untyped_storage()._cdata)
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """What the tensor is, not what the program is told of it."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_meta

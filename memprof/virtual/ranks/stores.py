@@ -1,0 +1,119 @@
+"""Stores of keys that processes share: alone there are the keys of this one, together those of all that run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from memprof.virtual.limits import not_yet
+from memprof.virtual.ranks.channel import Channel
+
+_HashStore: Any = getattr(torch._C, "_distributed_c10d", None) and torch._C._distributed_c10d.HashStore
+_Store: Any = getattr(dist, "Store", object)
+
+
+def kind(channel: Channel | None) -> Any:
+    """The class that stands for TCPStore and FileStore."""
+    if channel is None:
+        return _Own
+
+    class Shared(_Shared):
+        def __init__(self, host_or_file: Any = "", port: Any = 0, *args: Any, **options: Any) -> None:
+            of = options.get("host_name", options.get("file_name", host_or_file))
+            assert channel is not None
+            super().__init__(channel, f"{of}:{options.get('port', port)}")
+
+    return Shared
+
+
+class _Own(_HashStore or object):  # type: ignore[misc]
+    """What other processes would put into a store is not there."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+
+    def get(self, key: str) -> Any:
+        """What this process has put there."""
+        self.wait([key])
+        return super().get(key)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """Nothing comes later."""
+        if not self.check(keys):
+            raise not_yet(f"waits for {keys} of another process in a store", "have this rank put it there as well")
+
+
+class _Shared(_Store):  # type: ignore[misc]
+    """What any rank that runs has put there. C++ calls these too, some by names of its own."""
+
+    def __init__(self, channel: Channel, name: str) -> None:
+        super().__init__()
+        self._channel, self._name = channel, name
+
+    def _ask(self, operation: str, key: str, *more: Any) -> Any:
+        return self._channel.store(operation, f"{self._name}/{key}", *more)
+
+    def set(self, key: str, value: Any) -> None:
+        """Put there, in place of what is."""
+        self._ask("set", key, _bytes(value))
+
+    def get(self, key: str) -> Any:
+        """Waits until it is there."""
+        return self._ask("get", key)
+
+    def add(self, key: str, amount: int) -> Any:
+        """A number, and what is added to it; the sum."""
+        return self._ask("add", key, amount)
+
+    def append(self, key: str, value: Any) -> None:
+        """At the end of what is there."""
+        self._ask("append", key, _bytes(value))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
+        """Put there if `expected` is there; what is there then."""
+        return self._ask("compare_set", key, _bytes(expected), _bytes(desired))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        return all(self._ask("check", key) for key in keys)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """Until all are there."""
+        for key in keys:
+            self._ask("get", key)
+
+    def multi_get(self, keys: list[str]) -> list[Any]:
+        """One after the other."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        """One after the other."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        """Whether there was such a key."""
+        return bool(self._ask("delete", key))
+
+    def num_keys(self) -> int:
+        """How many there are."""
+        return int(self._ask("count", ""))
+
+    def has_extended_api(self) -> bool:
+        """It has append and the others."""
+        return True
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Nobody waits for what cannot come."""
+
+    def clone(self) -> Any:
+        """The same."""
+        return self
+
+    deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api  # noqa: N815
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
