@@ -138,7 +138,8 @@ def run(
         )
     request.check_largest(request.device)
     several = request.ladder or request.searches or request.largest is not None
-    how = _ladder if several else _run if request.ranks is None else _run_ranks
+    ranks = request.ranks is not None or _measures_ranks(program, request)
+    how = _ladder if several else _run_ranks if ranks else _run
     raise typer.Exit(how(program, request.rule(), request.card(), request))
 
 
@@ -190,15 +191,26 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     return code
 
 
+def _measures_ranks(program: Program, request: Request) -> bool:
+    """Whether a launcher is to start several processes that are measured: they need each other."""
+    if request.device == "virtual" or not program.has_launcher:
+        return False
+    from memprof.script import ScriptOutcome
+
+    start = program.start()
+    if isinstance(start, ScriptOutcome):  # its own --help
+        raise typer.Exit(_passed_on(start.exit_code))
+    return start.size > 1
+
+
 def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
     from memprof.flows.ranks import RanksRun, run_ranks
     from memprof.script import Ended
 
-    assert request.ranks is not None
     fixes = () if request.fix is None else tuple(map(str, _installed(request.fix)))
     with script_output(to_stderr=request.as_json):
         found = run_ranks(
-            program, rule, request.ranks, gpus=request.gpus, nodes=request.nodes, rank=request.rank,
+            program, rule, request.ranks or "all", gpus=request.gpus, nodes=request.nodes, rank=request.rank,
             card=request.shown_card, gpu=card, device=request.device, alloc_conf=request.alloc_conf,
             beyond=request.beyond, fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
             compiles=not request.no_compile, host_memory_bytes=request.host_memory_bytes,

@@ -86,8 +86,10 @@ def document_of_ranks(trace: Trace, report: Callable[[Trace], Document], rank: i
     document = made[shown]
     others = [(f"rank {number}", one) for number, one in made.items() if number != shown and firsts[number] == number]
     size = document.rank.world_size if document.rank else len(traces)
-    how = (_TOGETHER,) if len(traces) == size else (_TOGETHER, _IN_PART.format(size, len(traces)))
-    if trace.facts.rank is not None and trace.facts.rank.alike:
+    how: tuple[str, ...] = (_TOGETHER,) if len(traces) == size else (_TOGETHER, _IN_PART.format(size, len(traces)))
+    if trace.source == "measured":
+        how = ()
+    elif trace.facts.rank is not None and trace.facts.rank.alike:
         how = (_ONE_OF_EACH,)
     findings = (*_differences(made), *merged_findings(f"rank {shown}", document.findings, others))
     return dataclasses.replace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,10 @@ from memprof.units import spell_numbers
 if TYPE_CHECKING:
     from memprof.script.launchers import Start
     from memprof.script.ranks import Ran
+
+
+_STEP_WAIT = 30.0
+"""Seconds for which a measured rank waits for the others to have shown enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,13 @@ def run_ranks(
     from memprof.script.ranks import check_memory, run_together
 
     program.check()
-    first = ask(program, Place(None, gpus, nodes), options["gpu"])
+    is_measured = options["device"] != "virtual"
+
+    def start_of(number: int | None) -> Start | ScriptOutcome:
+        place = Place(number, gpus, nodes)
+        return program.start(place) if is_measured else ask(program, place, options["gpu"])
+
+    first = start_of(None)
     if isinstance(first, ScriptOutcome):
         return first
     numbers = asked_ranks(ranks, first.size)
@@ -106,19 +117,59 @@ def run_ranks(
         )  # fmt: skip
     if rank is not None and rank not in numbers:
         raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {spell_numbers(numbers)}")
+    if is_measured:
+        _check_measured(program, first, numbers, options["device"])
     check_memory(len(numbers))
     starts: dict[int, Start] = {}
     for number in numbers:
-        start = ask(program, Place(number, gpus, nodes), options["gpu"])
+        start = start_of(number)
         assert not isinstance(start, ScriptOutcome)
         starts[number] = start
     body = functools.partial(_one_rank, program, rule, starts, options)
-    ran, problem = run_together(numbers, first.size, body)
+    # Measured ranks wait for each other where nobody sees it.
+    ran, problem = run_together(numbers, first.size, body, **({"step_wait": _STEP_WAIT} if is_measured else {}))
     return _put_together(numbers, ran, problem, first.size, rank, card)
+
+
+def _check_measured(program: Program, start: Start, ranks: Sequence[int], device: str) -> None:
+    """Whether the ranks can be measured: all of them, on this machine.
+
+    Raises:
+        UsageError: they cannot.
+        MemprofError: there is no card.
+    """
+    if not program.has_launcher:
+        raise UsageError(
+            "ranks that a script starts itself cannot be measured", value=f"--device {device}",
+            hint="start them with torchrun, or leave out --device",
+        )  # fmt: skip
+    if start.nodes > 1 or len(ranks) < start.size:
+        raise UsageError(
+            "all ranks are measured, on this machine", value=f"{len(ranks)} of {start.size} on {start.nodes} machines",
+            hint="leave out --ranks and the launcher's machines, or --device",
+        )  # fmt: skip
+    if device == "cuda":
+        from memprof.measured.cuda import check_cards
+
+        check_cards(start.size)
+    port = start.environment.get("MASTER_PORT", "")
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", int(port)))
+        except (OSError, ValueError, OverflowError) as error:
+            raise UsageError(
+                "the port on which the ranks are to meet cannot be used", value=f"{port} ({error})",
+                hint="give the launcher another, such as torchrun --master-port 29511",
+            ) from None  # fmt: skip
 
 
 def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], options: Any, channel: Any) -> Ran:
     """In the process of one rank."""
+    if options["device"] == "cuda":
+        from memprof.measured.cuda import use_card
+
+        use_card(starts[channel.rank].rank % starts[channel.rank].cards)
     from memprof.flows.script import capture_run
     from memprof.script.program import error_text
     from memprof.script.ranks import Ran

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
 
 from memprof.device.context import CONTEXT_BYTES
 from memprof.device.nvml import card_use
-from memprof.errors import MemprofError, first_line
+from memprof.errors import MemprofError, UsageError, first_line
 from memprof.measured.events import Recorded
 
 MAX_ENTRIES = 2_000_000
@@ -49,6 +50,29 @@ def cuda_card() -> CudaCard:
             value=first_line(error),
             hint="see with nvidia-smi whether it is in use or needs a reset",
         ) from None
+
+
+def check_cards(number: int) -> None:
+    """Whether this machine has so many cards. They are not used, so that processes may be forked that do.
+
+    Raises:
+        MemprofError: it has none that CUDA can use.
+        UsageError: it has fewer.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    why = why_no_cuda()
+    if why is not None:
+        raise MemprofError("there is no CUDA card to measure on", value=why, hint="leave out --device cuda, or say cpu")
+    if torch.cuda.device_count() < number:
+        raise UsageError(
+            f"{number} processes are to be measured on a card each", value=f"{torch.cuda.device_count()} are here",
+            hint=f"leave out --device: on virtual cards there may be {number}",
+        )  # fmt: skip
+
+
+def use_card(number: int) -> None:
+    """Make it this process's current card."""
+    torch.cuda.set_device(number)
 
 
 def nvml_card() -> int | str:

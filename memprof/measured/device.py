@@ -26,6 +26,7 @@ from memprof.trace.events import CPU, GPU, NONE, EventKind, ModuleRole, Owner, P
 from memprof.trace.facts import Facts
 from memprof.watch.patches import Patch
 from memprof.watch.watch import Watch
+from memprof.watch.wrappers import unwrapped
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _STATM = Path("/proc/self/statm")
@@ -176,7 +177,8 @@ class MeasuredDevice(Watch):
         return torch.cuda.memory_allocated(self._card) if self.name == "cuda" else 0
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
-        """`tensor` has this role."""
+        """`tensor` has this role; of one that is spread over ranks, this rank's part."""
+        tensor = unwrapped(tensor)
         if tensor.is_meta or not tensor.numel():
             return
         # torch keeps an optimizer's step counts in host memory, whatever the device of the parameters.

@@ -98,6 +98,11 @@ class Exchange:
             self.problem = MemprofError(problem, hint=hint)
         self.stop(PEER)
 
+    def go_on(self) -> None:
+        """Those that wait for the others' steps make another."""
+        for rank in [rank for rank, waiting in self.waiting.items() if waiting.what == "step"]:
+            self._go(rank, False)
+
     def overdue(self, rank: int, seconds: float) -> None:
         """A rank has waited for so long while others still run."""
         others = "rank" + "s" * (len(self.running) > 1)
@@ -158,8 +163,7 @@ class Exchange:
         if steps and all(steps.values()):
             self.stop(STEPS)
         elif steps:
-            for rank in steps:
-                self._go(rank, False)
+            self.go_on()
         else:
             for slot in list(self._slots.values()):
                 if self._stop is None:

@@ -127,12 +127,6 @@ class Program:
             found = start or self.start()
             if isinstance(found, ScriptOutcome):
                 return found
-            if start is None and self.has_launcher and found.cards * found.nodes > 1:
-                raise UsageError(
-                    f"several processes are run on virtual cards, one of them: there are {found.cards * found.nodes}",
-                    value=" ".join(self.command),
-                    hint="ask the launcher for one process, or leave out --device",
-                )
             os.environ.update(found.environment)
             return Program(found.name, found.arguments, found.is_module)._run(rule, handlers)
         except BaseException as error:

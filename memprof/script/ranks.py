@@ -86,7 +86,12 @@ class _Process:
 
 
 def run_together(
-    ranks: Sequence[int], size: int, body: Callable[[Channel], Ran], longest_wait: float = LONGEST_WAIT
+    ranks: Sequence[int],
+    size: int,
+    body: Callable[[Channel], Ran],
+    *,
+    longest_wait: float = LONGEST_WAIT,
+    step_wait: float = LONGEST_WAIT,
 ) -> tuple[dict[int, Ran], MemprofError | None]:
     """Run `body` in a process for each of `ranks`, which may talk to each other.
 
@@ -95,6 +100,7 @@ def run_together(
         size: ranks of the whole program.
         body: what a process does, given its line to the others.
         longest_wait: seconds that one may wait for another that runs.
+        step_wait: seconds after which one that has shown enough makes another step, for that which the others need.
 
     Returns:
         What each gave back, and what was found wrong between them.
@@ -114,7 +120,7 @@ def run_together(
             with contextlib.suppress(OSError):  # it may have done so itself, or be gone
                 os.setpgid(pid, pid)
             processes.append(_Process(rank, pid, ours))
-        return _serve(processes, longest_wait)
+        return _serve(processes, longest_wait, step_wait)
     finally:
         for process in processes:
             process.signal(signal.SIGKILL)
@@ -164,7 +170,9 @@ def _stop(why: str) -> NoReturn:
     raise StopRun(Ended(why))
 
 
-def _serve(processes: Sequence[_Process], longest_wait: float) -> tuple[dict[int, Ran], MemprofError | None]:
+def _serve(
+    processes: Sequence[_Process], longest_wait: float, step_wait: float
+) -> tuple[dict[int, Ran], MemprofError | None]:
     """Answer them until all have ended."""
     by_rank = {process.rank: process for process in processes}
     living = {process.line: process for process in processes}
@@ -197,7 +205,12 @@ def _serve(processes: Sequence[_Process], longest_wait: float) -> tuple[dict[int
                     if process.rank in exchange.waiting:
                         since[process.rank] = time.monotonic()
             for rank, begun in list(since.items()):
-                if rank in exchange.waiting and exchange.running and time.monotonic() - begun > longest_wait:
+                waiting = exchange.waiting.get(rank)
+                if waiting is None or not exchange.running:
+                    continue
+                if waiting.what == "step" and time.monotonic() - begun > step_wait:
+                    exchange.go_on()
+                elif waiting.what != "step" and time.monotonic() - begun > longest_wait:
                     exchange.overdue(rank, longest_wait)
             next(deadlines)
         except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from memprof.ledger.stage_amounts import Stage
@@ -38,6 +39,7 @@ from memprof.report.matching.runs import (
 from memprof.report.matching.tensors import match_tensors
 from memprof.report.matching.tolerance import Tolerance
 from memprof.spec import TargetSpec
+from memprof.units import spell_numbers
 from memprof.version import __version__
 
 _DEFAULTS = {
@@ -45,10 +47,13 @@ _DEFAULTS = {
 }
 
 
+_OTHER_KERNELS = "a CPU and a card run other kernels"
+
+
 def build_comparison(a: Run, b: Run, tolerance: Tolerance) -> Comparison:
     """What differs between `a` and `b`, largest differences first."""
     settings, same_settings = _settings(a, b)
-    totals = tuple(_total(name, a, b, tolerance) for name in TOTALS)
+    totals = (*(_total(name, a, b, tolerance) for name in TOTALS), *_ranks(a, b, tolerance))
     matched = match_tensors(
         [row for row in a.tensors if row.category != KERNELS],
         [row for row in b.tensors if row.category != KERNELS],
@@ -115,11 +120,25 @@ def _total(name: str, a: Run, b: Run, tolerance: Tolerance) -> TotalRow:
     if mine is None or theirs is None:
         why = "not known of both"
     elif name in (ALL_TENSORS, ALLOCATED, RESERVED, DEVICE_USED, HOST) and a.side.on_card != b.side.on_card:
-        why = "a CPU and a card run other kernels"
+        why = _OTHER_KERNELS
     elif name == DEVICE_USED and a.side.source != b.side.source:
         why = "other processes are not simulated"
     within = tolerance.allows(mine, theirs) if not why and mine is not None and theirs is not None else None
     return TotalRow(name, mine, theirs, _difference(mine, theirs), not why, within, why)
+
+
+def _ranks(a: Run, b: Run, tolerance: Tolerance) -> Iterator[TotalRow]:
+    """What each rank allocates at the most; ranks with the same figures are one row."""
+    pairs: dict[tuple[int | None, int | None], list[int]] = {}
+    for rank in sorted(a.ranks.keys() | b.ranks.keys()):
+        pairs.setdefault((a.ranks.get(rank), b.ranks.get(rank)), []).append(rank)
+    for (mine, theirs), ranks in pairs.items():
+        why = "" if mine is not None and theirs is not None else "not run in both"
+        if a.side.on_card != b.side.on_card:
+            why = _OTHER_KERNELS
+        within = tolerance.allows(mine or 0, theirs or 0) if not why else None
+        name = f"{ALLOCATED}, rank{'s' * (len(ranks) > 1)} {spell_numbers(ranks)}"
+        yield TotalRow(name, mine, theirs, _difference(mine, theirs), not why, within, why)
 
 
 def _stages(a: Run, b: Run) -> tuple[StageRow, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memprof.findings import Finding
@@ -81,6 +81,8 @@ class Run:
     findings: dict[str, int | None] | None = None
     """Bytes by finding; None: the file has none."""
     assumptions: tuple[str, ...] = ()
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Of ranks that ran together: the most that each allocated."""
 
 
 def run_of_document(document: Document, file: str, kind: str) -> Run:
@@ -137,6 +139,7 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
         },
         findings=_findings(document.findings),
         assumptions=document.assumptions,
+        ranks={row.rank: row.peak_allocated_bytes for row in document.ranks},
     )
 
 

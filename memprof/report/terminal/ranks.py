@@ -12,9 +12,10 @@ from memprof.report.terminal.console import dim, table
 from memprof.units import spell_numbers
 
 
-def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
-    """A row for each kind of rank; the run fits if all of them do."""
-    made = table("ranks", ">allocated", "in", ">reserved", ">device used", ">", ruled=True)
+def render_ranks(ranks: tuple[RankRow, ...], unit: Unit, *, on_cpu: bool = False) -> RenderableType:
+    """A row for each kind of rank; the run fits if all of them do. On a CPU nothing is reserved, and nothing fits."""
+    of_card = () if on_cpu else (">reserved", ">device used")
+    made = table("ranks", ">allocated", "in", *of_card, ">", ruled=True)
     kinds: dict[int, list[RankRow]] = {}
     for row in ranks:
         kinds.setdefault(row.rank if row.like is None else row.like, []).append(row)
@@ -26,15 +27,16 @@ def render_ranks(ranks: tuple[RankRow, ...], unit: Unit) -> RenderableType:
             name.append(
                 f"  <- {shown[0]} below" if len(rows) > 1 or len(set(first.alike)) > 1 else "  <- below", style="bold"
             )
-        figures = map(unit.amount, (first.peak_reserved_bytes, first.device_used_bytes))
+        figures = [unit.amount(one) for one in (first.peak_reserved_bytes, first.device_used_bytes)] if of_card else []
         where = at_stage(first.peak_stage, first.peak_step) if first.peak_stage else ""
-        made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, _verdict(first))
+        made.add_row(name, unit.amount(first.peak_allocated_bytes), where, *figures, _verdict(first, on_cpu))
     alike = [f"{spell_numbers(row.rank for row in rows)} are" for rows in kinds.values() if len(rows) > 1]
     said = f"Ranks {', '.join(alike)} equal to the byte. ".replace(" are,", ",") if alike else ""
     if ranks[0].alike:
         said = "Ranks of one row do the same. "
     more = "; --rank shows another one in full" if len(kinds) > 1 else ""
-    note = f"{unit.name}, at the most. {said}The run fits if all ranks do{more}."
+    fits = "" if on_cpu else f"The run fits if all ranks do{more}."
+    note = f"{unit.name}, at the most. {said}{fits}".rstrip()
     return Group(made, dim(note))
 
 
@@ -47,7 +49,9 @@ _ENDED = {
 }
 
 
-def _verdict(row: RankRow) -> Text:
+def _verdict(row: RankRow, on_cpu: bool) -> Text:
+    if on_cpu and row.fits:
+        return Text()
     if row.fits is None:
         return Text(_ENDED.get(row.ended, "not known"), style="yellow")
     return Text("fits") if row.fits else Text("full", style="red")

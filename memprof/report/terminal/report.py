@@ -46,7 +46,7 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
         return _verdict(document)
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
     if document.ranks:
-        parts.append(render_ranks(document.ranks, _unit(document)))
+        parts.append(render_ranks(document.ranks, _unit(document), on_cpu=document.on_cpu))
     if document.cards:
         parts.append(render_cards(document.cards, _unit(document)))
     if document.batches is not None:

@@ -136,6 +136,13 @@ def test_steps_are_agreed_on_once_nobody_runs():
     assert meet.exchange.problem is None
 
 
+def test_measured_ranks_go_on_where_one_does_not_come():
+    meet = Meeting()
+    meet(0, "step", True)
+    meet.exchange.go_on()
+    assert meet.told[0] == [("go", False)] and 0 in meet.exchange.running
+
+
 def test_a_store_is_shared():
     meet = Meeting()
     assert meet(0, "store", "get", ("a/key",), "") == []
