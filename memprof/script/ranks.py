@@ -36,8 +36,9 @@ LONGEST_WAIT = 600.0
 torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
 _GRACE = 20.0
 """Seconds that a rank has to end when it is told to."""
-RANK_BYTES = 250 << 20
-"""Of host memory that a rank of little more than torch takes for itself (measured: 230 MiB)."""
+RANK_BYTES = 106 << 20
+"""Of host memory that a small rank takes for itself: the proportional set size of 16 of `fsdp2` of
+tests/programs/parallel.py less that of 2, under torch 2.13."""
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 130
 
