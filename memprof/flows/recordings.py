@@ -19,13 +19,14 @@ from pathlib import Path
 from memprof.allocator import AllocatorConfig, CardMemory, config_from_environment, parse_config
 from memprof.device.ceiling import MEMORY_PER_BYTE, allow_more, ceiling_bytes
 from memprof.errors import UsageError
+from memprof.flows.each_rank import rank_of
 from memprof.recording.from_trace import Converted, Slice, snapshot_of
 from memprof.recording.recording import Recording, Steps, recordings
 from memprof.recording.slices import annotated, event_times, name_stages, slices_of
 from memprof.recording.steps import LEAST_STEPS, find_steps
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
-from memprof.trace.events import EventKind, Trace
+from memprof.trace.events import CPU, EventKind, Trace
 from memprof.trace.files import check_place
 from memprof.trace.snapshot import Action, Snapshot
 from memprof.units import format_bytes
@@ -114,6 +115,8 @@ def _open_capture(path: Path) -> Opened:
         if file.read(1) == PICKLE:
             raise UsageError("the snapshot is compressed (gzip)", value=path, hint="unpack it first")
     trace = load_trace(path)
+    others = len(trace.others)
+    trace = max((trace, *trace.others), key=lambda one: max(_most(one).values(), default=0))
     trace = trace.on(_fullest(trace)) if trace.cards else trace
     config, note = _settings(trace)
     card = trace.facts.device
@@ -126,6 +129,8 @@ def _open_capture(path: Path) -> Opened:
             one.steps = Steps(tuple(converted.steps), "the phases of the run")
         name_stages(one, (stage for stage in converted.slices if stage.track == "stages"))
     notes = [note, "Events are those that torch would record on the card."]
+    if others:
+        notes.append(f"Of {others + 1} ranks, the one that holds most is taken: rank {rank_of(trace)}.")
     if trace.cards:
         notes.append(f"Of {len(trace.cards)} cards, the one that holds most is taken: {trace.device}.")
     if any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
@@ -140,14 +145,22 @@ def _open_capture(path: Path) -> Opened:
 
 def _fullest(trace: Trace) -> str:
     """The card on which most is requested at once."""
+    most = _most(trace)
+    return max(trace.cards, key=lambda device: most[device])
+
+
+def _most(trace: Trace) -> Counter[str]:
+    """Bytes that are requested at once, at the most, by card."""
     now: Counter[str] = Counter()
     most: Counter[str] = Counter()
     for kind, ref in trace.events:
         if kind in (EventKind.ALLOC, EventKind.FREE):
             storage = trace.storages[ref]
+            if storage.device == CPU:
+                continue
             now[storage.device] += storage.num_bytes if kind is EventKind.ALLOC else -storage.num_bytes
             most[storage.device] = max(most[storage.device], now[storage.device])
-    return max(trace.cards, key=lambda device: most[device])
+    return most
 
 
 def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:

@@ -127,6 +127,12 @@ class Program:
             found = start or self.start()
             if isinstance(found, ScriptOutcome):
                 return found
+            if start is None and self.has_launcher and found.size > 1:
+                raise UsageError(
+                    f"several processes are run together, or one of them on a virtual card: there are {found.size}",
+                    value=" ".join(self.command),
+                    hint="memprof run does both; or ask the launcher for one process",
+                )
             os.environ.update(found.environment)
             return Program(found.name, found.arguments, found.is_module)._run(rule, handlers)
         except BaseException as error:

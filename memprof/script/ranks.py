@@ -34,11 +34,15 @@ from memprof.virtual.ranks.channel import Channel
 LONGEST_WAIT = 600.0
 """Seconds that a rank may wait for one that runs: as long as NCCL's watchdog does (kProcessGroupNCCLDefaultTimeout of
 torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp)."""
+_OWN_ERROR = 3.0
+"""Seconds that a rank which runs has to come to the error of another, or to hear of it."""
 _GRACE = 20.0
 """Seconds that a rank has to end when it is told to."""
 RANK_BYTES = 106 << 20
 """Of host memory that a small rank takes for itself: the proportional set size of 16 of `fsdp2` of
 tests/programs/parallel.py less that of 2, under torch 2.13."""
+_IDLE = 1.0
+"""Seconds of a processor that ranks use while they wait."""
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 130
 
@@ -184,6 +188,7 @@ def _serve(
         with contextlib.suppress(OSError):
             by_rank[rank].line.send_bytes(pickle.dumps((word, answer)))
 
+    quiet = _Quiet(processes)
     exchange = Exchange([process.rank for process in processes], reply)
     deadlines = _deadlines(exchange, living)
     while living:
@@ -191,6 +196,7 @@ def _serve(
             for line in wait(list(living), timeout=1.0):
                 assert isinstance(line, Connection)
                 process = living[line]
+                quiet.over()
                 try:
                     what, *said = pickle.loads(line.recv_bytes())
                 except (OSError, EOFError):
@@ -213,6 +219,11 @@ def _serve(
                     exchange.go_on()
                 elif waiting.what != "step" and time.monotonic() - begun > longest_wait:
                     exchange.overdue(rank, longest_wait)
+            if exchange.why is None and quiet.lasts(longest_wait):
+                exchange.fail(
+                    f"no rank has done anything for {longest_wait / 60:.0f} minutes",
+                    "see what they wait for: what other processes of the program would send does not come",
+                )
             next(deadlines)
         except KeyboardInterrupt:
             exchange.stop(Ended.INTERRUPTED.value)
@@ -221,12 +232,47 @@ def _serve(
     return {process.rank: process.ran for process in processes if process.ran is not None}, exchange.problem
 
 
+class _Quiet:
+    """Since when nobody has said or computed anything: ranks may wait for what is not seen here, such as a queue."""
+
+    def __init__(self, processes: Sequence[_Process]) -> None:
+        self._processes = processes
+        self._seconds = 0.0
+        self._since = time.monotonic()
+
+    def over(self) -> None:
+        """Somebody has said something."""
+        self._since = time.monotonic()
+
+    def lasts(self, seconds: float) -> bool:
+        """Whether it has lasted for so long."""
+        if time.monotonic() - self._since < seconds:
+            return False
+        used = sum(_processor_seconds(process.pid) for process in self._processes)
+        if used > self._seconds + _IDLE:
+            self._seconds = used
+            self.over()
+            return False
+        return True
+
+
+def _processor_seconds(pid: int) -> float:
+    """That a process has used; 0 where that cannot be known."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
+
+
 def _deadlines(exchange: Exchange, living: dict[Connection, _Process]) -> Iterator[None]:
     """Once all are to end: tell those that do not hear it, and then kill them."""
     while exchange.why is None:
         yield
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        end = time.monotonic() + (_GRACE if exchange.problem or exchange.why == PEER else LONGEST_WAIT)
+    is_wrong = exchange.problem or exchange.why == PEER
+    for number, seconds in ((signal.SIGTERM, _OWN_ERROR), (signal.SIGKILL, _GRACE)):
+        end = time.monotonic() + (seconds if is_wrong else LONGEST_WAIT)
         while time.monotonic() < end:
             yield
         for process in living.values():
