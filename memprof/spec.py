@@ -337,9 +337,6 @@ class TargetSpec:
                 value=f"--lengths {self.lengths}",
                 hint="leave out one of them",
             )
-        if self.parallel is None and (self.gpus > 1 or self.rank is not None):
-            asked = f"--gpus {self.gpus}" if self.gpus > 1 else f"--rank {self.rank}"
-            raise UsageError("how is the model spread over the cards?", value=asked, hint="add --parallel fsdp, or ddp")
         if self.rank is not None and not 0 <= self.rank < self.gpus:
             raise UsageError("there is no such rank", value=f"--rank {self.rank}", hint=f"0 to {self.gpus - 1}")
         if self.parallel is not None and self.device != "virtual":

@@ -46,6 +46,8 @@ class Gpu:
         sources: where the figures came from.
         aliases: other names that `find_gpu` accepts.
         note: what to know about the figures; empty if nothing.
+        nvlink_bandwidth: peak of all NVLinks of a card that a switch or a mesh joins to the machine's others, in one
+            direction, in bytes per second: half of what data sheets have, which add both. None without.
     """
 
     key: str
@@ -62,6 +64,12 @@ class Gpu:
     sources: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     note: str = ""
+    nvlink_bandwidth: int | None = None
+
+    @property
+    def link_bandwidth(self) -> int:
+        """To other cards of the machine, in one direction, in bytes per second: NVLink's, else the host's link."""
+        return self.nvlink_bandwidth or self.host_bandwidth
 
 
 @cache
@@ -136,6 +144,7 @@ def _gpu(key: str, table: Mapping[str, Any]) -> Gpu:
         sources=tuple(table["sources"]),
         aliases=tuple(table.get("aliases", ())),
         note=table.get("note", ""),
+        nvlink_bandwidth=round(table["nvlink_gb_per_s"] * 10**9) if "nvlink_gb_per_s" in table else None,
     )
 
 

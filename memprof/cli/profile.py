@@ -78,7 +78,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     simulated: Trace | None = None
     if how.device != "auto":
         spec = spec.edit(device=how.device)
-    elif not is_named and spec.parallel is None:
+    elif not is_named and spec.parallel is None and spec.gpus == 1:
         spec, simulated = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
@@ -87,6 +87,10 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     from memprof.flows.ladder.search import search
     from memprof.remedies.fixes import parse_fixes
 
+    if how.searches and spec.gpus > 1 and spec.parallel is None:
+        from memprof.flows.ladder.plans import search_plans
+
+        return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
     fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix)
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None

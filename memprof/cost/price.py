@@ -9,7 +9,7 @@ from memprof.report.documents.ladder import Cost
 def cost_of(work: StepWork | None, original: StepWork | None, numerics: str, note: str) -> Cost:
     """What a run with remedies costs more than the one without."""
     if work is None or original is None:
-        return Cost(None, None, None, None, None, None, None, None, None, numerics, note)
+        return Cost(*(None,) * 9, numerics, note)
     return Cost(
         operations=work.operations,
         extra_operations=work.operations - original.operations,
@@ -22,4 +22,7 @@ def cost_of(work: StepWork | None, original: StepWork | None, numerics: str, not
         host_bytes=work.host_bytes,
         numerics=numerics,
         note=note,
+        link_bytes=work.link_bytes,
+        extra_link_bytes=work.link_bytes - original.link_bytes,
+        extra_link_seconds=work.link_seconds - original.link_seconds,
     )

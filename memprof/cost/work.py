@@ -14,7 +14,8 @@ class StepWork:
     """What one optimizer step (or one inference step) does, the last of a run.
 
     Times are lower bounds at the card's published rates: an operator takes as long as its operations or its bytes do,
-    whichever is longer, and a transfer as long as its bytes take over the bus. Real kernels reach a part of both.
+    whichever is longer, a transfer as long as its bytes take over the bus, and what goes to other cards as long as over
+    the card's links. Real kernels reach a part of each.
     """
 
     operations: int
@@ -25,11 +26,14 @@ class StepWork:
     """Read and written by operators on the CPU."""
     compute_seconds: float
     bus_seconds: float
+    link_bytes: int
+    """Sent to other cards."""
+    link_seconds: float
 
     @property
     def seconds(self) -> float:
-        """Both, one after the other: what overlaps is not known."""
-        return self.compute_seconds + self.bus_seconds
+        """All of them, one after the other: what overlaps is not known."""
+        return self.compute_seconds + self.bus_seconds + self.link_seconds
 
 
 def step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None:
@@ -51,13 +55,14 @@ def step_work(trace: Trace, gpu: Gpu, micro_batches: int = 0) -> StepWork | None
 
 
 def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:
-    operations = bus = host = 0
+    operations = bus = host = link = 0
     compute = 0.0
     for work in trace.work:
         if not counts(trace.phases[work.phase]):
             continue
         crossing = work.to_device_bytes + work.to_host_bytes
         bus += crossing * work.calls
+        link += work.link_bytes * work.calls
         if work.device == HOST:
             host += work.num_bytes * work.calls
         elif not crossing:
@@ -65,4 +70,4 @@ def _work(trace: Trace, gpu: Gpu, counts: Callable[[Phase], bool]) -> StepWork:
             rate = gpu.peak_flops.get(work.dtype) or gpu.peak_flops.get("float32")
             needed = work.operations / rate if rate else 0.0
             compute += work.calls * max(needed, work.num_bytes / gpu.memory_bandwidth)
-    return StepWork(operations, bus, host, compute, bus / gpu.host_bandwidth)
+    return StepWork(operations, bus, host, compute, bus / gpu.host_bandwidth, link, link / gpu.link_bandwidth)

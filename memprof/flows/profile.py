@@ -52,6 +52,10 @@ def profile(
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
+    if spec.parallel is None and (spec.gpus > 1 or spec.rank is not None):
+        asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
+        hint = "add --parallel fsdp, or ddp; --fix auto finds out"
+        raise UsageError("how is the model spread over the cards?", value=asked, hint=hint)
     if spec.parallel is not None and spec.rank is None:
         return _one_of_each_kind(spec, spec.parallel, progress, explained)
     gpu = virtual_card(spec)

@@ -183,6 +183,8 @@ class Work(NamedTuple):
     to_host_bytes: int
     calls: int
     """How many there were."""
+    link_bytes: int = 0
+    """Sent to other cards by one call."""
 
 
 class Workspace(NamedTuple):

@@ -67,13 +67,25 @@ class Meter:
             if key is not None:
                 self._known[key] = place
         if place is not None:
-            counts = self._counts.setdefault(self._recorder.phase_index, [])
-            if place >= len(counts):
-                counts.extend([0] * (place + 1 - len(counts)))
-            counts[place] += 1
+            self._count(place)
+
+    def sent(self, name: str, tensor: torch.Tensor, num_bytes: int) -> None:
+        """One collective on `tensor`, by which this rank sends so much to others."""
+        cost = (name, self._device_of(tensor), _dtype(tensor), 0, 0, 0, 0, num_bytes)
+        place = self._known.setdefault(cost, len(self._costs))
+        assert place is not None
+        if place == len(self._costs):
+            self._costs.append(cost)
+        self._count(place)
+
+    def _count(self, place: int) -> None:
+        counts = self._counts.setdefault(self._recorder.phase_index, [])
+        if place >= len(counts):
+            counts.extend([0] * (place + 1 - len(counts)))
+        counts[place] += 1
 
     def _cost(self, operator: Operator, call: Call, result: Any) -> tuple[Any, ...] | None:
-        """Operator, device, dtype, operations, bytes read and written, bytes to the card, bytes from it."""
+        """Operator, device, dtype, operations, bytes read and written, to the card, from it, and to other cards."""
         outputs = tensors_of(result)
         made_here = set(map(id, outputs))
         inputs = [tensor for tensor in call.tensors if id(tensor) not in made_here]
@@ -84,14 +96,8 @@ class Meter:
             if HOST in ends and any(map(is_card, ends)):
                 crossing = _num_bytes(target)
                 card = next(filter(is_card, ends))
-                return (
-                    operator.name,
-                    card,
-                    _dtype(target),
-                    0,
-                    0,
-                    *((crossing, 0) if ends[1] == card else (0, crossing)),
-                )
+                to_card = crossing if ends[1] == card else 0
+                return operator.name, card, _dtype(target), 0, 0, to_card, crossing - to_card, 0
         if device is None or device == "meta" or operator.packet in _TOUCHES_NOTHING:
             return None
         if operator.kind is Kind.IN_PLACE and operator.packet not in OVERWRITES:
@@ -99,7 +105,7 @@ class Meter:
             outputs = [*outputs, *(tensors_of(call.args[0]) if not outputs and call.args else [])]
         moved = sum(map(_num_bytes, inputs)) + sum(map(_num_bytes, outputs))
         main = (call.tensors or outputs)[0]
-        return operator.name, device, _dtype(main), _operations(call, result), moved, 0, 0
+        return operator.name, device, _dtype(main), _operations(call, result), moved, 0, 0, 0
 
     def finish(self) -> list[Work]:
         """All that was counted."""
@@ -110,8 +116,8 @@ class Meter:
                 if count:
                     totals[phase, cost] += count
         return [
-            Work(phase, index(op), device, dtype, operations, moved, to_device, to_host, calls)
-            for (phase, (op, device, dtype, operations, moved, to_device, to_host)), calls in totals.items()
+            Work(phase, index(op), device, dtype, operations, moved, to_device, to_host, calls, sent)
+            for (phase, (op, device, dtype, operations, moved, to_device, to_host, sent)), calls in totals.items()
         ]
 
 

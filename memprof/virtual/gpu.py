@@ -239,7 +239,13 @@ class VirtualGpu(Watch):
         patches.set_all(self._children.patches())
         others = Alone(self.assume, self._values) if channel is None else Together(self.assume, self._values, channel)
         groups = joining.Joining(
-            cards * self._nodes, others, self.recording.is_on_card, self.assume, self._joined_group, channel
+            cards * self._nodes,
+            others,
+            self.recording.is_on_card,
+            self.assume,
+            self._joined_group,
+            channel,
+            self.recording.meter.sent,
         )
         patches.set_all(groups.patches())
         self._stack.enter_context(joining.groups_end_with_the_run())

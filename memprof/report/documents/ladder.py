@@ -35,6 +35,10 @@ class Cost:
     """exact, approximate or different: the worst of the remedies'."""
     note: str
     """What the last remedy costs, in words."""
+    link_bytes: int | None = None
+    """Sent to other cards in a step, by this one."""
+    extra_link_bytes: int | None = None
+    extra_link_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

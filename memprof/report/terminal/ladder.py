@@ -16,7 +16,9 @@ _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
 _NUMBERS = {"exact": "exact", "approximate": "approx.", "different": "another"}
 _CPU_WORK = 0.1
 """An optimizer on the CPU is worth a word from this share of the peak on."""
-_HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">step", ">numbers")
+_HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">cards", ">step", ">numbers")
+_CARDS = 1 + _HEADERS.index(">cards")
+"""The column of what goes to other cards, which a run without others has not."""
 MIN_HOST_BYTES = 16 * GIB
 """Host memory below this is there in every machine with such a card."""
 
@@ -28,7 +30,13 @@ def render_ladder(document: Document) -> RenderableType:
     added = [_added(rung, rungs[number - 1] if number else None) for number, rung in enumerate(rungs)]
     cells = [(names[0], *_cells(rung, unit, first=rung is rungs[0])) for names, rung in zip(added, rungs, strict=True)]
     first = max(len(name) for names in added for name in names)
-    header, *rows = aligned((" " * first, *_HEADERS), cells)
+    columns = list(zip((" " * first, *_HEADERS), *cells, strict=True))
+    priced = ["compute", "bus", "cards"]
+    if not (spread := any(rung.cost.link_bytes for rung in rungs)):
+        del columns[_CARDS], priced[2]
+    elif not any(rung.cost.extra_bus_bytes for rung in rungs):  # there is not room for all on a line
+        del columns[_CARDS - 1], priced[1]
+    header, *rows = aligned(*_head_and_rows(columns))
     lines = [header]
     for names, line, rung in zip(added, rows, rungs, strict=True):
         host = f"; {format_bytes(rung.host_peak_bytes)} in host memory" if rung.host_peak_bytes > MIN_HOST_BYTES else ""
@@ -36,8 +44,9 @@ def render_ladder(document: Document) -> RenderableType:
             host += f"; the CPU reads and writes {format_bytes(rung.cost.host_bytes or 0)} in a step"
         lines += [line, *map(Text, names[1:]), dim(f"    then: {rung.next_bottleneck.text}{host}")]
     legend = (
-        f"{unit.name}. saved: device memory, against the row above. compute, bus: more than as it is. step: the least "
-        "time that it takes at this card's published rates, compute and transfers one after the other."
+        f"{unit.name}. saved: device memory, against the row above. {', '.join(priced)}: more than as it is. "
+        f"{'cards: sent to other cards. ' * spread}step: the least time that it takes at this card's published rates, "
+        "compute and transfers one after the other."
     )
     parts: list[RenderableType] = [
         section("The ladder: each row adds to those above", *lines, dim(legend), below=1),
@@ -52,6 +61,11 @@ def render_ladder(document: Document) -> RenderableType:
         notes = [dim(f"{remedy}: {why}") for remedy, why in document.ladder_left_out.items()]
         parts.append(section("Left out", *notes, below=1))
     return Group(*parts)
+
+
+def _head_and_rows(columns: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    header, *rows = zip(*columns, strict=True)
+    return header, rows
 
 
 def _name(fix: str) -> str:
@@ -74,17 +88,21 @@ def _cells(rung: Rung, unit: Unit, *, first: bool) -> tuple[str, ...]:
 
 
 def _cost(cost: Cost, *, first: bool) -> tuple[str, ...]:
-    """Operations, transfers, time of a step, and what happens to the numbers."""
+    """Operations, what goes over the bus and to other cards, time of a step, and what happens to the numbers."""
     if cost.operations is None or cost.extra_operations is None or cost.step_seconds is None:
-        return "?", "?", "?", _NUMBERS[cost.numerics]
+        return "?", "?", "?", "?", _NUMBERS[cost.numerics]
     step = _seconds(cost.step_seconds)
     if first:
-        return _operations(cost.operations), format_bytes(cost.bus_bytes or 0), step, ""
+        amounts = (format_bytes(number or 0) for number in (cost.bus_bytes, cost.link_bytes))
+        return _operations(cost.operations), *amounts, step, ""
     before = cost.operations - cost.extra_operations
     share = cost.extra_operations / before if before else 0.0
-    bus = cost.extra_bus_bytes or 0
-    transfers = f"{'+' if bus > 0 else ''}{format_bytes(bus)}" if bus else "-"
-    return f"{share:+.1%}", transfers, step, _NUMBERS[cost.numerics]
+    more = map(_more, (cost.extra_bus_bytes, cost.extra_link_bytes))
+    return f"{share:+.1%}", *more, step, _NUMBERS[cost.numerics]
+
+
+def _more(num_bytes: int | None) -> str:
+    return f"{'+' if num_bytes > 0 else ''}{format_bytes(num_bytes)}" if num_bytes else "-"
 
 
 def _operations(count: int) -> str:

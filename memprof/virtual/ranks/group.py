@@ -76,18 +76,27 @@ class Group(_ProcessGroup):
         backend: as the program asked for it.
         others: what the other ranks contribute.
         on_card: whether a tensor is on a card.
+        sent: told what a call sends from this card to others: its name, a tensor, and how many bytes.
     """
 
     supports_splitting = supports_coalescing = True
     supports_time_estimate = False
 
-    def __init__(self, place: Place, backend: str, others: Alone, on_card: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        backend: str,
+        others: Alone,
+        on_card: Callable[[torch.Tensor], bool],
+        sent: Callable[[str, torch.Tensor, int], None],
+    ) -> None:
         super().__init__(place.rank, place.size)
         self.place = place
         self._rank, self._size = place.rank, place.size
         self._backend = backend
         self._others = others
         self._on_card = on_card
+        self._sent = sent
         self._calls = 0
         self._coalesced: list[Callable[..., Any]] | None = None
         """What is to be waited for at the end of a group of calls (`_coalescing_manager`)."""
@@ -141,17 +150,20 @@ class Group(_ProcessGroup):
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """In place."""
+        self._sends("allreduce", tensors, 2 * self._but_own)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """To one rank."""
+        self._sends("reduce", tensors, 1)
         root = 0 if opts is None else opts.rootRank
         waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def broadcast(self, tensors: _Tensors, opts: Any = None) -> Any:
         """From one rank."""
+        self._sends("broadcast", tensors, 1)
         root = 0 if opts is None else opts.rootRank
         return self._done(tensors, waits=[self._others.broadcast(tensor, root, self.place) for tensor in tensors])
 
@@ -166,6 +178,7 @@ class Group(_ProcessGroup):
 
     def allgather(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """NCCL gathers tensors of one size into one, and copies the parts out of it."""
+        self._sends("allgather", [part for parts in outputs for part in parts], self._but_own)
         made: list[Any] = []
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
@@ -175,6 +188,7 @@ class Group(_ProcessGroup):
 
     def reduce_scatter(self, outputs: _Tensors, inputs: Sequence[_Tensors], opts: Any = None) -> Any:
         """NCCL scatters tensors of one size from one, into which they are copied."""
+        self._sends("reduce_scatter", [part for parts in inputs for part in parts], self._but_own)
         flat, waits = [], []
         for tensor, parts in zip(outputs, inputs, strict=True):
             flat.append(self._flat(parts, tensor))
@@ -195,24 +209,28 @@ class Group(_ProcessGroup):
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Each gives each."""
+        self._sends("alltoall", inputs, self._but_own)
         return self._done(outputs, inputs, [self._others.all_to_all(Parts(outputs), Parts(inputs), self.place)])
 
     def alltoall_base(
         self, output: Any, tensor: Any, out_splits: Any = (), in_splits: Any = (), opts: Any = None
     ) -> Any:
         """The same with the parts in one tensor, one after the other along its first dimension."""
+        self._sends("alltoall", [tensor], self._but_own)
         takes, gives = Parts([output], self._size, out_splits), Parts([tensor], self._size, in_splits)
         return self._done([output], tensor, [self._others.all_to_all(takes, gives, self.place)])
 
     def _allgather_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        self._sends("allgather", [output], self._but_own)
         parts = _pieces(output, self._size)
         return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
+        self._sends("reduce_scatter", [tensor], self._but_own)
         parts = _pieces(tensor, self._size)
         waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
         return self._done([output], tensor, waits)
@@ -229,12 +247,14 @@ class Group(_ProcessGroup):
 
     def allgather_coalesced(self, outputs: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Lists of parts: of each rank, one of each tensor."""
+        self._sends("allgather", [part for parts in outputs for part in parts], self._but_own)
         each = zip(zip(*outputs, strict=True), inputs, strict=True)
         waits = [self._others.all_gather(Parts(parts), tensor, self.place) for parts, tensor in each]
         return self._done(outputs, inputs, waits)
 
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
         """To one rank, which takes it in its time."""
+        self._sends("send", tensors, 1)
         return self._done(tensors, waits=[self._others.send(tensor, rank, tag, self.place) for tensor in tensors])
 
     def recv(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
@@ -252,6 +272,17 @@ class Group(_ProcessGroup):
     all_to_all_single = alltoall_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _sends(self, name: str, tensors: _Tensors, share: float) -> None:
+        """`share` of `tensors` leaves this card, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth)."""
+        for tensor in tensors:
+            if self._size > 1 and self._on_card(tensor):
+                self._sent(f"c10d.{name}", tensor, round(tensor.numel() * tensor.element_size() * share))
+
+    @property
+    def _but_own(self) -> float:
+        """Of what is spread evenly over the ranks, the share of the others."""
+        return (self._size - 1) / self._size
 
     def _flat(self, parts: _Tensors, tensor: torch.Tensor) -> torch.Tensor | None:
         """As `newLikeFlat`; tensors of several sizes are sent one by one instead."""

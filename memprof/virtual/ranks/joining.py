@@ -57,7 +57,9 @@ class Joining:
         assume: Callable[[str], None],
         joined: Callable[[RankFacts], None] = lambda rank: None,
         channel: Channel | None = None,
+        sent: Callable[[str, torch.Tensor, int], None] = lambda name, tensor, num_bytes: None,
     ) -> None:
+        self._sent = sent
         self._most_ranks = most_ranks
         self._others = others
         self._on_card = on_card
@@ -83,6 +85,8 @@ class Joining:
         yield from objects.patches(self._others)
         yield dist, "is_nccl_available", lambda: True
         yield torch.cuda.nccl, "version", lambda: nccl_version(torch_release())
+        if hasattr(dist, "Logger"):  # of DistributedDataParallel: it has no timers for such tensors, and says so
+            yield dist.Logger, "set_runtime_stats_and_log", lambda logger: None
         if getattr(_c10d, "default_pg_nccl_timeout", None) is None:  # a build without NCCL warns
             yield _c10d, "default_pg_nccl_timeout", _TIMEOUT
 
@@ -139,7 +143,7 @@ class Joining:
                 return original(size, rank, ranks, backend, store, group_name, *rest, **more)
             more.pop("backend_options", None)
             place = Place(str(group_name), tuple(ranks or range(size)), rank)
-            with _registered(lambda *given: Group(place, asked, self._others, self._on_card)):
+            with _registered(lambda *given: Group(place, asked, self._others, self._on_card, self._sent)):
                 group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, group_name, *rest, **more)
             if isinstance(group, Group):
                 # What the program reads as its backend.

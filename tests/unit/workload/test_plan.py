@@ -110,8 +110,6 @@ def test_a_model_that_is_no_language_model():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"gpus": 2}, "how is the model spread"),
-        ({"rank": 0}, "how is the model spread"),
         ({"gpus": 2, "parallel": "ddp", "rank": 2}, "no such rank"),
         ({"gpus": 2, "parallel": "ddp", "device": "cpu"}, "ranks are virtual ones"),
         ({"gpus": 0, "parallel": "ddp"}, "at least 1"),
