@@ -39,6 +39,7 @@ QUANTIZATIONS = BITSANDBYTES_FORMATS + STORED_FORMATS
 ADAPTERS = ("lora",)
 DEFAULT_LORA_RANK = 8
 """As in PEFT's LoraConfig."""
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")
 SDPA_BACKENDS = ("flash", "efficient", "math")
 OPTIMIZER_IMPLS = ("foreach", "fused", "single")
 NPT_MODES = ("dense", "per-token", "chunked", "low-rank")
@@ -262,6 +263,11 @@ class TargetSpec:
         unset="CUDA's choice",
     )  # fmt: skip
     """The only backend that scaled_dot_product_attention may take."""
+    compile: bool = option(False, "Model", "Compile the model with torch.compile.")
+    compile_mode: str | None = option(
+        None, "Model", "Of torch.compile: {choices}.", metavar="NAME", choices=COMPILE_MODES, unset="default"
+    )
+    compile_layers: bool = option(False, "Model", "Compile its layers one by one, and not the model as a whole.")
     optimizer_impl: str | None = option(
         None, "Training", "{choices}.", metavar="NAME", choices=OPTIMIZER_IMPLS, unset="torch's choice"
     )
@@ -341,6 +347,15 @@ class TargetSpec:
             raise UsageError("there is no such rank", value=f"--rank {self.rank}", hint=f"0 to {self.gpus - 1}")
         if self.parallel is not None and self.device != "virtual":
             raise UsageError("ranks are virtual ones", value=f"--device {self.device}", hint="leave out --device")
+        for flag, given in (("--compile-mode", self.compile_mode), ("--compile-layers", self.compile_layers)):
+            if given and not self.compile:
+                raise UsageError(f"{flag} says how to compile", value=given, hint="add --compile")
+        if self.compile and self.parallel is not None:
+            raise UsageError(
+                "a model that is spread over cards is not compiled here",
+                value=f"--parallel {self.parallel}",
+                hint="leave out --compile; a script of your own may do both under memprof run",
+            )
         if self.new_tokens is not None and self.mode is not Mode.INFERENCE:
             raise UsageError("--new-tokens is for inference", value=self.new_tokens, hint="add --mode inference")
         if self.amp is not None and self.dtype not in (None, "float32"):

@@ -62,6 +62,17 @@ class ModuleTracker:
         """Index of the module that owns `parameter`, NONE if it is not known."""
         return self._parameter_module.get(id(parameter), NONE)
 
+    def below(self, index: int, path: str) -> int:
+        """Index of the module at `path` below that of `index`; of the innermost around it that is in the table."""
+        root = self.table[index].path if index != NONE else ""
+        # A model's modules stand in the table after it.
+        indices: dict[str, int] = {}
+        for place in range(max(index, 0), len(self.table)):
+            indices.setdefault(self.table[place].path, place)
+        parts = path.split(".") if path else []
+        ends = (".".join([root, *parts[:end]]).lstrip(".") for end in range(len(parts), 0, -1))
+        return next((indices[end] for end in ends if end in indices), index)
+
     def known(self) -> Iterator[tuple[nn.Module, int]]:
         """Every module that is in the table and still alive, and its index."""
         yield from self._known.items()
@@ -84,7 +95,7 @@ class ModuleTracker:
 
     def _add(self, module: nn.Module, path: str, role: ModuleRole, stack: str) -> None:
         index = self._known[module] = len(self.table)
-        self.table.append(Module(path, type(module).__name__, role, stack))
+        self.table.append(Module(own_name(path), type(module).__name__, role, stack))
         for parameter in module._parameters.values():
             if parameter is not None:
                 self._parameter_module.setdefault(id(parameter), index)
@@ -123,6 +134,11 @@ class ModuleTracker:
             elif "norm" in type(module).__name__.lower():
                 role = ModuleRole.NORM
             self._add(module, path, role, layers.get(path, "") if role is ModuleRole.LAYER else "")
+
+
+def own_name(path: str) -> str:
+    """The name of a module or parameter without what torch.compile puts before it."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
 def _stacks(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -42,6 +42,8 @@ _PYTHON_DIR = sysconfig.get_path("stdlib")
 _MEMPROF_DIR = __file__.rsplit("/watch/", 1)[0]
 _OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
 _MAY_CHANGE = (Role.INPUT, Role.COMMUNICATION)
+GENERATED: list[str] = []
+"""Where files lie that a compiler writes, while there are any."""
 _new: Any = tuple.__new__
 """Makes a named tuple without the Python function that its class has for that."""
 _ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
@@ -101,6 +103,7 @@ class Recorder:
         self._gone: set[int] = set()
         """Storages that live on, of processes that have ended."""
         self._op_index: dict[str, int] = {}
+        self._line_index: dict[str, int] = {}
         self._source_index: dict[tuple[CodeType, int], int] = {}
         self._source_at: dict[tuple[int, int], int] = {}
         """The same by the `id` of the code and the place in it: a code's hash goes through all that it holds."""
@@ -428,18 +431,29 @@ class Recorder:
         """Index of a line of the program in the trace."""
         index = self._source_index.get((code, number))
         if index is None:
-            index = self._source_index[code, number] = len(self.trace.sources)
-            self.trace.sources.append(f"{code.co_filename}:{number} {code.co_name}")
+            index = self._source_index[code, number] = self.line(f"{code.co_filename}:{number} {code.co_name}")
+        return index
+
+    def line(self, text: str) -> int:
+        """Index of a line, as `file:number function`, in the trace."""
+        index = self._line_index.get(text)
+        if index is None:
+            index = self._line_index[text] = len(self.trace.sources)
+            self.trace.sources.append(text)
         return index
 
     @staticmethod
     def is_program(code: CodeType) -> bool:
         """Whether this is the program's code, not Python's, torch's or memprof's (whose own workloads are programs)."""
-        name = code.co_filename
+        return Recorder.is_program_file(code.co_filename)
+
+    @staticmethod
+    def is_program_file(name: str) -> bool:
+        """The same of the file that code is in."""
         if name.startswith(_PYTHON_DIR) and "-packages" not in name:
             return False
         return not (
-            name.startswith((_TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>"))
+            name.startswith((_TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", *GENERATED))
             or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
         )
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
 from memprof.watch.imports import watch_imports
-from memprof.watch.modules import ModuleTracker
+from memprof.watch.modules import ModuleTracker, own_name
 from memprof.watch.patches import Patches
 from memprof.watch.phases import Phases
 
@@ -197,13 +197,14 @@ class Watch(ABC):
                     self._claim_unnamed(group["params"], Role.PARAMETER)
                     self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
             for root in [root for known in self._roots if (root := known()) is not None]:
-                for name, parameter in root.named_parameters():
+                for full_name, parameter in root.named_parameters():
+                    name = own_name(full_name)
                     for part in (parameter, *self.parts(parameter)):
                         self.claim(part, Owner(Role.PARAMETER, name))
                     if parameter.grad is not None:
                         self.claim(parameter.grad, Owner(Role.GRADIENT, name))
                 for name, buffer in root.named_buffers():
-                    self.claim(buffer, Owner(Role.BUFFER, name))
+                    self.claim(buffer, Owner(Role.BUFFER, own_name(name)))
 
     def _name_optimizer_state(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Claim this optimizer's state, which has made a step."""

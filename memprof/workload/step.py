@@ -19,6 +19,7 @@ from memprof.trace.events import PhaseKind
 from memprof.workload import adapters, generate, npt_layers, quantization
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
+from memprof.workload.layers import find_layers
 from memprof.workload.lengths import parse_lengths
 from memprof.workload.models import ModelSource
 from memprof.workload.optimizers import optimizer_over, require_optimizer
@@ -103,6 +104,9 @@ class Workload:
         with device.phase(PhaseKind.MODEL):
             model, base = self._build(device.name)
         device.adopt(model if self._spread is None else self._spread.called(model))
+        if spec.compile:
+            for part in [part for _, part in find_layers(base, "--compile-layers")] if spec.compile_layers else [model]:
+                part.compile(mode=spec.compile_mode)
         for sentence in quantization.found_loaded(self.source.stored, model):
             device.assume(sentence)
         if self.dtype is None:

@@ -57,7 +57,8 @@ MEANINGS = {
     "--steps": "optimizer steps", "--seeds": "repetitions with other random numbers",
     "--until-exit": "until the script ends by itself", "--timeout": "seconds until a script is stopped",
     "--interval": "seconds between two looks", "--once": "one look", "--worst-batch": "the largest batch comes first",
-    "--no-compile": "torch.compile runs eagerly",
+    "--no-compile": "torch.compile runs eagerly", "--compile": "what torch.compile makes of it",
+    "--compile-mode": "how torch.compile makes it", "--compile-layers": "torch.compile for each layer",
     # Numbers and their formats.
     "--dtype": "format of parameters and activations", "--amp": "format of autocast", "--quantize": "format of weights",
     "--no-double-quant": "scales of 4-bit weights in float32",

@@ -14,15 +14,18 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from memprof.virtual.compiled.lifting import Lifting
+from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.machine import Machine
 from memprof.virtual.torch_cuda.driver import driver_patches
 from memprof.watch.patches import Patches
+from memprof.watch.recorder import GENERATED
 
 COMPILED = (
     "torch.compile compiles for the card, down to the code around its kernels, which allocates as it does there; "
@@ -81,6 +84,7 @@ class Compiler:
         self._is_installed = False
         self._frame = "a function"
         self._folder = ""
+        self._origins = Origins(machine.recorder, lambda: self._folder)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patch (owner, name, replacement) of `torch.compile`; `nn.Module.compile` calls it."""
@@ -158,10 +162,12 @@ class Compiler:
         self._choices = tracing.Choices(self._machine)
         self._watch_frames()
         self._own.set_all(self._hooks())
-        self._own.set_all(wrapper.patches(self._machine))
+        self._own.set_all(wrapper.patches(self._machine, self._origins))
         wrapper.add_rules(type(self._machine))
         self._folder = tempfile.mkdtemp(prefix="memprof-inductor-")
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        GENERATED.append(self._folder)
+        self._stack.callback(GENERATED.remove, self._folder)
         self._stack.callback(_set_cache, os.environ.get(_CACHE))
         _set_cache(self._folder)
         self._stack.callback(self._forget, list(trace_rules.SKIP_DIRS))
@@ -211,7 +217,7 @@ class Compiler:
         """The patches of Dynamo and Inductor for as long as the run lasts."""
         from torch._dynamo import guards, output_graph
         from torch._dynamo import utils as dynamo_utils
-        from torch._inductor import compile_fx
+        from torch._inductor import compile_fx, graph
 
         lifted, made = self._lifted, self._choices.made
         build = guards.CheckFunctionManager.__init__
@@ -232,8 +238,6 @@ class Compiler:
                 return compile_graph(*args, **kwargs)
 
         def compile_inner(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if _has_host_work(graph):
-                raise NotImplementedError("part of it runs on the CPU")
             with lifted():
                 return inner(graph, inputs, *args, **kwargs)
 
@@ -254,6 +258,14 @@ class Compiler:
         yield dynamo_utils, "run_node", run_node
         yield output_graph.OutputGraph, "call_user_compiler", call_user_compiler
         yield compile_fx, "compile_fx", compile_whole
+        to_module = graph.GraphLowering.compile_to_module
+
+        def compile_to_module(lowered: Any) -> Any:
+            module = to_module(lowered)
+            self._origins.note(lowered, str(module.__file__))
+            return module
+
+        yield graph.GraphLowering, "compile_to_module", compile_to_module
 
     def _settings(self, asked: dict[str, Any] | None) -> dict[str, Any]:
         """The program's own settings of Inductor, without those that need a card."""
@@ -277,7 +289,13 @@ class Compiler:
         try:
             own.set_all(tracing.patches(self._machine))
             own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
-            with inductor.patch(_known(inductor, _INDUCTOR)), functorch.patch(_known(functorch, _AOT)):
+            with (
+                inductor.patch(_known(inductor, _INDUCTOR)),
+                functorch.patch(_known(functorch, _AOT)),
+                warnings.catch_warnings(),
+            ):
+                # Dynamo asks results of layers for it; that is nobody's mistake.
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 yield
         finally:
             own.undo()
@@ -310,12 +328,6 @@ def _is_on_card(model: Any, inputs: Any) -> bool:
     """Whether anything of a graph is on the card: the rest of the host's work is run for its results."""
     values = [*inputs, *(node.meta.get("example_value") for node in model.graph.nodes)]
     return any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values)
-
-
-def _has_host_work(graph: Any) -> bool:
-    """Whether part of a lowered graph is computed on the host, for which Inductor would write C++."""
-    made = (node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function")
-    return any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in made)
 
 
 _FUSED = {

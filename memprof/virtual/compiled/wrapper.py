@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.machine import Machine
 
 _META = torch.device("meta")
@@ -35,15 +36,17 @@ class Kernel:
                 self._written(args[at])
 
 
-def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
+def patches(machine: Machine, origins: Origins) -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) of what a generated wrapper takes from torch."""
     from torch._inductor import async_compile, utils
+    from torch._inductor.codegen import cpp
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             made = torch.empty_strided(size, stride, dtype=dtype, device=_META)
-            place = machine.recorder.place(sys._getframe(1))
-            machine.record([made], "inductor.empty_strided", place, machine.cards.named())
+            frame = sys._getframe(1)
+            op, place = origins.place(frame, machine.recorder.place(frame))
+            machine.record([made], op, place, machine.cards.named())
         return made
 
     def copy_if_misaligned(tensor: Any) -> Any:
@@ -57,6 +60,11 @@ def patches(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
     def triton(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
         return Kernel(source, written)
 
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("part of it runs on the CPU")
+
+    for name in ("codegen_node", "codegen_template"):
+        yield cpp.CppScheduling, name, refuse
     guards = torch._C._dynamo.guards
     yield guards, "_empty_strided_cuda", empty_strided
     if hasattr(guards, "copy_if_misaligned"):

@@ -19,9 +19,6 @@ from memprof.virtual import VirtualGpu
 
 pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
 
-# Dynamo looks at what is between two graphs as at any tensor; torch warns of it in C++.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
 CARD = find_gpu("a100-80gb")
 MIB = 1 << 20
 ROWS, WIDTH, HIDDEN = 4096, 1024, 4096
@@ -113,6 +110,21 @@ def test_autocast_inside_and_around(gpu: VirtualGpu) -> None:
 
     assert inside(batch()).dtype is torch.float16
     assert not eager_lines(gpu)
+
+
+def test_buffers_have_the_module_the_line_and_the_operator_that_they_are_of(gpu: VirtualGpu) -> None:
+    model = nn.Sequential(Block(), Block()).cuda()
+    compiled = torch.compile(model)
+    since = len(gpu.trace.storages)
+    compiled(batch()).sum().backward()
+    trace = gpu.trace
+    made = [s for s in trace.storages[since:] if s.num_bytes == LARGE and not s.hidden]
+    found = {(trace.modules[s.module].path, trace.op(s), trace.sources[s.source].rpartition("/")[2]) for s in made}
+    line = Block.forward.__code__.co_firstlineno + 1
+    own = f"{__file__.rpartition('/')[2]}:{line} forward"
+    assert {(f"{at}.up", "aten.addmm", own) for at in "01"} <= found
+    assert {(f"{at}", "aten.gelu", own) for at in "01"} <= found
+    assert {source for _, _, source in found} <= {own, own.replace(str(line), str(line + 1))}
 
 
 def test_a_second_length_compiles_again_with_sizes_that_are_known_when_it_runs(gpu: VirtualGpu) -> None:
