@@ -262,6 +262,7 @@ class VirtualGpu(Watch):
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
             "torchvision": detection.register_loaded,
             "torch.distributed.checkpoint.default_planner": lambda: patches.set_all(objects.checkpoint_patches(others)),
+            "torch.distributed.fsdp._optim_utils": lambda: patches.set_all(objects.fsdp_patches()),
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
         for name, replaced in hub_kernels.patches(self.assume).items():

@@ -117,6 +117,19 @@ def fsdp1(half: bool = False, synced: bool = False) -> None:
     train(model, clip=model.clip_grad_norm_)
 
 
+def fsdp1_saved() -> None:
+    """The state of the optimizer, gathered and whole: other ranks have parameters of which this one has nothing."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    model = FullyShardedDataParallel(built(Model), device_id=device(), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        names = set(model.state_dict())
+        found: Any = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    assert set(found) == names and found["head.weight"]["exp_avg"].shape == (VOCABULARY, WIDTH)
+
+
 def fsdp2(*sizes: int, checkpoint: bool = False, save: bool = False, **options: Any) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -253,6 +266,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "fsdp1": fsdp1,
     "fsdp1-half": lambda: fsdp1(half=True),
     "fsdp1-synced": lambda: fsdp1(synced=True),
+    "fsdp1-saved": fsdp1_saved,
     "fsdp2": fsdp2,
     "fsdp2-kept": lambda: fsdp2(reshard_after_forward=False),
     "fsdp2-half": fsdp2_half,

@@ -69,6 +69,23 @@ def checkpoint_patches(others: Alone) -> Iterator[tuple[Any, str, Any]]:
     yield planner, validate.__name__, of_all
 
 
+def fsdp_patches() -> Iterator[tuple[Any, str, Any]]:
+    """Once states of optimizers of FSDP1 are imported: those of other ranks' parts have the names of their parameters,
+    which have no element on this one and so no state."""
+    from torch.distributed.fsdp import _optim_utils as states
+
+    original: Any = states._map_param_key_to_optim_keys
+
+    def keys(state: dict[str, Any], group: Any, parameters: dict[Any, Any], *rest: Any, **options: Any) -> Any:
+        own = state["state"]
+        theirs: dict[Any, Any] = {key: {} for key, one in parameters.items() if one.requires_grad and not one.numel()}
+        # Names are gathered, not sent by the first rank, which may be another.
+        known = original({**state, "state": {**theirs, **own}}, group, parameters, *rest[:2], merge_keys=True)
+        return known[0], {name: key for name, key in known[1].items() if key in own}
+
+    yield states, original.__name__, keys
+
+
 _NOT_KNOWN = "Objects that a rank sends which does not run are not known: lists that take them stay as they are"
 
 

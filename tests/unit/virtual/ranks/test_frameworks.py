@@ -1,0 +1,90 @@
+"""Programs of frameworks for several processes, unmodified and each by its launcher: one rank of four, alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.processes import ROOT, python
+from tests.programs import frameworks
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+]
+SCRIPT = str(Path(frameworks.__file__))
+TORCHRUN = ("torchrun", "--nproc-per-node", "4")
+ACCELERATE = ("accelerate", "launch", "--num_processes", "4")
+SHARDED = (
+    *ACCELERATE,
+    "--use_fsdp",
+    "--fsdp_version",
+    "2",
+    "--fsdp_transformer_layer_cls_to_wrap",
+    "LlamaDecoderLayer",
+)
+_REPLICATED = 8 * (2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128) + 2 * 512 * 128 + 128)
+"""Bytes of Adam's two states in float32."""
+
+
+def state_bytes(folder: Path, program: str, launcher: tuple[str, ...] = TORCHRUN, *, beside: bool = False) -> int:
+    """Of the optimizer at the peak of one rank of four, which runs in a process of its own: frameworks keep groups.
+
+    `beside`: with what PYTHONPATH has, and rank 0, which DeepSpeed asks for numbers that it sends as objects.
+    """
+    rank = 0 if beside else 2
+    command = ["-m", "memprof", "run", "--json", "--until-exit", "--gpu", "a100-80gb", "--rank", str(rank), *launcher]
+    if beside:
+        path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+        done: Any = subprocess.run(
+            [sys.executable, *command, SCRIPT, program],
+            cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        exit_code = done.returncode
+    else:
+        done = python(*command, SCRIPT, program, folder=folder)
+        exit_code = done.exit_code
+    assert exit_code == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout[done.stdout.index('{\n "schema"') :])
+    assert found["rank"] == {"rank": rank, "world_size": 4} and found["verdict"]["fits"], found["rank"]
+    return int(found["peak"]["categories"]["optimizer state"])
+
+
+@pytest.mark.parametrize(
+    ("program", "launcher", "share"),
+    [
+        ("trainer-fsdp2", TORCHRUN, 4),
+        pytest.param("trainer-ddp", TORCHRUN, 1, marks=pytest.mark.nightly),
+        pytest.param("trainer-fsdp1", TORCHRUN, 4, marks=pytest.mark.nightly),
+        pytest.param("accelerate", ACCELERATE, 1, marks=pytest.mark.nightly),
+        ("accelerate", SHARDED, 4),
+    ],
+)
+def test_hugging_face(tmp_path: Path, program: str, launcher: tuple[str, ...], share: int) -> None:
+    """Adam's two states are of all parameters, or of this rank's part of them."""
+    assert state_bytes(tmp_path, program, launcher) == pytest.approx(_REPLICATED / share, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("program", "share"), [pytest.param("lightning-ddp", 1, marks=pytest.mark.nightly), ("lightning-fsdp", 4)]
+)
+def test_lightning(tmp_path: Path, program: str, share: int) -> None:
+    pytest.importorskip("pytorch_lightning")
+    assert state_bytes(tmp_path, program) == pytest.approx(_REPLICATED / share, rel=0.03)
+
+
+@pytest.mark.parametrize("program", ["deepspeed-1", "deepspeed-2", "deepspeed-3"])
+def test_deepspeed(tmp_path: Path, program: str) -> None:
+    """With the package beside: it installs without a card."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    assert state_bytes(tmp_path, program, beside=True) == pytest.approx(_REPLICATED / 4, rel=0.03)
