@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.accuracy.test_parallel_rows import checkout, git, measured
 from tests.processes import ROOT, python
 from tests.programs import frameworks
 
@@ -32,6 +35,8 @@ SHARDED = (
     "--fsdp_transformer_layer_cls_to_wrap",
     "LlamaDecoderLayer",
 )
+TORCHTITAN = "261819688"
+"""Of April 2026: later ones need what is in no release of torch."""
 _REPLICATED = 8 * (2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128) + 2 * 512 * 128 + 128)
 """Bytes of Adam's two states in float32."""
 
@@ -88,3 +93,18 @@ def test_deepspeed(tmp_path: Path, program: str) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     assert state_bytes(tmp_path, program, beside=True) == pytest.approx(_REPLICATED / 4, rel=0.03)
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """Its own trainer on its own small configuration, which shards a Llama over four ranks."""
+    packed = git(checkout("pytorch+torchtitan"), "archive", TORCHTITAN, "torchtitan", "tests/assets/tokenizer")
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    texts = tmp_path / "tests" / "assets" / "c4_test" / "data.json"
+    texts.parent.mkdir()
+    texts.write_text((json.dumps({"text": "one card holds it " * 400}) + "\n") * 500, encoding="utf-8")
+    command = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
+    printed = measured(tmp_path, [tmp_path], "--json", *TORCHRUN, *command, stands=False)
+    found = json.loads(printed[printed.index('{\n "schema"') :])
+    assert found["rank"] == {"rank": 0, "world_size": 4} and found["verdict"]["fits"]
+    assert len(found["steps"]) and found["peak"]["categories"]["optimizer state"] > 1 << 20
