@@ -269,7 +269,7 @@ def test_recipe_of_zero(shared_dir, tmp_path, monkeypatch, as_of_torch_1_8):
             assert number == pytest.approx(value, rel=0.0015), place
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_tensor_parallelism_of_lightning(shared_dir, tmp_path, ranks):
     page = git(checkout("Lightning-AI+pytorch-lightning"), "show", f"HEAD:{PAGE}").decode()
     expected = float(published(shared_dir, "lightning-tp-")[f"{ranks}gpu"])
