@@ -105,6 +105,14 @@ class Launch:
         """The host waits until the card has done what was launched before."""
         self._machine.recorder.streams.wait_for_current(self.call.card)
 
+    def keep_until_waited(self, result: torch.Tensor, given: torch.Tensor) -> None:
+        """`given` lives as long as nobody has waited for `result`, and `result` itself does."""
+        self._machine.not_waited_for[result.untyped_storage()] = given
+
+    def waited(self, result: torch.Tensor) -> None:
+        """Somebody has."""
+        self._machine.not_waited_for.pop(result.untyped_storage(), None)
+
     def run(self) -> Any:
         """The operator run and recorded as one without a kernel of its own."""
         return self._machine.allocating(self.operator, self.call, self.place)

@@ -51,6 +51,8 @@ class Machine(TorchDispatchMode):
         self.kept: dict[str, torch.Tensor] = {}
         """What a library makes once and keeps for good."""
         self.accumulation = Accumulation()
+        self.not_waited_for: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.Tensor] = weakref.WeakKeyDictionary()
+        """Results of collectives -> what these were given."""
         self._node_cards: dict[int, str] = {}
         """Of several cards: number of an autograd node -> the one that it was made on."""
         self.empty: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()

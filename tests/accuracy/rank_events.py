@@ -60,14 +60,51 @@ def cpu(name: str, rank: int, size: int, port: int) -> list[Change]:
     _environment(rank, size, port, BACKEND="gloo")
     for owner in (_foreach_utils, optimizer):  # which optimizer a card has
         owner._get_foreach_kernels_supported_devices = lambda: ["cuda", "cpu"]
+    kept = _flash_attention()
     recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
     with torch.backends.mkldnn.flags(enabled=False), recording as recorded:
         outcome = Program(SCRIPT, (name,)).run(StopRule(None))
         gc.collect()
+    del kept
     if outcome.exit_code:
         traceback.print_exception(outcome.error)
         raise RuntimeError(f"{name} failed on the CPU: {outcome.error!r}")
     return changes_of(recorded)
+
+
+def _flash_attention() -> Any:
+    """CUDA's flash attention for the CPU, by the CPU's own, so that torch's ring of it finds it.
+
+    Returns:
+        what keeps it registered.
+    """
+    import torch
+    from torch.nn import functional
+
+    aten = torch.ops.aten
+
+    def attention(q: Any, k: Any, v: Any, *args: Any, is_causal: bool = False, **options: Any) -> Any:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    def forward(q: Any, k: Any, v: Any, p: float = 0.0, causal: bool = False, *args: Any, scale: Any = None) -> Any:
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, causal, scale=scale)
+        number = torch.zeros(2, dtype=torch.uint64)
+        none = None
+        return out, sums, none, none, q.size(2), k.size(2), number, torch.empty((), dtype=torch.uint64), none
+
+    def backward(
+        gradient: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, _q: Any, _k: Any, _mq: Any, _mk: Any, p: float,
+        causal: bool, *numbers: Any, scale: Any = None,
+    ) -> Any:  # fmt: skip
+        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return op(gradient, q, k, v, out, sums, p, causal, scale=scale)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    attention.__name__ = "scaled_dot_product_attention"
+    functional.scaled_dot_product_attention = attention
+    return library
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.accuracy.cpu_events import OF_A_THREAD, Change
-from tests.accuracy.cpu_temporaries import NUMBER_BYTES, Comparison, _renumbered, laid_beside
+from tests.accuracy.cpu_temporaries import NUMBER_BYTES, Comparison, _calls_at_death, _renumbered, laid_beside
 from tests.accuracy.rank_events import SIZES
 from tests.accuracy.test_against_cpu import check, check_documented
 from tests.processes import ROOT, python
@@ -39,13 +39,23 @@ BEYOND: dict[str, Callable[[Change], bool]] = {
         lambda change: any(call.name == OF_A_THREAD or call.name.startswith("c10d::") for call in change.calls)
     ),
     "casts in _chunk_cat, which is one kernel on CUDA": _inside("aten::_chunk_cat", "aten::cat"),
-    "where a rank is in a mesh of ranks, on the host": lambda change: change.num_bytes == 16 and not change.free
-    and bool({"aten::nonzero", "aten::arange"} & {call.name for call in change.calls}),
     "booleans, cast to integers before their sum": _inside("aten::sum", "aten::_to_copy"),
 }  # fmt: skip
 """What the CPU allocates beyond the card."""
-HOST_BYTES = {480: "sizes and strides of parameters", 92: "order of gradients", 88: "which parameters were used"}
-"""What DDP makes on the host first and then on the card, so that the CPU has it twice, the first time for the host."""
+KERNELS = frozenset(
+    {
+        "aten::add_", "aten::gather", "aten::log_sigmoid", "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    }
+)  # fmt: skip
+"""Operators of which what the CPU makes and gives back inside (casts, buffers) CUDA does not."""
+HOST_BYTES = {
+    480: "sizes and strides of DDP's parameters, made on the host and then on the card, so that the CPU has them twice",
+    92: "the same of the order of their gradients",
+    88: "the same of which were used",
+    16: "where a rank is in a mesh of ranks",
+}
+"""What the CPU has for the host, which comes first."""
 NCCL_BYTES = {16: "the ranks' numbers of parameters, which NCCL gathers into one tensor"}
 """What the card has beyond."""
 HALF, FLOAT = 2, 4
@@ -78,11 +88,15 @@ def _beyond(cpu: list[Change], virtual: list[Change]) -> dict[int, str]:
     found: dict[int, str] = {}
     more = Counter(c.num_bytes for c in cpu if not c.free)
     more.subtract(c.num_bytes for c in virtual if not c.free)
+    outlived = _calls_at_death(cpu)
     for change in (change for change in cpu if not change.free):
         reason = next((reason for reason, is_so in BEYOND.items() if is_so(change)), None)
+        inside = (call for call in change.calls if call.name in KERNELS)
+        if change.num_bytes > NUMBER_BYTES and any(call.number in outlived[change.block] for call in inside):
+            reason = "of the CPU's own kernels"
         if reason is None and change.num_bytes in HOST_BYTES and more[change.num_bytes] > 0:
             more[change.num_bytes] -= 1
-            reason = "of DDP, made on the host"
+            reason = HOST_BYTES[change.num_bytes]
         if reason is not None:
             found[change.block] = reason
     return found

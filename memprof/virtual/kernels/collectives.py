@@ -16,10 +16,22 @@ if dist.is_available():
     from torch.distributed import _functional_collectives as functional
 
 
+@kernel("_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_to_all_single")
+def kept_collective(launch: Launch) -> Any:
+    """What it is given lives until its result is waited for: NCCL's work keeps it, and torch the work
+    (ProcessGroupNCCL.hpp, `stashed_for_allocator_safety_`; torch/csrc/distributed/c10d/Functional.cpp)."""
+    result = launch.run()
+    launch.keep_until_waited(result, launch.args[0])
+    return result
+
+
 @kernel("_c10d_functional.wait_tensor", on_host=True)
 def wait_tensor(launch: Launch) -> Any:
     """Gives back the tensor that it is given (torch/csrc/distributed/c10d/Functional.cpp)."""
-    return launch.args[0] if launch.args[0].is_meta else NotImplemented
+    if not launch.args[0].is_meta:
+        return NotImplemented
+    launch.waited(launch.args[0])
+    return launch.args[0]
 
 
 @kernel("_c10d_functional._wrap_tensor_autograd", on_host=True)
