@@ -149,6 +149,17 @@ def test_functional_collectives_make_one_result_each() -> None:
         assert functional.all_reduce(numbers(), "sum", world).tolist() == [0, 4, 8, 12]
 
 
+def test_what_a_functional_gather_is_given_lives_until_it_is_waited_for() -> None:
+    with rank(2, 4):
+        before = torch.cuda.memory_allocated()
+        part = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        gathered = functional.all_gather_tensor(part, 0, dist.group.WORLD)
+        del part
+        assert torch.cuda.memory_allocated() == before + 5 * MIB
+        gathered.wait()
+        assert torch.cuda.memory_allocated() == before + 4 * MIB
+
+
 def test_shapes_that_nccl_refuses() -> None:
     with rank(0, 4), pytest.raises(ValueError, match="world_size times input"):
         dist.all_gather_into_tensor(torch.empty(8, device="cuda"), torch.empty(4, device="cuda"))
