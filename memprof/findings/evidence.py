@@ -172,7 +172,9 @@ def half_dtype(context: Context) -> str | None:
     """
     trace = context.ledger.trace
     by_dtype: dict[str, int] = defaultdict(int)
-    for index in parameters(trace):
+    known = parameters(trace)
+    # A model that is cast on the card has been another before.
+    for index in known.keys() & context.lives.at_peak or known:
         by_dtype[trace.storages[index].dtype] += trace.storages[index].num_bytes
     if not by_dtype:
         return context.spec.dtype if context.spec is not None and context.spec.dtype in HALF_DTYPES else None

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter, defaultdict
 
 from memprof.allocator import TraceReplay
 from memprof.allocator.streams import Completion
 from memprof.findings.evidence import percent, plural, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, spread
-from memprof.trace.events import EventKind
+from memprof.findings.groups import FSDP1, FSDP2, communicated, fix, gathered, is_worth, line_of, plain, spread
+from memprof.trace.events import EventKind, Role
 from memprof.units import format_bytes
 
 AHEAD = 1
 """Groups that are enough for a collective to run while a group computes."""
+_LAYER = re.compile(r"((?:\D+\.)?\d+)\.")
 
 
 @rule(91)
 def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower with one group gathered ahead."""
-    return _explicit(context) + _unlimited(context)
+    return _explicit(context) + _unlimited(context) + _by_hand(context)
 
 
 def _explicit(context: Context) -> list[Finding]:
@@ -81,3 +84,35 @@ def _latest_without(context: Context, lent: set[int]) -> int:
     replay = TraceReplay(changed, None, run.config, run.release, Completion.AT_SYNC)
     replay.skip()
     return replay.allocator.counters.reserved_bytes_peak
+
+
+def _by_hand(context: Context) -> list[Finding]:
+    """A program that gathers parameters itself, layer by layer: more layers are whole at once than two."""
+    trace, lives = context.ledger.trace, context.lives
+    if trace.facts.groups:
+        return []
+    layers: dict[tuple[str, int], list[int]] = defaultdict(list)
+    seen: Counter[str] = Counter()
+    for index, owner in trace.owners.items():
+        if owner.role is Role.UNSHARDED and trace.storages[index].device == trace.device:
+            layer = _LAYER.match(plain(owner.name))
+            seen[owner.name] += 1
+            layers[layer[1] if layer else owner.name, seen[owner.name]].append(index)
+    saved = lives.saved(lives.beyond(layers.values(), AHEAD + 1))
+    if not is_worth(context, saved):
+        return []
+    whole = lives.most(index for own in layers.values() for index in own)
+    at_once = sum(any(index in whole.storages for index in own) for own in layers.values())
+    first = max(whole.storages, key=lambda index: trace.storages[index].num_bytes)
+    title = (
+        f"Parameters of {at_once} layers are whole at once, {format_bytes(whole.num_bytes)}: with one gathered ahead "
+        f"the peak is about {format_bytes(saved)} ({percent(saved, context.ledger.peak_bytes)}) lower"
+    )
+    lines = (
+        fix(
+            trace.source_line(trace.storages[first]),
+            "gather a layer when the one before it begins, and give each back once it is done",
+        ),
+        *tensors_evidence(context, whole.storages, whole.event, lambda index: "gathered")[:3],
+    )
+    return [Finding("prefetch-too-deep", Severity.WARNING, title, saved, lines, ())]

@@ -242,6 +242,7 @@ class VirtualGpu(Watch):
             cards * self._nodes,
             others,
             self.recording.is_on_card,
+            self.recorder,
             self.assume,
             self._joined_group,
             channel,

@@ -44,6 +44,7 @@ _OWN_WORKLOADS = _MEMPROF_DIR + "/workload/"
 _MAY_CHANGE = (Role.INPUT, Role.COMMUNICATION)
 GENERATED: list[str] = []
 """Where files lie that a compiler writes, while there are any."""
+_COPIES = ("aten._to_copy", "aten.cat")
 _new: Any = tuple.__new__
 """Makes a named tuple without the Python function that its class has for that."""
 _ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
@@ -318,7 +319,7 @@ class Recorder:
             return NONE
 
     def _name_of(self, tensor: torch.Tensor) -> str:
-        owner = self.trace.owners.get(self.index_of(tensor))
+        owner = self._owner(tensor)
         return "" if owner is None else owner.name
 
     def own(self, tensor: torch.Tensor, owner: Owner) -> None:
@@ -350,6 +351,28 @@ class Recorder:
                 self._lent.add((index, stream))
                 self.streams.use(index, stream)
                 self.streams.wait(self.streams.now(card, made_on), (card, stream))
+
+    def gathered(self, made: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> None:
+        """A collective has gathered what all ranks gave. Of a parameter's parts that is the parameter, whole: a program
+        may do by itself what FSDP does."""
+        known = [owner for one in given if (owner := self._owner(one)) is not None]
+        parts = [owner for owner in known if owner.role is Role.PARAMETER]
+        for index in map(self.index_of, made if parts else ()):
+            if index != NONE:
+                self.trace.owners.setdefault(index, Owner(Role.UNSHARDED, parts[0].name or "a parameter"))
+
+    def reduced(self, given: Iterable[torch.Tensor]) -> None:
+        """A collective reduces these over the ranks. A copy that was made for it, after a backward, is its own."""
+        if self.phase.kind in (PhaseKind.FORWARD, PhaseKind.BACKWARD):
+            return
+        for tensor in given:
+            index = self.index_of(tensor)
+            op = None if index == NONE or index in self.trace.owners else self.trace.storages[index].op
+            if op is not None and self.trace.ops[op] in _COPIES:
+                self.trace.owners[index] = Owner(Role.COMMUNICATION, "reduce-scatter")
+
+    def _owner(self, tensor: torch.Tensor) -> Owner | None:
+        return self.trace.owners.get(self.index_of(tensor))
 
     def keeps(self, index: int) -> None:
         """The program keeps a storage for later tokens. Buffers and inputs may turn out to be such."""

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.joining import Joining
 from memprof.virtual.values import Values
+from memprof.watch.modules import ModuleTracker
 from memprof.watch.patches import Patches
+from memprof.watch.recorder import Recorder
 from tests.accuracy.cpu_events import Change, Program
 from tests.accuracy.cpu_models import LLAMA, Batch, tokens
 from tests.accuracy.cpu_temporaries import NUMBER_BYTES, Comparison, _renumbered, compared
@@ -98,7 +100,8 @@ def _joining() -> Joining:
     def silent(told: Any) -> None:
         pass
 
-    return Joining(1, Alone(silent, Values(silent)), lambda tensor: False, silent)
+    recorder = Recorder(ModuleTracker())
+    return Joining(1, Alone(silent, Values(silent)), lambda tensor: False, recorder, silent)
 
 
 def program(way: str, started: Patches) -> Program:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.known import Parts, Place
+from memprof.watch.recorder import Recorder
 
 BACKEND = "memprof_rank"
 _ProcessGroup: Any = getattr(dist, "ProcessGroup", object)
@@ -77,6 +78,7 @@ class Group(_ProcessGroup):
         others: what the other ranks contribute.
         on_card: whether a tensor is on a card.
         sent: told what a call sends from this card to others: its name, a tensor, and how many bytes.
+        recorder: told what is gathered and reduced.
     """
 
     supports_splitting = supports_coalescing = True
@@ -89,6 +91,7 @@ class Group(_ProcessGroup):
         others: Alone,
         on_card: Callable[[torch.Tensor], bool],
         sent: Callable[[str, torch.Tensor, int], None],
+        recorder: Recorder,
     ) -> None:
         super().__init__(place.rank, place.size)
         self.place = place
@@ -97,6 +100,9 @@ class Group(_ProcessGroup):
         self._others = others
         self._on_card = on_card
         self._sent = sent
+        self._recorder = recorder
+        self._stream: Any = None
+        """NCCL's own, for what is sent to one rank."""
         self._calls = 0
         self._coalesced: list[Callable[..., Any]] | None = None
         """What is to be waited for at the end of a group of calls (`_coalescing_manager`)."""
@@ -151,12 +157,14 @@ class Group(_ProcessGroup):
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """In place."""
         self._sends("allreduce", tensors, 2 * self._but_own)
+        self._recorder.reduced(tensors)
         waits = [self._others.all_reduce(tensor, _reduction(opts), self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
 
     def reduce(self, tensors: _Tensors, opts: Any = None) -> Any:
         """To one rank."""
         self._sends("reduce", tensors, 1)
+        self._recorder.reduced(tensors)
         root = 0 if opts is None else opts.rootRank
         waits = [self._others.reduce(tensor, _reduction(opts), root, self.place) for tensor in tensors]
         return self._done(tensors, waits=waits)
@@ -183,6 +191,7 @@ class Group(_ProcessGroup):
         waits = []
         for parts, tensor in zip(outputs, inputs, strict=True):
             made.append(self._flat(parts, tensor))
+            self._recorder.gathered(parts, [tensor])
             waits.append(self._others.all_gather(Parts(parts), tensor, self.place))
         return self._done(made if made[0] is not None else outputs, inputs, waits)
 
@@ -224,6 +233,7 @@ class Group(_ProcessGroup):
         if output.numel() != tensor.numel() * self._size:
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         self._sends("allgather", [output], self._but_own)
+        self._recorder.gathered([output], [tensor])
         parts = _pieces(output, self._size)
         return self._done([output], tensor, [self._others.all_gather(parts, tensor, self.place)])
 
@@ -231,6 +241,7 @@ class Group(_ProcessGroup):
         if tensor.numel() != output.numel() * self._size:
             raise ValueError("input tensor must be the same size as output size times world size")
         self._sends("reduce_scatter", [tensor], self._but_own)
+        self._recorder.reduced([tensor])
         parts = _pieces(tensor, self._size)
         waits = [self._others.reduce_scatter(output, parts, _reduction(opts), self.place)]
         return self._done([output], tensor, waits)
@@ -255,15 +266,33 @@ class Group(_ProcessGroup):
     def send(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
         """To one rank, which takes it in its time."""
         self._sends("send", tensors, 1)
-        return self._done(tensors, waits=[self._others.send(tensor, rank, tag, self.place) for tensor in tensors])
+        waits = [self._others.send(tensor, rank, tag, self.place) for tensor in tensors]
+        return self._done(tensors, waits=[*self._lent(tensors), *waits])
 
     def recv(self, tensors: _Tensors, rank: int, tag: int = 0) -> Any:
         """From one rank."""
-        return self._done(tensors, waits=[self._others.receive(tensor, rank, tag, self.place) for tensor in tensors])
+        return self._received(tensors, rank, tag)
 
     def recv_anysource(self, tensors: _Tensors, tag: int = 0) -> Any:
         """From whoever sends first."""
-        return self._done(tensors, waits=[self._others.receive(tensor, None, tag, self.place) for tensor in tensors])
+        return self._received(tensors, None, tag)
+
+    def _received(self, tensors: _Tensors, rank: int | None, tag: int) -> Any:
+        waits = [self._others.receive(tensor, rank, tag, self.place) for tensor in tensors]
+        return self._done(tensors, waits=[*self._lent(tensors), *waits])
+
+    def _lent(self, tensors: _Tensors) -> list[Callable[[], None]]:
+        """What one rank is sent is lent to a stream of NCCL's (`pointToPoint`); collectives lend nothing from torch 2.8
+        on. What is returned is to be called once the program waits."""
+        tensors = [tensor for tensor in tensors if self._has_nccl and self._on_card(tensor)]
+        if not tensors:
+            return []
+        device = tensors[0].device
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        return [lambda: torch.cuda.current_stream(device).wait_stream(stream)]
 
     # Names of these in releases of torch before and after 2.12.
     allreduce_coalesced = allreduce

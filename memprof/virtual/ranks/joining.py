@@ -26,6 +26,7 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.group import BACKEND, Group
 from memprof.virtual.ranks.known import Place
+from memprof.watch.recorder import Recorder
 
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 """None in a build of torch without it."""
@@ -44,6 +45,7 @@ class Joining:
         most_ranks: cards that there are, on all machines.
         others: what the other ranks contribute.
         on_card: whether a tensor is on a card.
+        recorder: told what is gathered and reduced.
         assume: told what the run rests on.
         joined: told of the first group of the program.
         channel: to the ranks that run together with this one; None: it is alone.
@@ -54,6 +56,7 @@ class Joining:
         most_ranks: int,
         others: Alone,
         on_card: Callable[[torch.Tensor], bool],
+        recorder: Recorder,
         assume: Callable[[str], None],
         joined: Callable[[RankFacts], None] = lambda rank: None,
         channel: Channel | None = None,
@@ -63,6 +66,7 @@ class Joining:
         self._most_ranks = most_ranks
         self._others = others
         self._on_card = on_card
+        self._recorder = recorder
         self._assume = assume
         self._joined = joined
         self._channel = channel
@@ -143,7 +147,9 @@ class Joining:
                 return original(size, rank, ranks, backend, store, group_name, *rest, **more)
             more.pop("backend_options", None)
             place = Place(str(group_name), tuple(ranks or range(size)), rank)
-            with _registered(lambda *given: Group(place, asked, self._others, self._on_card, self._sent)):
+            with _registered(
+                lambda *given: Group(place, asked, self._others, self._on_card, self._sent, self._recorder)
+            ):
                 group, prefix = original(size, rank, ranks, _c10d.Backend(BACKEND), store, group_name, *rest, **more)
             if isinstance(group, Group):
                 # What the program reads as its backend.

@@ -238,3 +238,22 @@ def test_a_ring_gives_back_what_it_was_given() -> None:
         dist.send(vote, 0)
         dist.recv(result, 0)
         assert result.item() == 0
+
+
+def test_what_is_sent_is_lent_to_a_stream_of_nccl() -> None:
+    """`pointToPoint` of ProcessGroupNCCL.cpp records both sides' tensors on its stream; collectives record nothing."""
+    with rank(2, 4) as gpu:
+        tensor, world = torch.empty(MIB, dtype=torch.uint8, device="cuda"), torch.empty(4 * MIB, dtype=torch.uint8)
+        dist.all_gather_into_tensor(world.cuda(), tensor)
+        assert gpu.trace.uses == []
+        work = dist.isend(tensor, 3)
+        assert work is not None and len(gpu.trace.uses) == 1 and gpu.trace.uses[0].stream != 0
+        waits = len(gpu.trace.waits)
+        work.wait()
+        (wait,) = gpu.trace.waits[waits:]
+        assert not wait.by_host and gpu.trace.uses[0].stream in [done.stream for done in wait.done]
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 3), dist.P2POp(dist.irecv, tensor, 1)]):
+            work.wait()
+        assert len(gpu.trace.uses) == 3
+        dist.send(torch.zeros(4), 3, group=dist.new_group(backend="gloo"))
+        assert len(gpu.trace.uses) == 3
