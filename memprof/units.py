@@ -25,6 +25,8 @@ _UNITS = {
     "t": TIB, "tib": TIB, "tb": 1000**4,
 }  # fmt: skip
 _MOST = 1e18
+_MOST_BYTES = 1 << 50
+"""More than any machine has, and far from where 64 bits end."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT]?)\s*")
 _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -56,13 +58,16 @@ def parse_gib(text: str | float) -> int:
     """Bytes of a size given in GiB ("80", "79.1") or with a unit of its own ("24GiB", "24GB", "512MiB").
 
     Raises:
-        UsageError: not a number with a known unit, or not above zero.
+        UsageError: not a number with a known unit, not above zero, or more than any machine has.
     """
     match = _SIZE.fullmatch(str(text))
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or not 0 < float(match[1]) < _MOST:
         raise UsageError("not an amount of memory", value=repr(text), hint="give GiB, such as 80 or 23.6, or 24GB")
-    return int(float(match[1]) * unit)
+    num_bytes = int(float(match[1]) * unit)
+    if num_bytes > _MOST_BYTES:
+        raise UsageError("no machine has so much memory", value=repr(text), hint=f"at most {_MOST_BYTES // GIB} (GiB)")
+    return num_bytes
 
 
 def spell_size(num_bytes: int) -> str:

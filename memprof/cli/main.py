@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import importlib
 import inspect
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -119,6 +121,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
         prepare()
+        # The last thing at the end: who presses Ctrl-C while Python takes torch down has had an answer, and its code.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         try:
             app(arguments, standalone_mode=True)

@@ -38,6 +38,7 @@ _MOST = 10**12
 _MOST_OF = {
     # These are gone through one by one, and a model numbers its rows and tokens in host memory.
     **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
+    "seeds": 10**3,
     "batch_size": 1 << 24,
     "effective_batch": 1 << 24,
     "context_length": 1 << 27,
@@ -210,7 +211,7 @@ class Command(typer.core.TyperCommand):
     def _from_settings(self, ctx: Any, args: list[str]) -> tuple[str, ...]:
         """What a file says of options that are not among the arguments, as words before them."""
         settings.taken = None
-        read = None if ctx.resilient_parsing else settings.read(Path.cwd())
+        read = None if ctx.resilient_parsing else settings.read()
         if read is None:
             return ()
         path, table = read

@@ -41,12 +41,16 @@ taken: Taken | None = None
 """By the command that runs now."""
 
 
-def read(start: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """The nearest file with settings, and what it says; None if there is none.
+def read() -> tuple[Path, Mapping[str, Any]] | None:
+    """The nearest file with settings from the current folder upwards, and what it says; None if there is none.
 
     Raises:
         UsageError: it is no TOML, or has no table.
     """
+    try:
+        start = Path.cwd()
+    except OSError:  # it was removed
+        return None
     for folder in (start, *start.parents):
         for name in ("memprof.toml", "pyproject.toml"):
             path = folder / name

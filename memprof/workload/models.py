@@ -200,7 +200,10 @@ _TASK_OF_SUFFIX = {
 def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where: str) -> ModelSource:
     """`where`: the folder, or the name on the hub, which may have code of its own."""
     _check_dtype(name, config, spec)
-    architecture = next(iter(config.get("architectures") or ()), None) or _default_architecture(config["model_type"])
+    architecture = next(iter(config.get("architectures") or ()), None)
+    if architecture is None:  # of a class of its own, its name
+        own = reference_of(config, "")
+        architecture = own.rpartition(".")[2] if own else _default_architecture(config["model_type"])
     if architecture == "WhisperForConditionalGeneration":
         task = "speech-seq2seq"
     elif architecture.endswith("ForConditionalGeneration"):
@@ -422,9 +425,9 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with may_not_leave(str(path)):
             spec.loader.exec_module(module)
-    except UsageError:
+    except (MemprofError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise _import_failed(str(path), error) from error
     finally:
         sys.path.pop(0)
@@ -436,15 +439,15 @@ def _import_module(name: str) -> ModuleType:
     try:
         with may_not_leave(name):
             return importlib.import_module(name)
-    except UsageError:
+    except (MemprofError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise _import_failed(name, error) from error
     finally:
         sys.path.remove("")
 
 
-def _import_failed(name: str, error: Exception) -> UsageError:
+def _import_failed(name: str, error: BaseException) -> UsageError:
     return UsageError(
         f"{name} cannot be imported",
         value=f"{type(error).__name__}: {first_line(error)}",

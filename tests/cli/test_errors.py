@@ -22,6 +22,7 @@ def assert_refused(result, *parts):
         (("--model-size", "banana"), ("banana",)),
         (("--model", "gpt2", "--gpu", "h1000"), ("unknown GPU", "h100-80gb", "--gpu-vram")),
         (("--model", "gpt2", "--gpu-vram", "-1"), ("not an amount of memory",)),
+        (("--model", "gpt2", "--gpu-vram", "99999999999"), ("no machine has so much memory", "1048576 (GiB)")),
         (("--model", "gpt2", "--gpu-vram", "0"), ("not an amount of memory",)),
         (("--model", "gpt2", "--dtype", "bf17"), ("unknown --dtype", "bfloat16")),
         (("--model", "gpt2", "--new-tokens", "5"), ("--new-tokens is for inference", "--mode inference")),
@@ -127,6 +128,29 @@ def test_a_python_file_without_a_factory(memprof, tmp_path):
     file = tmp_path / "model.py"
     file.write_text("")
     assert_refused(memprof("profile", "--model", file), "needs the name of a factory", "model.py:build_model")
+
+
+@pytest.mark.parametrize("code", ["raise GeneratorExit", "raise BaseException('no')", "raise SystemExit(0)"])
+def test_a_file_that_cannot_be_imported(memprof, tmp_path, code):
+    """Whatever it raises; what is no Exception as well."""
+    (tmp_path / "leaves.py").write_text(f"{code}\ndef build(): ...\n")
+    assert_refused(memprof("profile", "--model", f"{tmp_path}/leaves.py:build"), "leaves.py")
+
+
+@pytest.mark.parametrize("architectures", [{}, {"architectures": ["M"]}], ids=["unnamed", "named"])
+@pytest.mark.parametrize("command", [("profile",), ("recommend",), ("recommend", "--mode", "train")], ids=" ".join)
+def test_a_models_own_code_is_refused_alike(memprof, tmp_path, command, architectures):
+    own = {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "c.M"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "zzz", **architectures, **own}))
+    assert_refused(
+        memprof(*command, "--model", tmp_path), "not run unasked", f"c.M of {tmp_path}", "--trust-remote-code"
+    )
+
+
+def test_more_repetitions_than_anybody_waits_for(memprof):
+    assert_refused(
+        memprof("verify", "chunked-loss", "--seeds", 99999999999), "--seeds is out of range", "at most 1,000"
+    )
 
 
 def test_the_program_is_not_written_over(memprof, tmp_path):

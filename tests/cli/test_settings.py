@@ -118,6 +118,14 @@ def test_a_project_without_the_table_is_not_parsed(memprof, folder, monkeypatch,
     assert bool(parsed) is taken
 
 
+def test_a_folder_that_was_removed_has_none(memprof, monkeypatch):
+    def gone():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(settings.Path, "cwd", gone)
+    assert memprof("estimate", "--params", "1.2B", "-q").exit_code == 0
+
+
 def test_flags_of_every_command_are_accepted(memprof, folder):
     """Whatever has a value that a file can have, of whichever command."""
     import typer

@@ -8,6 +8,8 @@ from pathlib import Path
 from tests.processes import Done, python
 
 SECONDS = 60
+SECONDS_OF = {"recommend": 180}
+"""A search runs a model a dozen times, and says which run it is at."""
 MOST_BYTES = 2 << 30
 LEAN = ("memprof.cli.main", "memprof.flows.recordings", "memprof.flows.compare", "memprof.report.terminal.report")
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -15,7 +17,14 @@ _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 def run(*arguments: object, libraries: tuple[str, ...] = LEAN, **where: object) -> Done:
     """`memprof ARGUMENTS` in a process of its own."""
-    return python("-m", "memprof", *map(str, arguments), seconds=SECONDS, libraries=libraries, **where)  # type: ignore[arg-type]
+    return python(
+        "-m",
+        "memprof",
+        *map(str, arguments),
+        seconds=SECONDS_OF.get(str(arguments[0]), SECONDS),
+        libraries=libraries,
+        **where,
+    )  # type: ignore[arg-type]
 
 
 def assert_harmless(done: Done) -> None:

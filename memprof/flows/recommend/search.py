@@ -291,6 +291,8 @@ def recommend(
         search.base = search.base.edit(new_tokens=None)
     found = search.search()
     if not found.tried:
+        if runs.refusal is not None and set(runs.failures.values()) == {runs.refusal.line}:  # it is not about the goal
+            raise runs.refusal
         label, why = next(iter(runs.failures.items()))
         raise MemprofError(f"the goal {goal.value} cannot be run with this model", value=f"{label}: {why}")
     chosen = None if found.chosen is None else search.confirmed(found.chosen)

@@ -63,6 +63,8 @@ class Simulator:
         self.gpu = gpu
         self.failures: dict[str, str] = {}
         """What was tried and does not apply -> why."""
+        self.refusal: MemprofError | None = None
+        """The last of these."""
         self._progress = progress
         self._known: dict[tuple[TargetSpec, int], SimulatedRun] = {}
 
@@ -97,7 +99,7 @@ class Simulator:
         try:
             return self.run(spec, label, micro_batches)
         except MemprofError as error:
-            self.failures[label] = error.line
+            self.failures[label], self.refusal = error.line, error
             return None
 
     def needed_bytes(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> int:
