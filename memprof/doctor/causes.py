@@ -137,9 +137,9 @@ def _said(figures: Figures) -> list[str]:
     if own is not None and held is not None:
         beside = own.num_bytes - held.num_bytes
         if beside > 0:
-            said.append(
-                f"{format_bytes(beside)} of this process are outside torch's allocator: context, libraries, NCCL"
-            )
+            # Only Apple's messages say what a process has, and not what is reserved.
+            what = "graphs and buffers of Metal" if reserved is None else "context, libraries, NCCL"
+            said.append(f"{format_bytes(beside)} of this process are outside torch's allocator: {what}")
     for pid, size in strangers(figures):
         said.append(f"process {pid} has {size.text}" if pid else f"other processes have {size.text}")
     return said
