@@ -118,6 +118,7 @@ def test_a_port_in_use_is_nobodys_business():
         (("--ranks", "9", *LAUNCHED, "train"), "there is no such rank\n  value: --ranks 9 of 4", 2),
         (("--ranks", "0,1", "--rank", "3", *LAUNCHED, "train"), "no such rank is run", 2),
         ((PROGRAM, "train"), "the program has one process", 2),
+        ((*LAUNCHED, "smaller"), "joins as rank 0 of 3, where rank 0 of 4 runs", 1),
         (("--ladder", *LAUNCHED, "train"), "a ladder and a search run one rank", 2),
         ((*LAUNCHED, "gloo"), "ended before anything was on a card: there is nothing to report", 0),
     ],
@@ -159,6 +160,18 @@ def test_a_time_limit_ends_all():
     done = python("-m", "memprof", "run", "--ranks", "all", "--timeout", "4", *LAUNCHED, "sleeps", seconds=SECONDS)
     assert done.exit_code in (0, 1) and time.monotonic() - started < SECONDS / 2
     assert "timeout" in done.stdout
+
+
+@pytest.mark.nightly
+def test_eight_ranks_of_llama_are_quick(tmp_path):
+    """The bar: three minutes of two cores, and less memory than a laptop has."""
+    pytest.importorskip("transformers")
+    launched = ("torchrun", "--nproc-per-node", "8", ROOT / "tests" / "programs" / "llama_fully_shard.py")
+    done = python("-m", "memprof", "run", "--ranks", "all", "--json", *launched, seconds=600)
+    assert done.exit_code == 0, done.stderr
+    rows = json.loads(done.stdout)["ranks"]
+    assert [row["like"] for row in rows] == [None, *[0] * 7]
+    assert done.processor_seconds < 180 and 27 << 30 < rows[0]["peak_allocated_bytes"] < 28 << 30
 
 
 def test_names_of_ranks():

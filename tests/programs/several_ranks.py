@@ -157,5 +157,7 @@ if __name__ == "__main__":
         dist.all_reduce(total)
         assert total.item() == 6
     else:
+        if sys.argv[1] == "smaller":
+            os.environ["WORLD_SIZE"] = "3"
         dist.init_process_group("nccl")
         run(sys.argv[1])

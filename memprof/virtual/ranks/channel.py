@@ -65,8 +65,7 @@ class Channel:
     def __init__(self, connection: Connection, rank: int, ranks: Sequence[int], size: int) -> None:
         self._connection = connection
         self.rank, self.ranks, self.size = rank, tuple(ranks), size
-        self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), threading.get_ident()
         self.stop: Callable[[str], NoReturn] = _no_more
         """Called where this rank is told to end: with why."""
         self.told: str | None = None
@@ -76,6 +75,8 @@ class Channel:
         """Without an answer."""
         if os.getpid() != self._process:
             raise not_yet("talks to other ranks from a process of its own (os.fork)", "have the rank itself do that")
+        if threading.get_ident() != self._thread:
+            raise not_yet("talks to other ranks from a thread of its own", "have the main thread do that")
         try:
             self._connection.send_bytes(pickle.dumps(message))
         except OSError:  # there is nobody left who would want to know
@@ -83,12 +84,11 @@ class Channel:
 
     def ask(self, *message: Any) -> Any:
         """The answer, which may take as long as other ranks do."""
-        with self._lock:
-            self.tell(*message)
-            try:
-                told, answer = pickle.loads(self._connection.recv_bytes())
-            except (OSError, EOFError):
-                os._exit(1)
+        self.tell(*message)
+        try:
+            told, answer = pickle.loads(self._connection.recv_bytes())
+        except (OSError, EOFError):
+            os._exit(1)
         if told == "stop":
             self.told = answer
             self.stop(answer)
