@@ -177,6 +177,8 @@ class Document(Shown):
         absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
             del plain["bridge"]["nccl_group_bytes"]
+        if self.rank is not None and not self.rank.alike:
+            del plain["rank"]["alike"]
         return {name: plain[name] for name in plain if name not in absent}
 
 
