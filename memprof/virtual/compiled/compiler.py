@@ -74,7 +74,7 @@ class Compiler:
         self._patches = patches
         self._assume = assume
         self._why_not = "" if is_on else ", as asked for"
-        if is_on and importlib.util.find_spec("triton") is None:
+        if is_on and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
             self._why_not = ", for Triton is not installed"
         self._lifted = Lifting(patches, (machine, function_mode), self._compiling)
         self._properties: Any = None
