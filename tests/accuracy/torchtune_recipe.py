@@ -9,9 +9,9 @@ by the model, and the logits let go before the backward.
 Two things are stood in for. Packed rows use flex attention, compiled: its output has the strides of the query and it
 keeps query, key, value, output and a float32 log-sum-exp (torch/_inductor/kernel/flex_attention.py), as flash
 attention does, which is used here. And `compiled_cross_entropy` is what one fused kernel of the compiled loss keeps and
-makes. Compiled layers are not stood in for: their activations are eager ones. Of 4-bit weights (QLoRA, torchao's NF4)
-the compiled layers unpack each into one tensor, for the product and again in the backward, which is stood in for; eager
-code would make indices of 64 bits first.
+makes. Layers are eager, or compiled one by one as there (torchtune/training/_compile.py). Of 4-bit weights (QLoRA,
+torchao's NF4) the compiled layers unpack each into one tensor, for the product and again in the backward, which is
+stood in for; eager code would make indices of 64 bits first.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class Recipe:
     shifts: bool = False
     """The recipes of May 2024 (0217d44c2): the loop copies the logits without the last position, gives them to the loss
     with the vocabulary as the second dimension, and keeps them until the next batch; AdamW is not fused."""
+    compiled: bool = False
+    """Each layer is compiled."""
     paged: bool = False
     """The optimizer's state is paged: in managed memory, which is not the allocator's (bitsandbytes, Paged*)."""
 
@@ -245,6 +247,8 @@ class Llama(nn.Module):
         self.recipe = recipe
         self.embedding = nn.Embedding(geometry.vocabulary, geometry.width)
         self.layers = nn.ModuleList(Layer(recipe, rotation, weights) for _ in range(geometry.layers))
+        for layer in self.layers if recipe.compiled else ():
+            layer.compile()
         self.norm = RootMeanSquareNorm(geometry.width)
         self.head = None if geometry.tied else nn.Linear(geometry.width, geometry.vocabulary, bias=False)
         if recipe.lora_rank is not None:

@@ -164,6 +164,8 @@ class Compiler:
         self._own.set_all(self._hooks())
         self._own.set_all(wrapper.patches(self._machine, self._origins))
         wrapper.add_rules(type(self._machine))
+        with self._lifted():
+            pass  # what a release lacks is missed here, and not when the program runs
         self._folder = tempfile.mkdtemp(prefix="memprof-inductor-")
         self._stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
         GENERATED.append(self._folder)

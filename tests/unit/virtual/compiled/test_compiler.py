@@ -249,6 +249,14 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert torch.compile(lambda x: x * 2, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
+def test_a_release_without_a_hook_runs_eagerly_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch._prims.TensorMeta")
+    with VirtualGpu(CARD) as gpu:
+        assert torch.compile(lambda x: x * 2)(torch.arange(3, device="cuda")).tolist() == [0, 2, 4]
+    (line,) = eager_lines(gpu)
+    assert f"for torch {torch.__version__} is not prepared for it" in line and "TensorMeta" in line
+
+
 def test_by_request_nothing_is_compiled() -> None:
     with VirtualGpu(CARD, compiles=False) as gpu:
         since = len(gpu.trace.events)
