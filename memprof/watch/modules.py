@@ -95,7 +95,7 @@ class ModuleTracker:
 
     def _add(self, module: nn.Module, path: str, role: ModuleRole, stack: str) -> None:
         index = self._known[module] = len(self.table)
-        self.table.append(Module(own_name(path), type(module).__name__, role, stack))
+        self.table.append(Module(own_name(path), type(module).__name__, role, own_name(stack)))
         for parameter in module._parameters.values():
             if parameter is not None:
                 self._parameter_module.setdefault(id(parameter), index)

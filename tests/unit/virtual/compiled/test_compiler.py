@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memprof.catalog import find_gpu
+from memprof.flows.account import analyze
 from memprof.trace.events import EventKind, Trace
 from memprof.virtual import VirtualGpu
 
@@ -125,6 +126,30 @@ def test_buffers_have_the_module_the_line_and_the_operator_that_they_are_of(gpu:
     assert {(f"{at}.up", "aten.addmm", own) for at in "01"} <= found
     assert {(f"{at}", "aten.gelu", own) for at in "01"} <= found
     assert {source for _, _, source in found} <= {own, own.replace(str(line), str(line + 1))}
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_compiled_model_is_reported_under_its_own_names(gpu: VirtualGpu) -> None:
+    compiled = torch.compile(Stack().cuda())
+    optimizer = torch.optim.AdamW(compiled.parameters())
+    for _ in range(2):
+        compiled(batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = analyze(gpu.trace)
+    assert report.verdict.required_bytes > 0
+    names = [owner.name for owner in gpu.trace.owners.values()] + [module.path for module in gpu.trace.modules]
+    assert "layers.1.up.weight" in names and not any("_orig_mod" in name for name in names)
 
 
 def test_a_second_length_compiles_again_with_sizes_that_are_known_when_it_runs(gpu: VirtualGpu) -> None:
