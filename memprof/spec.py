@@ -263,11 +263,11 @@ class TargetSpec:
         unset="CUDA's choice",
     )  # fmt: skip
     """The only backend that scaled_dot_product_attention may take."""
-    compile: bool = option(False, "Model", "Compile the model with torch.compile.")
+    compile: bool = option(False, "Compiling", "Compile the model with torch.compile.")
     compile_mode: str | None = option(
-        None, "Model", "Of torch.compile: {choices}.", metavar="NAME", choices=COMPILE_MODES, unset="default"
+        None, "Compiling", "Of torch.compile: {choices}.", metavar="NAME", choices=COMPILE_MODES, unset="default"
     )
-    compile_layers: bool = option(False, "Model", "Compile its layers one by one, and not the model as a whole.")
+    compile_layers: bool = option(False, "Compiling", "Compile its layers one by one, and not the model as a whole.")
     optimizer_impl: str | None = option(
         None, "Training", "{choices}.", metavar="NAME", choices=OPTIMIZER_IMPLS, unset="torch's choice"
     )

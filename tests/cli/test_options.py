@@ -115,8 +115,8 @@ def test_help_is_readable_at_80_columns(memprof, monkeypatch):
     assert max(map(len, lines)) <= 80
     panels = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert panels == [
-        "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Memory", "Card", "Remedies", "Output",
-        "Examples",
+        "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Compiling", "Memory", "Card", "Remedies",
+        "Output", "Examples",
     ]  # fmt: skip
     command = commands()["profile"]
     shown = panels_of(command, command.context_class(command))
