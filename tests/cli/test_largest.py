@@ -37,6 +37,7 @@ def test_the_batch_of_a_cnn(memprof, tmp_path):
     assert result.exit_code == 0, result.stderr
     limit = _check(memprof, result.json)
     assert len(limit["runs"]) < 14
+    assert memprof(*command, "-q").stdout == f"The largest batch that fits: {limit['largest']:,}\n"
     said = " ".join(memprof(*command).stdout.split())
     assert f"The largest batch that fits: {limit['largest']}" in said
     assert f"{limit['first_too_large']} needs" in said and "and dies in" in said

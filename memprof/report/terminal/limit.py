@@ -14,19 +14,25 @@ from memprof.units import format_bytes
 _NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
 
 
+def headline(limit: Limit) -> str:
+    """The answer in a line."""
+    return (
+        f"No {limit.what} fits" if limit.largest is None else f"The {_NAMES[limit.what]} that fits: {limit.largest:,}"
+    )
+
+
 def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
     """The number, the runs on both sides of it, and their commands."""
     runs = {run.number: run for run in limit.runs}
-    name = _NAMES[limit.what]
     if limit.largest is None:
         least = limit.runs[0]
-        return section(f"\nNo {limit.what} fits", Text(_said(least, total_bytes)), Text(f"  {least.command}"), below=1)
+        return section(f"\n{headline(limit)}", Text(_said(least, total_bytes)), Text(f"  {least.command}"), below=1)
     lines: list[Text] = []
     shown = [limit.largest, *([] if limit.first_too_large is None else [limit.first_too_large])]
     for number in shown:
         lines += [Text(_said(runs[number], total_bytes)), Text(f"  {runs[number].command}")]
     lines += [dim(sentence) for sentence in _notes(limit, runs)]
-    return section(f"\nThe {name} that fits: {limit.largest:,}", *lines, below=1)
+    return section(f"\n{headline(limit)}", *lines, below=1)
 
 
 def _said(run: LimitRun, total_bytes: int) -> str:

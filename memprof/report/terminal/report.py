@@ -20,7 +20,7 @@ from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
-from memprof.report.terminal.limit import render_limit
+from memprof.report.terminal.limit import headline, render_limit
 from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.ranks import render_ranks
 from memprof.report.terminal.steps import render_steps
@@ -43,7 +43,7 @@ _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Sever
 def view(document: Document, *, explain: bool = False, quiet: bool = False) -> RenderableType:
     """The whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
     if quiet:
-        return _verdict(document)
+        return _verdict(document) if document.limit is None else Text(headline(document.limit))
     parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
     if document.ranks:
         parts.append(render_ranks(document.ranks, _unit(document), on_cpu=document.on_cpu))
