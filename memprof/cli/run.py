@@ -15,7 +15,7 @@ from memprof.cli.exits import Exit
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
-from memprof.cli.streams import script_output, tell
+from memprof.cli.streams import say, script_output, tell
 from memprof.errors import MemprofError, UsageError
 from memprof.spec import HOST_BYTES, option
 
@@ -221,7 +221,7 @@ def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) ->
         raise found.problem
     code = _passed_on(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
     as_json = request.as_json and found.document is None
-    sys.stderr.write(found.said)
+    say(found.said, err=True, nl=False)
     if found.problem is not None:
         tell(found.problem, as_json=as_json, exit_code=code)
     if found.document is None:
