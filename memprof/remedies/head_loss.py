@@ -167,9 +167,7 @@ def _gradients(
     grad_weight = _Sum(weight, len(hidden) <= ctx.size) if needs_weight else None
     grad_bias = torch.zeros_like(bias, dtype=normalizers.dtype) if needs_bias and bias is not None else None
     for part in _parts(len(hidden), ctx.size):
-        grad = _logits_gradient(
-            ctx, functional.linear(hidden[part], weight, bias), target[part], normalizers[part], scale[part]
-        )
+        grad = _logits_gradient(ctx, hidden[part], weight, bias, target[part], normalizers[part], scale[part])
         if grad_bias is not None:
             grad_bias.add_(grad.sum(0, dtype=grad_bias.dtype))
         if grad_hidden is not None:
@@ -186,9 +184,20 @@ def _gradients(
 
 
 def _logits_gradient(
-    ctx: Any, x: torch.Tensor, target: torch.Tensor, normalizers: torch.Tensor, scale: torch.Tensor
+    ctx: Any,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    normalizers: torch.Tensor,
+    scale: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of what the head gave for one chunk; takes over `x`."""
+    """The gradient of what the head gives for one chunk.
+
+    The product is made here: one that is passed would be held by the caller wherever frames are evaluated for
+    torch.compile, which leaves that on after an error in a program.
+    """
+    x = functional.linear(hidden, weight, bias)
     trail: list[tuple[LogitsStep, torch.Tensor | None, torch.dtype]] = []
     for step in ctx.steps:
         before = x.dtype

@@ -10,13 +10,32 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from memprof.virtual.machine import Machine
+
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what torch has imported of them."""
-    for name, replacement in {"cond": _cond, "while_loop": _while_loop, "scan": _scan}.items():
-        module = sys.modules.get(f"torch._higher_order_ops.{name}")
-        if module is not None and hasattr(module, f"{name}_op"):
-            yield module, f"{name}_op", replacement
+    """The patches (owner, name, replacement) of what torch has imported of them.
+
+    It is the operators' dispatch that is replaced, and not their names: torch.compile, which each function calls for
+    itself, writes the operator into its graph and has the name from nowhere.
+    """
+    kernels: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
+    for name, dense in kernels.items():
+        operator = getattr(sys.modules.get(f"torch._higher_order_ops.{name}"), f"{name}_op", None)
+        if operator is not None:
+            yield operator, "dispatch", _plainly(operator.dispatch, dense)
+
+
+def _plainly(dispatch: Callable[..., Any], dense: Callable[..., Any]) -> Callable[..., Any]:
+    """`dense` where a virtual GPU would be asked for a rule; `dispatch` where a tracer would."""
+
+    def dispatched(key: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = _get_current_dispatch_mode()
+        return dense(*args, **kwargs) if isinstance(mode, Machine) else dispatch(key, *args, **kwargs)
+
+    return dispatched
 
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
