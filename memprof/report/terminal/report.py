@@ -259,7 +259,7 @@ def _memory_verdict(document: Document) -> RenderableType:
     if verdict.fits and verdict.first_caught is not None:
         return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:
-        return _said("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
+        return _fits(document, need, spare)
     if verdict.fits:
         said = f"{_only_just(verdict.retries)}. Left alone it would take {need}."
         return _said("Fits only just", "bold yellow", said)
@@ -307,6 +307,20 @@ def _only_just(retries: int) -> str:
 def _raised_and_caught(number: int) -> str:
     raised = "an out-of-memory error was" if number == 1 else f"{number} out-of-memory errors were"
     return f"{raised} raised and caught"
+
+
+def _fits(document: Document, need: str, spare: int) -> Text:
+    """What NCCL takes beside it is known from others alone: that it is enough is said of what is left after that."""
+    nccl = None if document.bridge is None else document.bridge.nccl_group_bytes
+    if nccl is None:
+        return _said("Fits", "bold green", f"needs {need}, {format_bytes(spare)} to spare.")
+    least, most = nccl
+    range_text = f"{format_bytes(least)} to {format_bytes(most)}"
+    if spare >= most:
+        left = f"{format_bytes(spare)} to spare, of which NCCL takes {range_text} a group where others measured it."
+        return _said("Fits", "bold green", f"needs {need}, {left}")
+    left = f"which leaves {format_bytes(spare)} to NCCL: where others measured it, a group takes {range_text}."
+    return _said("Fits only just", "bold yellow", f"needs {need}, {left}")
 
 
 def _verdict_after_errors(verdict: Verdict, first: CaughtError, need: str, spare: int) -> Text:
