@@ -65,6 +65,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     heads = {index for index, module in enumerate(trace.modules) if module.role is ModuleRole.HEAD}
     of_heads = (one for one in trace.storages if one.module in heads and len(one.shape) > 1 and not one.hidden)
     widest = max((one.shape[-1] for one in of_heads), default=words)
+    tables = {f"{trace.modules[index].path}.weight" for index in heads}
+    rows = next((trace.storages[at].shape[0] for at, owner in trace.owners.items() if owner.name in tables), words)
     gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
 
     # A script that is measured without --detail has no lines outside its modules: what is made there is its own.
@@ -84,7 +86,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return False  # the latter is the head's weight, cast by autocast
         # A head that is no module of its own (an einsum, a module of the program's): one value for each word. And what
         # a program makes of logits that it was given, as `.float()` does.
-        width = widest if span.is_output else words if span.is_after_layers else None
+        width = widest if span.is_output else rows if span.is_whole_forward else words if span.is_after_layers else None
         return span.is_logits_or_loss or (
             width is not None
             and len(storage.shape) > 1

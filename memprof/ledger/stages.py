@@ -52,6 +52,11 @@ class Span:
         """Whether a program is here with what a model gave it and does not differentiate."""
         return self.name.removeprefix(_EVALUATION) == "output"
 
+    @property
+    def is_whole_forward(self) -> bool:
+        """Whether a model's parts are not told apart here, as of one that was compiled."""
+        return self.name.removeprefix(_EVALUATION) == "forward"
+
 
 def spans(trace: Trace) -> list[Span]:
     """The stages of a run, in order; stretches in which no memory moved are left out.
@@ -133,6 +138,20 @@ def _reads_tokens(modules: list[Module]) -> bool:
     return any(module.role in (ModuleRole.EMBEDDING, ModuleRole.HEAD) for module in modules)
 
 
+def _in_parts(modules: list[Module]) -> set[int]:
+    """Layers, heads and children of models, and all that is below them: in the table it stands after them."""
+    found: set[int] = set()
+    part = ""
+    for index, module in enumerate(modules):
+        if module.role in (ModuleRole.LAYER, ModuleRole.HEAD, ModuleRole.CHILD):
+            part = module.path
+        elif not part or not module.path.startswith(f"{part}."):
+            part = ""
+            continue
+        found.add(index)
+    return found
+
+
 class _ForwardSpans:
     """Cuts one forward phase at the entries and exits of layers and head."""
 
@@ -142,6 +161,7 @@ class _ForwardSpans:
         self._goes_on = goes_on
         self._stacks = sorted({module.stack for module in trace.modules if module.role is ModuleRole.LAYER})
         self._reads_tokens = _reads_tokens(trace.modules)
+        self._parts = _in_parts(trace.modules)
         self.spans: list[Span] = []
         self._begin = begin
         self._seen_layer = ""
@@ -199,6 +219,8 @@ class _ForwardSpans:
             name = "own code"  # of the program, between two models: an encoder and a decoder
         elif over:
             name = "loss" if self._trains else "output"
+        elif following is None and not self._seen_layer and self._is_compiled(end):
+            name = "forward"  # of a whole model: its parts were not called
         elif not self._stacks or not self._reads_tokens:
             name = "own code"  # of a model that is no language model, beside its children
         elif not self._seen_layer:
@@ -214,6 +236,14 @@ class _ForwardSpans:
             self._begin = end
         else:
             self._add(name, end)
+
+    def _is_compiled(self, end: int) -> bool:
+        """Whether what parts of the model make is made here, although none of them was called."""
+        events = self._trace.events[self._begin : end]
+        if any(event.kind is EventKind.ENTER and event.ref in self._parts for event in events):
+            return False
+        storages = self._trace.storages
+        return any(event.kind is EventKind.ALLOC and storages[event.ref].module in self._parts for event in events)
 
     def _allocates(self, end: int) -> bool:
         return any(event.kind is EventKind.ALLOC for event in self._trace.events[self._begin : end])

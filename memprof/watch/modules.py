@@ -43,6 +43,8 @@ class ModuleTracker:
             if index is None:
                 index = tracker._register(self, args, kwargs)
             outer = tracker.current
+            if outer == index:  # what a compiler wrapped its code in
+                return original(self, *args, **kwargs)
             if outer == NONE:
                 tracker.on_outermost(self, index, args, kwargs)
             tracker.current = index
@@ -86,6 +88,8 @@ class ModuleTracker:
         if self.current == NONE:
             self._add_tree(module, reads_tokens=_are_tokens(args, kwargs))
             self.on_root(module)
+        elif isinstance(module, torch.fx.GraphModule) or type(module).__module__.startswith("torch._dynamo"):
+            self._known[module] = self.current
         else:
             # Created during the forward, or reached past its parent's children: named after who calls it.
             parent = self.table[self.current]

@@ -476,7 +476,7 @@ class Recorder:
         if name.startswith(_PYTHON_DIR) and "-packages" not in name:
             return False
         return not (
-            name.startswith((_TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", *GENERATED))
+            name.startswith((_TORCH_DIR, _DEPRECATIONS, "<frozen", "<string>", "<eval_with_key>", *GENERATED))
             or (name.startswith(_MEMPROF_DIR) and not name.startswith(_OWN_WORKLOADS))
         )
 

@@ -169,6 +169,9 @@ def driver_patches(cards: Cards) -> Iterator[tuple[Any, str, Any]]:
         "_cuda_resetPeakHostMemoryStats": None,
         "_cuda_ipc_collect": None,
         "_cuda_sleep": None,
+        # Imported by torch._dynamo.reset() where there is a card (torch/_inductor/cudagraph_trees.py).
+        "_cuda_CUDAAllocator_AllocatorState": None,
+        "_set_cached_tensors_enabled": None,
         "_accelerator_synchronizeDevice": None,
         "_accelerator_emptyHostCache": None,
         "_accelerator_getAccelerator": torch.device("cuda"),

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memprof.catalog import find_gpu
 from memprof.flows.account import analyze
+from memprof.ledger.categories import categorize
+from memprof.ledger.stages import spans
 from memprof.trace.events import EventKind, Trace
 from memprof.virtual import VirtualGpu
 
@@ -150,6 +152,53 @@ def test_a_compiled_model_is_reported_under_its_own_names(gpu: VirtualGpu) -> No
     assert report.verdict.required_bytes > 0
     names = [owner.name for owner in gpu.trace.owners.values()] + [module.path for module in gpu.trace.modules]
     assert "layers.1.up.weight" in names and not any("_orig_mod" in name for name in names)
+
+
+class Speaker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(1000, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1000, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_whole_models_forward_is_one_stage_that_has_its_logits(gpu: VirtualGpu) -> None:
+    model = Speaker().cuda()
+    compiled = torch.compile(model)
+    ids = torch.arange(1000, device="cuda").reshape(4, 250)
+    nn.functional.cross_entropy(compiled(ids).flatten(0, 1), ids.flatten()).backward()
+    report = analyze(gpu.trace)
+    names = [stage.name for stage in report.stages]
+    assert "forward" in names and not {"embedding", "layer 0"} & set(names)
+    logits = next(i for i, s in enumerate(gpu.trace.storages) if s.num_bytes == 4 * 1000 * 1000 and s.module != -1)
+    assert categorize(gpu.trace, spans(gpu.trace))[logits].value == "logits and loss"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:barrier:UserWarning")
+def test_a_model_that_is_compiled_in_pieces_has_its_modules() -> None:
+    """DistributedDataParallel has Dynamo compile a graph for each bucket (torch/_dynamo/backends/distributed.py)."""
+    with VirtualGpu(CARD, cards=2) as gpu:
+        torch.distributed.init_process_group("nccl", rank=0, world_size=2)
+        model = nn.parallel.DistributedDataParallel(torch.compile(Speaker().cuda()))
+        since = len(gpu.trace.storages)
+        model(torch.arange(1000, device="cuda").reshape(4, 250)).sum().backward()
+    made = [s for s in gpu.trace.storages[since:] if not s.hidden and s.module != -1 and s.num_bytes > MIB]
+    paths = {gpu.trace.modules[s.module].path for s in made}
+    assert {"module.layers.0.up", "module.layers.1"} <= paths
+    assert not any("Module" in path for path in paths)
+
+
+def test_the_program_may_forget_what_was_compiled(gpu: VirtualGpu) -> None:
+    compiled = torch.compile(lambda x: x * 2)
+    compiled(batch())
+    torch._dynamo.reset()
+    compiled(batch())
+    assert not eager_lines(gpu)
 
 
 def test_a_second_length_compiles_again_with_sizes_that_are_known_when_it_runs(gpu: VirtualGpu) -> None:
