@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from memprof.cli.exits import Exit
+from memprof.cli.options import again
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import Progress
 
@@ -16,8 +18,15 @@ memprof verify bfloat16 --model gpt2 --seeds 3
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request(Output):
+    """What may run of the models."""
+
+    trust_remote_code: bool = again("trust_remote_code")
+
+
 def verify(
-    output: Output,
+    request: Request,
     remedies: Annotated[
         list[str] | None, typer.Argument(metavar="[REMEDY]...", help="The remedies to verify. [default: all]")
     ] = None,
@@ -35,16 +44,18 @@ def verify(
 
     Exit code 0: everything that was tried is within its bound; 4: something is not; 1: nothing could be tried.
     """
-    with Progress(quiet=output.quiet) as progress:
+    with Progress(quiet=request.quiet) as progress:
         progress("importing torch")
         from memprof.verify.bench import verify as run
 
-        found = run(remedies or (), model or (), seeds=seeds, progress=progress)
-    if output.as_json:
+        found = run(
+            remedies or (), model or (), seeds=seeds, progress=progress, trust_remote_code=request.trust_remote_code
+        )
+    if request.as_json:
         print_json(found)
     else:
         from memprof.report.terminal.console import show
         from memprof.report.terminal.verification import view
 
-        show(view(found, quiet=output.quiet))
+        show(view(found, quiet=request.quiet))
     raise typer.Exit(Exit.DONE if found.passed else Exit.DIFFERS if found.tried else Exit.FAILED)

@@ -39,7 +39,8 @@ def table_form(name: str, option: str, header: bytes) -> Form:
 def write_whole(path: Path, data: bytes, form: Form, *, force: bool = False) -> None:
     """Write `data` to a file that appears at `path` once it is complete.
 
-    A link stays a link to the file that is replaced. What is no regular file (a pipe, /dev/null) is written to.
+    A link stays a link to the file that is replaced, and who may read it stays so. What is no regular file (a pipe,
+    /dev/null) is written to.
 
     Args:
         force: replace a file that memprof has not written, too.
@@ -59,7 +60,8 @@ def write_whole(path: Path, data: bytes, form: Form, *, force: bool = False) -> 
         with tempfile.NamedTemporaryFile(dir=place.parent, prefix=f".{place.name[:40]}.", delete=False) as file:
             temporary = Path(file.name)
             file.write(data)
-        temporary.chmod(0o666 & ~_umask())
+        there = _status(place)
+        temporary.chmod(0o666 & ~_umask() if there is None else stat.S_IMODE(there.st_mode))
         os.replace(temporary, place)
         temporary = None
     except OSError as error:

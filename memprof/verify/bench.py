@@ -76,8 +76,12 @@ def verify(
     *,
     seeds: int = 2,
     progress: Callable[[str], None] = lambda doing: None,
+    trust_remote_code: bool = False,
 ) -> Verification:
     """Verify `remedies` (all, if none is named) on `models` (the small ones, if none is named).
+
+    Args:
+        trust_remote_code: run the code that a model comes with.
 
     Raises:
         UsageError: an unknown remedy or model, or fewer than one seed.
@@ -85,8 +89,8 @@ def verify(
     chosen = [remedy for name in remedies for remedy in find_remedies([name])] or list(REMEDIES.values())
     if seeds < 1:
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
-    specimens = [find_specimen(name) for name in models] or list(SPECIMENS.values())
     found = Verification(seeds=seeds)
+    specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
     for specimen in specimens:
         originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
         for remedy in chosen:

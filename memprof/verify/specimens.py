@@ -164,8 +164,13 @@ SPECIMENS = {
 and a frozen model with NPT components whose weight delta is dense."""
 
 
-def find_specimen(name: str) -> Specimen:
+def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) -> Specimen:
     """One of `SPECIMENS`, or any causal language model that `memprof profile --model` takes.
+
+    Args:
+        name: of the model.
+        notes: gets what is to be said of it, such as whose code is run.
+        trust_remote_code: run the code that it comes with.
 
     Raises:
         UsageError: no such model, or one that takes no token ids and labels.
@@ -174,12 +179,14 @@ def find_specimen(name: str) -> Specimen:
         return SPECIMENS[name]
     from memprof.workload.models import find_source
 
-    source = find_source(TargetSpec(model=name, dtype="float32", attention="eager"))
+    spec = TargetSpec(model=name, dtype="float32", attention="eager", trust_remote_code=trust_remote_code)
+    source = find_source(spec)
     if source.task != "causal-lm" or source.vocab_size is None:
         raise UsageError(
             "memprof verify needs a causal language model", value=f"{name}: {source.task}",
             hint="small ones are there by name: " + ", ".join(SPECIMENS),
         )  # fmt: skip
+    notes += source.notes
     limit = source.max_positions or 1024
     return Specimen(
         source.name, source.build, source.build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(512, limit)

@@ -154,6 +154,40 @@ def test_any_causal_model(memprof, tmp_path):
     assert len(result.json["deviations"]) == 3
 
 
+OWN_CODE = """
+from torch import nn
+from transformers import PreTrainedModel, PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutput
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+class OwnForCausalLM(PreTrainedModel):
+    config_class = OwnConfig
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.lm_head = nn.Linear(config.width, config.vocab_size)
+        self.post_init()
+    def forward(self, input_ids, labels=None, **others):
+        logits = self.lm_head(self.embed(input_ids))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **others)
+        return CausalLMOutput(loss=loss, logits=logits)
+"""
+
+
+def test_a_models_own_code_needs_leave(memprof, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "modeling_own.py").write_text(OWN_CODE)
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config = {"model_type": "own", "architectures": ["OwnForCausalLM"], "width": 16, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": classes}))
+    command = ("verify", "freeze", "--model", tmp_path, "--seeds", 1, "--json")
+    refused = memprof(*command)
+    assert refused.exit_code == 2 and "--trust-remote-code" in refused.stderr
+    found = memprof(*command, "--trust-remote-code")
+    assert found.exit_code == 0, found.stderr
+    assert any("modeling_own.OwnForCausalLM" in note for note in found.json["notes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

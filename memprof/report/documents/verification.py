@@ -148,6 +148,7 @@ class Verification(Plain):
         peaks: what each saves in one workload.
         skipped: remedy and model to the reason why it was not tried there.
         narrow: model to the operators of its float64 reference that gave numbers of a smaller dtype; should be none.
+        notes: what the models named were taken for, and whose code was run.
     """
 
     seeds: int = 0
@@ -156,6 +157,7 @@ class Verification(Plain):
     optimizers: list[OptimizerRow] = field(default_factory=list)
     narrow: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata=json_name("reference_below_float64"))
     peaks: list[RemedyPeak] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
     @property

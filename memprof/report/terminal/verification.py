@@ -33,6 +33,7 @@ def view(found: Verification, *, quiet: bool = False) -> RenderableType:
         for model, operators in found.narrow.items()
         if operators
     ]
+    parts += [dim(note) for note in found.notes]
     parts += [dim(f"not tried: {remedy} on {model}: {why}") for (remedy, model), why in found.skipped.items()]
     return Group(*parts, verdict)
 

@@ -31,6 +31,15 @@ def test_new_empty_and_own_files_are_written(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_who_may_read_a_file_stays_so(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(OLD)
+    for mode in (0o600, 0o664):
+        file.chmod(mode)
+        _write_and_check(file)
+        assert stat.S_IMODE(file.stat().st_mode) == mode
+
+
 @pytest.mark.parametrize("content", [b"import torch\n", b"x" * 10_000, b"note: but of another kind", b"\x00" * 5])
 def test_the_file_of_another_is_kept(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "train.py"
