@@ -30,7 +30,7 @@ def help(
         raise MemprofError("this installation has no pages", hint="install memprof from its wheel, or from a checkout")
     if topic is not None:
         if topic not in pages:
-            raise unknown_name("topic", topic, pages, see="memprof help lists them.")
+            raise unknown_name("topic", topic, pages, see="(memprof help lists them)")
         say(pages[topic].read_text(encoding="utf-8"), nl=False)
         return
     for name, page in pages.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class Saved(Told):
             with _after_the_report():
                 save_trace(trace, self.place, force=self.force)
             if not self.quiet:
-                say(f"Saved: memprof show {self.save}", err=True)
+                say(f"Saved: memprof show {shlex.quote(str(self.save))}", err=True)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def copy_recipe(
         raise UsageError(
             "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
         ) from error
-    say(f"copied to {target}; run it with\n    python {target / _SCRIPT}")
+    say(f"copied to {target}; run it with\n    python {shlex.quote(str(target / _SCRIPT))}")
 
 
 def find_recipes() -> list[Path]:

@@ -353,9 +353,9 @@ def test_a_run_is_saved_where_it_was_started(memprof, script, tmp_path, monkeypa
         os.chdir("outputs")
         """
     )
-    ran = memprof("run", "--save", "run.memprof", name)
-    assert ran.exit_code == 0 and "Saved: memprof show run.memprof\n" in ran.stderr
-    assert (tmp_path / "run.memprof").is_file() and not list((tmp_path / "outputs").iterdir())
+    ran = memprof("run", "--save", "the run.memprof", name)
+    assert ran.exit_code == 0 and "Saved: memprof show 'the run.memprof'\n" in ran.stderr  # as a shell takes it
+    assert (tmp_path / "the run.memprof").is_file() and not list((tmp_path / "outputs").iterdir())
 
 
 def test_settings_that_the_script_makes_before_memory_is_used(memprof, script):
