@@ -43,6 +43,7 @@ _MOST_OF = {
     "effective_batch": 1 << 24,
     "context_length": 1 << 27,
     "timeout": 10**8,
+    "interval": 86_400,
 }
 _MANY_DIGITS = re.compile(r"\d{400}")
 _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")

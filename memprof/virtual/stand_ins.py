@@ -82,9 +82,10 @@ def counted(overload: Any, args: Any, output: torch.Tensor, share: float) -> tor
         return (each + (torch.arange(output.numel()) < rest)).to(output.dtype).reshape(output.shape)
     if packet is _aten._to_copy and share == 1.0 and not output.is_floating_point():
         return torch.ones((), dtype=output.dtype).expand(output.shape)
-    if packet is _aten.cumsum and share == 1.0:
-        known: torch.Tensor = overload(torch.ones(data.shape, dtype=data.dtype), *args[1:])
-        return known.to(output.dtype)
+    if packet is _aten.cumsum and share == 1.0:  # one row stands for all
+        shape = data.movedim(args[1], -1).shape if data.dim() else torch.Size([1])
+        sums = torch.arange(1, shape[-1] + 1, dtype=output.dtype).expand(shape)
+        return sums.movedim(-1, args[1]) if data.dim() else sums.reshape(())
     return None
 
 

@@ -383,7 +383,9 @@ class Values:
         if not _is_integer(outputs[-1]):
             return
         share = self._share(args[0])
-        stand_in = None if share is None else stand_ins.counted(func, args, outputs[-1], share)
+        stand_in = None
+        if share is not None and (packet is _aten._to_copy or self.wants(outputs[-1])):  # a copy is of one value
+            stand_in = stand_ins.counted(func, args, outputs[-1], share)
         if stand_in is not None:
             self.set(outputs[-1], stand_in)
             return

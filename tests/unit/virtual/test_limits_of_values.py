@@ -239,3 +239,17 @@ def test_what_is_too_much_when_it_is_read_is_unknown(gpu: VirtualGpu, monkeypatc
     late = positions("cuda") * 2
     monkeypatch.setattr(values, "MAX_WORK", 0)
     assert late[4].item() == 1.0
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((), 0), ((5,), 0), ((2, 3), -1), ((2, 3), 0), ((3, 2, 4), 1)])
+def test_what_an_unknown_mask_sums_up_to(gpu: VirtualGpu, shape: tuple[int, ...], dim: int) -> None:
+    mask = torch.randn(shape, device="cuda") > 0
+    assert torch.equal(mask.cumsum(dim).cpu(), torch.ones(shape, dtype=torch.bool).cumsum(dim))
+
+
+def test_sums_of_a_mask_beyond_all_memory_are_not_made(gpu: VirtualGpu) -> None:
+    """As a batch of millions makes them, where transformers looks for packed sequences."""
+    mask = torch.randn(1 << 30, 1 << 12, device="cuda") > 0
+    sums = mask.cumsum(-1)
+    assert sums.shape == mask.shape and bool((sums[:, -1] == 0).all())
+    assert int(mask.sum()) == 1 << 42
