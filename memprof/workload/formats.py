@@ -77,7 +77,7 @@ def checkpoint_format(config: Mapping[str, Any], where: str) -> Stored | None:
     method = said.get("quant_method") or ("bitsandbytes" if _BITS.intersection(said) else None)
     reader = _READERS.get(str(method))
     if reader is None:
-        raise _refused(f"{method} ({where})")
+        raise _refused(f"{method or 'no quant_method'} ({where})")
     problems: list[str] = []
     name = reader(said, config, problems)
     unknown = [key for key in said if key not in _METADATA | _OBEYED[str(method)]]
