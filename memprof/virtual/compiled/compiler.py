@@ -22,6 +22,7 @@ import torch
 
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
+from memprof.virtual.compiled.telling import Telling
 from memprof.virtual.machine import Machine
 from memprof.virtual.torch_cuda.driver import driver_patches
 from memprof.watch.patches import Patches
@@ -85,6 +86,7 @@ class Compiler:
         self._frame = "a function"
         self._folder = ""
         self._origins = Origins(machine.recorder, lambda: self._folder)
+        self._telling = Telling(self._lifted, assume)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patch (owner, name, replacement) of `torch.compile`; `nn.Module.compile` calls it."""
@@ -143,6 +145,9 @@ class Compiler:
             # Releases of torch differ in what is private, and some are built without a compiler.
             self._own.undo()
             self._why_not = f", for torch {torch.__version__} is not prepared for it ({error})"
+        except OSError as error:
+            self._own.undo()
+            self._why_not = f", for there is no folder to write its code in ({error})"
 
     def _prepare(self) -> None:
         with self._patches.lifted():
@@ -162,6 +167,7 @@ class Compiler:
         self._choices = tracing.Choices(self._machine)
         self._watch_frames()
         self._own.set_all(self._hooks())
+        self._own.set_all(self._telling.patches())
         self._own.set_all(wrapper.patches(self._machine, self._origins))
         wrapper.add_rules(type(self._machine))
         with self._lifted():
@@ -187,7 +193,7 @@ class Compiler:
 
     def _watch_frames(self) -> None:
         """Dynamo is entered without memprof's modes, which it would not compile under."""
-        from torch._dynamo import convert_frame, exc
+        from torch._dynamo import convert_frame, exc, types
 
         catcher = convert_frame.CatchErrorsWrapper
         if "memprof" in catcher.__call__.__module__:
@@ -201,7 +207,10 @@ class Compiler:
             outer, self._frame = self._frame, _named(frame.f_code)
             try:
                 with self._lifted():
-                    return call(self_, frame, *args, **kwargs)
+                    made = call(self_, frame, *args, **kwargs)
+                if made.frame_exec_strategy.cur_action == types.FrameAction.RUN_ONLY:
+                    self._telling.limited(self._frame)
+                return made
             except exc.InternalTorchDynamoError as error:
                 self._fall_back(error)
                 return skipped()
@@ -244,6 +253,8 @@ class Compiler:
                 return inner(graph, inputs, *args, **kwargs)
 
         def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if "inner_compile" in kwargs:  # of itself, with the settings that it was given
+                return whole(model, inputs, *args, **kwargs)
             if not _is_on_card(model, inputs):
                 return model
             kwargs["config_patches"] = self._settings(kwargs.get("config_patches"))
@@ -287,6 +298,9 @@ class Compiler:
 
         from memprof.virtual.compiled import card, tracing
 
+        timed = [name for name in _TIMED if getattr(inductor, name, False)]
+        if timed:
+            self._assume(_BY_TIME.format(", ".join(timed)))
         own = Patches()
         try:
             own.set_all(tracing.patches(self._machine))

@@ -1,0 +1,117 @@
+"""What the program is told of how Dynamo cut it up: functions compiled again, and breaks between graphs.
+
+Each is told once, with what it comes to: what one graph leaves to the next lies in memory, where one graph might have
+computed it as it went.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memprof.units import format_bytes
+from memprof.virtual.compiled.lifting import Lifting
+from memprof.watch.recorder import Recorder
+
+_NUMBERS = re.compile(r"\d+")
+_LONGEST = 160
+_RESUMED = "torch_dynamo_resume_in"
+"""How Dynamo calls what follows a break; it is compiled again where its function is."""
+
+
+class Telling:
+    """Notes recompilations and breaks of a run.
+
+    Args:
+        lifted: by which guards are looked at as the program runs them.
+        assume: told what the run rests on.
+    """
+
+    def __init__(self, lifted: Lifting, assume: Callable[[str], None]) -> None:
+        self._lifted = lifted
+        self._assume = assume
+        self._told: set[tuple[Any, str]] = set()
+        self._break: Any = None
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement) of Dynamo."""
+        from torch._dynamo import convert_frame, output_graph
+
+        reasons_of = convert_frame.get_and_maybe_log_recompilation_reasons  # type: ignore[attr-defined]
+        cut, compile_graph = output_graph.OutputGraph.compile_subgraph, output_graph.OutputGraph.call_user_compiler
+
+        def reasons(entries: Any, frame: Any, *args: Any, **kwargs: Any) -> list[str]:
+            # Guards fail where the program runs, in what it sees of torch.
+            with self._lifted.put_back():
+                found: list[str] = reasons_of(entries, frame, *args, **kwargs)
+            self._again(frame.f_code, found)
+            return found
+
+        def compile_subgraph(graph: Any, tracer: Any, reason: Any, *args: Any, **kwargs: Any) -> Any:
+            self._break = reason if reason.graph_break else None
+            return cut(graph, tracer, reason, *args, **kwargs)
+
+        def call_user_compiler(graph: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._break is not None:
+                self._broken(self._break, module)
+            return compile_graph(graph, module, *args, **kwargs)
+
+        yield convert_frame, "get_and_maybe_log_recompilation_reasons", reasons
+        yield output_graph.OutputGraph, "compile_subgraph", compile_subgraph
+        yield output_graph.OutputGraph, "call_user_compiler", call_user_compiler
+
+    def limited(self, name: str) -> None:
+        """The function of this name (and place) was compiled as often as Dynamo allows."""
+        limit = getattr(torch._dynamo.config, "recompile_limit", None) or torch._dynamo.config.cache_size_limit
+        self._assume(
+            f"{name} was compiled {limit} times (torch._dynamo.config.recompile_limit), and for whatever fits none of "
+            "them runs eagerly, as on a card."
+        )
+
+    def _again(self, code: Any, reasons: list[str]) -> None:
+        if not reasons or not Recorder.is_program(code) or code.co_name.startswith(_RESUMED):
+            return
+        reason = reasons[-1].partition(": ")[2].partition("\n")[0] or reasons[-1]
+        reason = reason.partition("  # ")[0].strip().rstrip(".")
+        key = (code, _NUMBERS.sub("", reason))
+        if key in self._told:
+            return
+        self._told.add(key)
+        self._assume(
+            f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is compiled again ({reason[:_LONGEST]}), "
+            "which costs time and no memory of the card; more of the kind is not told."
+        )
+
+    def _broken(self, reason: Any, module: Any) -> None:
+        frames = [frame for frame in reason.user_stack if Recorder.is_program_file(frame.filename)]
+        if not frames:
+            return
+        at = f"{frames[-1].filename}:{frames[-1].lineno}"
+        if (at, "") in self._told:
+            return
+        self._told.add((at, ""))
+        why = str(reason.reason).strip().partition("\n")[0].rstrip(".")
+        self._assume(
+            f"A graph ends at {at} ({why[:_LONGEST]}): {format_bytes(_left(module))} are left there in memory for what "
+            "follows, with which nothing before it is fused."
+        )
+
+
+def _left(module: torch.fx.GraphModule) -> int:
+    """Bytes of what a graph gives and was not given."""
+    given = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    results = [node.meta.get("example_value") for node in output.all_input_nodes]
+    tensors = {id(value): value for value in results if isinstance(value, torch.Tensor)}
+    inputs = {id(value) for value in given}
+    return sum(_bytes(tensor) for key, tensor in tensors.items() if key not in inputs)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    number = tensor.element_size()
+    for size in tensor.shape:
+        number *= size if isinstance(size, int) else size.node.hint or 0
+    return number

@@ -1,0 +1,232 @@
+"""What programs do around torch.compile: backends, settings, errors, threads, folders that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memprof.virtual import VirtualGpu
+from tests.unit.virtual.compiled.test_compiler import CARD, SMALL, Block, batch, eager_lines, moves
+
+pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(CARD) as virtual:
+        yield virtual
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Two operators: fused, they make one tensor."""
+    return (x * 2).relu()
+
+
+def allocations(gpu: VirtualGpu, run: Callable[[], Any]) -> list[int]:
+    """The bytes that a call takes, without what it gives back."""
+    since = len(gpu.trace.events)
+    run()
+    return [size for size in moves(gpu.trace, since) if size > 0]
+
+
+def told(gpu: VirtualGpu, words: str) -> list[str]:
+    return [line for line in gpu.trace.assumptions if words in line]
+
+
+# -- backends ----------------------------------------------------------------------------------------------------------
+
+
+def test_cuda_graphs_without_inductor_run_eagerly_and_are_told(gpu: VirtualGpu) -> None:
+    x = batch()
+    assert allocations(gpu, lambda: torch.compile(double, backend="cudagraphs")(x)) == [SMALL, SMALL]
+    (line,) = eager_lines(gpu)
+    assert "(backend cudagraphs)" in line
+
+
+def test_a_backend_that_does_not_exist_is_torchs_error(gpu: VirtualGpu) -> None:
+    with pytest.raises(Exception, match="Invalid backend: 'fastest'"):
+        torch.compile(double, backend="fastest")
+
+
+def test_a_backend_that_raises_is_the_programs_error(gpu: VirtualGpu) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise ValueError("not today")
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="not today"):
+        torch.compile(double, backend=backend)(batch())
+
+
+def test_a_backend_of_the_programs_own_may_hand_on_to_inductor(gpu: VirtualGpu) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs)
+
+    x = batch()
+    assert allocations(gpu, lambda: torch.compile(double, backend=backend)(x)) == [SMALL]
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [{"options": {"epilogue_fusion": True}}, {"mode": "reduce-overhead"}, {"dynamic": True}]
+)
+def test_what_is_asked_of_inductor_does_not_keep_it_from_compiling(gpu: VirtualGpu, settings: dict[str, Any]) -> None:
+    x = batch()
+    assert allocations(gpu, lambda: torch.compile(double, **settings)(x)) == [SMALL]
+    assert not eager_lines(gpu)
+
+
+def test_settings_of_the_program_that_would_time_kernels_are_told(gpu: VirtualGpu) -> None:
+    from torch._inductor import config
+
+    with config.patch(max_autotune=True):
+        torch.compile(lambda x: x @ x.T)(batch(256))
+        assert config.max_autotune
+    assert told(gpu, "is not asked to time kernels against each other (max_autotune)")
+
+
+def test_a_function_is_compiled_as_often_as_the_program_allows(gpu: VirtualGpu) -> None:
+    from torch._dynamo import config
+
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    with config.patch({name: 2, "automatic_dynamic_shapes": False}):
+        compiled = torch.compile(double)
+        inputs = [batch(rows) for rows in (256, 512, 768, 1024)]
+        taken = [len(allocations(gpu, partial(compiled, x))) for x in inputs]
+    assert taken == [1, 1, 2, 2]  # one tensor of compiled code, or two of eager code
+    (again,) = told(gpu, "is compiled again")
+    assert f"double ({__file__}:" in again and "size mismatch at index 0. expected 256, actual 512" in again
+    (limit,) = told(gpu, "was compiled 2 times")
+    assert "for whatever fits none of them runs eagerly" in limit
+
+
+def test_dynamo_that_the_program_has_switched_off_compiles_nothing(gpu: VirtualGpu) -> None:
+    from torch._dynamo import config
+
+    x = batch()
+    with config.patch(disable=True):
+        assert allocations(gpu, lambda: torch.compile(double)(x)) == [SMALL, SMALL]
+
+
+def test_a_stance_of_the_program_holds(gpu: VirtualGpu) -> None:
+    x, compiled = batch(), torch.compile(double)
+    with torch.compiler.set_stance("force_eager"):
+        assert allocations(gpu, lambda: compiled(x)) == [SMALL, SMALL]
+    assert allocations(gpu, lambda: compiled(x)) == [SMALL]
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_that_is_not_to_be_compiled_ends_a_graph(gpu: VirtualGpu) -> None:
+    left_out = torch.compiler.disable(double)
+
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (left_out(x + 1) * 2).relu()
+
+    x = batch()
+    assert allocations(gpu, lambda: step(x)) == [SMALL] * 4  # the sum, two of eager code, and what follows
+    (line,) = told(gpu, "A graph ends at")
+    at = step.__wrapped__.__code__.co_firstlineno + 2
+    assert f"{__file__}:{at} (" in line and "16.00 MiB are left there in memory" in line
+
+
+def test_compiled_code_in_compiled_code_is_one_graph(gpu: VirtualGpu) -> None:
+    inner = torch.compile(double)
+    x = batch()
+    assert allocations(gpu, lambda: torch.compile(lambda x: inner(x + 1) - 1)(x)) == [SMALL]
+
+
+def test_a_mistake_in_compiled_code_is_told_as_torch_tells_it(gpu: VirtualGpu) -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as raised:
+        torch.compile(lambda x: x @ torch.ones(3, 3, device="cuda"))(batch())
+    assert f"{__file__}" in str(raised.value)
+    assert not eager_lines(gpu)
+
+
+def test_another_thread_may_call_compiled_code(gpu: VirtualGpu) -> None:
+    x, compiled, shapes = batch(), torch.compile(double), []
+    compiled(x)
+    thread = threading.Thread(target=lambda: shapes.append(compiled(x).shape))
+    thread.start()
+    thread.join()
+    assert shapes == [x.shape]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_caches_of_the_machine_are_neither_read_nor_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Folders that are named by the environment, and what is in the home and the temporary folder."""
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HOME"):
+        (tmp_path / name / "fxgraph").mkdir(parents=True)
+        (tmp_path / name / "fxgraph" / "entry").write_text("of another run")
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for folder in tmp_path.iterdir():
+        folder.chmod(0o500)
+    opened: list[str] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path.parent))
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    with VirtualGpu(CARD) as gpu:
+        torch.compile(Block().cuda())(batch()).sum().backward()
+        opened += [name for name in _loaded() if name.startswith(str(tmp_path))]
+    assert not eager_lines(gpu) and not opened
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+    assert all(path.read_text() == "of another run" for path in tmp_path.rglob("entry"))
+
+
+def _loaded() -> list[str]:
+    """Files of generated code that are in use."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return [str(module.__file__) for module in PyCodeCache.modules]
+
+
+def test_a_full_disk_is_told_and_the_program_runs_eagerly(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache
+
+    def write(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(codecache, "write_atomic", write)
+    x = batch()
+    assert allocations(gpu, lambda: torch.compile(double)(x)) == [SMALL, SMALL]
+    (line,) = eager_lines(gpu)
+    assert line.startswith("double (") and "No space left on device" in line
+
+
+def test_without_a_folder_to_write_in_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_folder(*args: Any, **kwargs: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with VirtualGpu(CARD) as gpu:
+        monkeypatch.setattr(tempfile, "mkdtemp", no_folder)
+        compiled = torch.compile(double)
+        x = batch()
+        assert allocations(gpu, lambda: compiled(x)) == [SMALL, SMALL]
+    (line,) = eager_lines(gpu)
+    assert "no folder to write its code in ([Errno 13] Permission denied)" in line
+
+
+def test_a_layer_that_is_compiled_once_serves_all_that_are_alike(gpu: VirtualGpu) -> None:
+    torch._dynamo.utils.counters.clear()
+    layers = nn.ModuleList(Block() for _ in range(3)).cuda()
+    for layer in layers:
+        layer.compile()
+    x = batch().requires_grad_()
+    for layer in layers:
+        x = layer(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not told(gpu, "is compiled again")
