@@ -157,7 +157,7 @@ class Machine(TorchDispatchMode):
     def _held(self, sizes: list[int], op: str, place: Place, device: str) -> Iterator[None]:
         taken = [self.recorder.allocate_hidden(size, op, place, device) for size in sizes]
         yield
-        for index in taken:
+        for index in reversed(taken):  # as C++ destroys what a function holds
             self.recorder.free_hidden(index)
 
     def transients(self, sizes: Iterable[int], op: str, place: Place, device: str = GPU) -> None:

@@ -19,6 +19,8 @@ _SPLIT_THREADS = 512
 _MIN_VALUES_PER_THREAD = 16
 _MAX_VALUES_PER_THREAD = 256
 _INT32_MAX = 2**31 - 1
+_PAIR_BYTES = 16
+"""A value and its int64 position, aligned to 8 bytes."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ def _reduction(
 def reduction_buffers(
     tensor: torch.Tensor, dims: Any, accumulator_bytes: int, card: Card, values_per_load: int = 4
 ) -> list[int]:
-    """Buffers of a reduction; where half precision takes several launches, first the sums between them.
+    """Buffers of a reduction; where one of half precision, or of values with positions, takes several launches, first
+    what is carried between them, for which the result has no room (Reduce.cuh, AccumulationBuffer).
 
     Launches follow one another, and each gives its buffers back before the next (Reduce.cuh, gpu_reduce_kernel, calls
     itself for every part): what is held at once is the largest launch's.
@@ -194,7 +197,7 @@ def reduction_buffers(
     whole = Reduction.of(tensor, dims, accumulator_bytes, values_per_load)
     parts = whole.split()
     sums = []
-    if len(parts) > 1 and tensor.dtype in (torch.float16, torch.bfloat16):
+    if len(parts) > 1 and (tensor.dtype in (torch.float16, torch.bfloat16) or accumulator_bytes == _PAIR_BYTES):
         sums = [accumulator_bytes * math.prod(size for size, _ in whole.kept)]
     return [*sums, *max((_buffers(part, card.num_sms, card.threads_per_sm) for part in parts), key=sum)]
 
@@ -210,12 +213,12 @@ def _own(tensor: torch.Tensor) -> int:
 
 def _pair(tensor: torch.Tensor) -> int:
     """A value and its int64 index, aligned to 8 bytes; max() and min() without a dimension keep no index."""
-    return 16
+    return _PAIR_BYTES
 
 
 def _index(tensor: torch.Tensor) -> int:
     """A value and its int64 index; unlike max and min, argmax and argmin keep it without a dimension as well."""
-    return 16
+    return _PAIR_BYTES
 
 
 def _welford(tensor: torch.Tensor) -> int:
