@@ -57,8 +57,9 @@ _PLUMBING = frozenset((
     "nvtx", "decorator",
 ))  # fmt: skip
 """Packages whose lines say nothing of what the program was doing."""
-_GENERATED = re.compile(r"/torchinductor_[^/]*/|^<eval_with_key>|^<torch|^<string>")
-"""Code that torch.compile, torch.fx, einx and dataclasses write, and nobody reads."""
+_GENERATED = re.compile(r"/torchinductor_[^/]*/|/([a-z2-7]{2})/c\1[a-z2-7]{49}\.py$|^<eval_with_key>|^<torch|^<string>")
+"""Code that torch.compile, torch.fx, einx and dataclasses write, and nobody reads. In a cache anywhere Inductor calls a
+file by the hash of its text (torch/_inductor/codecache.py)."""
 _SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autograd/", "/torch/_", "/torch/functional.py")
 
 _OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")

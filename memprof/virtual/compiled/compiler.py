@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.compiled.telling import Telling
@@ -34,7 +35,6 @@ COMPILED = (
 )
 EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as a rule needs less."
 _BY_TIME = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
-_GRAPHS = "Compiled code runs without CUDA graphs here: the pool that they keep is not counted."
 _TIMED = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 _INDUCTOR = {
     "fx_graph_cache": False,
@@ -86,6 +86,8 @@ class Compiler:
         self._frame = "a function"
         self._folder = ""
         self._origins = Origins(machine.recorder, lambda: self._folder)
+        self._graphs = Graphs(machine.recorder, assume)
+        self._graphs_for_all = False
         self._telling = Telling(self._lifted, assume)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
@@ -193,7 +195,7 @@ class Compiler:
 
     def _watch_frames(self) -> None:
         """Dynamo is entered without memprof's modes, which it would not compile under."""
-        from torch._dynamo import convert_frame, exc, types
+        from torch._dynamo import convert_frame, exc
 
         catcher = convert_frame.CatchErrorsWrapper
         if "memprof" in catcher.__call__.__module__:
@@ -208,7 +210,7 @@ class Compiler:
             try:
                 with self._lifted():
                     made = call(self_, frame, *args, **kwargs)
-                if made.frame_exec_strategy.cur_action == types.FrameAction.RUN_ONLY:
+                if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                     self._telling.limited(self._frame)
                 return made
             except exc.InternalTorchDynamoError as error:
@@ -252,16 +254,26 @@ class Compiler:
             with lifted():
                 return inner(graph, inputs, *args, **kwargs)
 
+        def compile_graphed(name: str) -> Callable[..., Any]:
+            def compile_it(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                compiled = compile_inner(graph, inputs, *args, **kwargs)
+                self._graphs.keep(compiled, kwargs, name)
+                return compiled
+
+            return compile_it
+
         def compile_whole(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if "inner_compile" in kwargs:  # of itself, with the settings that it was given
                 return whole(model, inputs, *args, **kwargs)
             if not _is_on_card(model, inputs):
                 return model
-            kwargs["config_patches"] = self._settings(kwargs.get("config_patches"))
+            asked, graphed = self._settings(kwargs.get("config_patches"))
+            kwargs["config_patches"] = asked
+            compile_it = compile_graphed(self._frame) if graphed else compile_inner
             kept = torch.fx.GraphModule(model, copy.deepcopy(model.graph))  # what compiles it may change it
             try:
                 with lifted():
-                    return whole(model, inputs, *(args or (compile_inner,)), **kwargs)
+                    return whole(model, inputs, *(args or (compile_it,)), **kwargs)
             except Exception as error:  # of any kind: what Inductor cannot do without a card runs eagerly
                 self._fall_back(error)
                 return kept
@@ -279,16 +291,15 @@ class Compiler:
             return module
 
         yield graph.GraphLowering, "compile_to_module", compile_to_module
+        yield from _stream_patches()
 
-    def _settings(self, asked: dict[str, Any] | None) -> dict[str, Any]:
-        """The program's own settings of Inductor, without those that need a card."""
+    def _settings(self, asked: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
+        """The program's own settings of Inductor without those that need a card; whether it asks for CUDA graphs."""
         asked = dict(asked or {})
         timed = [name for name in _TIMED if asked.pop(name, False)]
         if timed:
             self._assume(_BY_TIME.format(", ".join(timed)))
-        if asked.pop("triton.cudagraphs", False):
-            self._assume(_GRAPHS)
-        return asked
+        return asked, asked.pop("triton.cudagraphs", self._graphs_for_all)
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -298,6 +309,7 @@ class Compiler:
 
         from memprof.virtual.compiled import card, tracing
 
+        self._graphs_for_all = bool(inductor.triton.cudagraphs)
         timed = [name for name in _TIMED if getattr(inductor, name, False)]
         if timed:
             self._assume(_BY_TIME.format(", ".join(timed)))
@@ -315,6 +327,27 @@ class Compiler:
                 yield
         finally:
             own.undo()
+
+
+def _stream_patches() -> Iterator[tuple[Any, str, Any]]:
+    """The patch (owner, name, replacement) by which a graph ends where the program enters a stream.
+
+    Those of the run are not of torch's own class, and Dynamo would give up the whole function.
+    """
+    from torch._dynamo.exc import Unsupported
+
+    try:
+        from torch._dynamo.variables.streams import StreamContextVariable
+    except ImportError:  # releases in which graphs have no streams
+        return
+    make = StreamContextVariable.create
+
+    def create(tracer: Any, stream: Any, **kwargs: Any) -> Any:
+        if not hasattr(stream, "user_object_index"):
+            raise Unsupported("a stream is entered")
+        return make(tracer, stream, **kwargs)
+
+    yield StreamContextVariable, "create", staticmethod(create)
 
 
 def _set_cache(folder: str | None) -> None:

@@ -10,6 +10,8 @@ from tests.unit.recording.builder import stack
 
 SITE = "/venv/lib/python3.12/site-packages"
 WORKSPACE = Frame("", 0, "at::cuda::getCUDABlasLtWorkspace()")
+HASH = "rqi2a6dtsgnlkgpr4ajhnqxz3vhmrb4dtextosnrzy7m2c3ycct"
+"""51 letters, of whose first two the folder is named."""
 ENGINE = Frame("", 0, "torch::autograd::Engine::evaluate_function()")
 
 
@@ -29,6 +31,8 @@ def test_no_frames():
             f"{SITE}/transformers/models/llama/modeling_llama.py:216 forward",
         ),
         (("/tmp/torchinductor_me/ab/cabcdef.py:310 call", "model.py:12 forward"), "/home/me/model.py:12 forward"),
+        ((f"/scratch/compiled/rq/c{HASH}.py:10050 call", "model.py:12 forward"), "/home/me/model.py:12 forward"),
+        (("/scratch/compiled/rq/crq.py:10050 call", "model.py:12 forward"), "/scratch/compiled/rq/crq.py:10050 call"),
         (("<eval_with_key>.3:5 forward", "model.py:12 forward"), "/home/me/model.py:12 forward"),
         (("<string>:3 op1", f"{SITE}/einx/op.py:9 call", "model.py:12 forward"), "/home/me/model.py:12 forward"),
         (("/usr/lib/python3.12/contextlib.py:81 inner", "train.py:3 step"), "/home/me/train.py:3 step"),

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+import memprof
+from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
-from tests.unit.virtual.compiled.test_compiler import CARD, SMALL, Block, batch, eager_lines, moves
+from tests.unit.virtual.compiled.test_compiler import CARD, LARGE, SMALL, Block, batch, eager_lines, moves
 
 pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
 
@@ -124,6 +126,28 @@ def test_a_stance_of_the_program_holds(gpu: VirtualGpu) -> None:
     with torch.compiler.set_stance("force_eager"):
         assert allocations(gpu, lambda: compiled(x)) == [SMALL, SMALL]
     assert allocations(gpu, lambda: compiled(x)) == [SMALL]
+
+
+def test_cuda_graphs_have_a_pool_that_is_kept() -> None:
+    """Eager code gets nothing of what graphs have, and it does not go back."""
+    with memprof.virtual_gpu("a100-80gb") as gpu:
+        model = Block().cuda()
+        compiled = torch.compile(model, mode="reduce-overhead")
+        x = batch()
+        reserved = []
+        for _ in range(4):
+            compiled(x).square().mean().backward()
+            model.zero_grad()
+            reserved.append(torch.cuda.memory_reserved())
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    trace = gpu.trace
+    assert reserved[2] == reserved[3]  # replays take nothing more
+    assert kept >= 2 * LARGE  # the activations' place
+    assert {event.ref for event in trace.events if event.kind is EventKind.POOL} == {0, 1}
+    # The batch, and the gradient of the result that the backward's graph is given.
+    assert [s.num_bytes for s in trace.storages if trace.op(s) == "aten.empty_strided"] == [SMALL, SMALL]
+    assert any("in a pool of their own" in line for line in trace.assumptions)
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
