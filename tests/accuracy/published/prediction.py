@@ -40,7 +40,7 @@ CARDS = {
 """A table's name of a card -> the catalog's. The RTX 4070 Ti SUPER (Ada, 16 GB) is not in the catalog: the Ada card of
 its capacity stands in; that decides cuBLAS's workspace, which is the same, and nothing else."""
 FORMAT = "weights in a format of kernels that are not simulated: {}"
-RANKS = "needs several ranks: sharded parameters and collectives are not simulated"
+RANKS = "needs several ranks, which `memprof profile` does not have"
 
 COMPILED = "compiled there, eager here"
 VERSIONS = "other releases of torch or transformers"
