@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessException
 from torch.utils._pytree import tree_leaves
 
 from memprof.errors import MemprofError
@@ -155,7 +156,14 @@ def _inline(
                 f"ask for as many cards as it starts processes: --gpus {nprocs}",
             )
         if nprocs > cards:
-            return original(fn, args, nprocs, join, *rest, **options)
+            try:
+                return original(fn, args, nprocs, join, *rest, **options)
+            except (ProcessException, MemprofError) as error:
+                said = error.problem if isinstance(error, MemprofError) else str(error).strip().splitlines()[-1]
+                raise refused(
+                    f"starts {nprocs} processes where there are cards for {cards}, and one failed: {said}",
+                    f"if each takes a card: memprof run --gpus {nprocs}",
+                ) from error
         if not exactly:
             assume(_SPAWN_INLINE if nprocs == 1 else _SPAWN_ONE.format(nprocs))
         first = len(recording.recorder.trace.storages)

@@ -140,8 +140,10 @@ def test_spawning_one_process_runs_it_here() -> None:
 
 @pytest.mark.slow
 def test_spawning_more_starts_them() -> None:
-    with VirtualGpu(CARD), pytest.raises(Exception, match="uses CUDA in another process"):
+    with VirtualGpu(CARD), pytest.raises(Exception, match="uses CUDA in another process") as raised:
         torch.multiprocessing.spawn(on_card, nprocs=2)
+    assert isinstance(raised.value, MemprofError) and "starts 2 processes where" in raised.value.problem
+    assert raised.value.hint == "if each takes a card: memprof run --gpus 2"
 
 
 def on_card(rank: int) -> None:
