@@ -121,6 +121,7 @@ def test_a_port_in_use_is_nobodys_business():
         ((*LAUNCHED, "smaller"), "joins as rank 0 of 3, where rank 0 of 4 runs", 1),
         (("--ladder", *LAUNCHED, "train"), "a ladder and a search run one rank", 2),
         ((*LAUNCHED, "gloo"), "ended before anything was on a card: there is nothing to report", 0),
+        ((*LAUNCHED, "mpi"), "ended before anything was on a card: there is nothing to report", 0),
     ],
 )
 def test_bad_input_is_one_error(arguments, said, code):

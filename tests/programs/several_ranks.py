@@ -151,8 +151,8 @@ def run(what: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "spawn":
         torch.multiprocessing.spawn(spawned, (int(sys.argv[3]), sys.argv[2]), nprocs=int(sys.argv[3]))
-    elif sys.argv[1] == "gloo":
-        dist.init_process_group("gloo")
+    elif sys.argv[1] in ("gloo", "mpi"):
+        dist.init_process_group(sys.argv[1])
         total = torch.tensor([dist.get_rank()])
         dist.all_reduce(total)
         assert total.item() == 6

@@ -71,6 +71,8 @@ class Joining:
         self._joined = joined
         self._channel = channel
         self._store = stores.kind(channel)
+        self._found = RankFacts()
+        """What the program has joined as."""
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement) of what joins groups and makes them."""
@@ -118,8 +120,10 @@ class Joining:
             if size == 1:
                 self._assume(_ONE_PROCESS)
             self._joined(found)
+            self._found = found
             # Neither a store of the network nor what only NCCL understands (pg_options, device_id).
-            original(backend, store=self._store(), rank=found.rank, world_size=size, timeout=timeout or _TIMEOUT)
+            where = {} if backend == "mpi" else {"store": self._store(), "rank": found.rank, "world_size": size}
+            original(backend, timeout=timeout or _TIMEOUT, **where)
 
         return init_process_group
 
@@ -146,6 +150,8 @@ class Joining:
             if not {part.rpartition(":")[2] for part in asked.split(",")} <= _REPLACED:
                 return original(size, rank, ranks, backend, store, group_name, *rest, **more)
             more.pop("backend_options", None)
+            if size < 0:  # of MPI, which would say that itself
+                size, rank, store = self._found.world_size, self._found.rank, self._store()
             place = Place(str(group_name), tuple(ranks or range(size)), rank)
             with _registered(
                 lambda *given: Group(place, asked, self._others, self._on_card, self._sent, self._recorder)
