@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -43,6 +43,9 @@ RANK_BYTES = 106 << 20
 tests/programs/parallel.py less that of 2, under torch 2.13."""
 _IDLE = 1.0
 """Seconds of a processor that ranks use while they wait."""
+_TIDIES = 2.0
+"""Seconds that what a rank has started has to end once it is gone: so long Python's own process takes that unlinks what
+is left in shared memory."""
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTED = 130
 
@@ -83,6 +86,15 @@ class _Process:
     def __init__(self, rank: int, pid: int, line: Connection) -> None:
         self.rank, self.pid, self.line = rank, pid, line
         self.ran: Ran | None = None
+        self.status: int | None = None
+        """How it ended, as `waitpid` has it; None: it has not been seen to."""
+
+    def has_ended(self, *, wait: bool = False) -> bool:
+        """Whether it is gone; its line may be open in a process that it has forked."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
+            self.status = status if pid else None
+        return self.status is not None
 
     def signal(self, number: int) -> None:
         """To it and all that it has started."""
@@ -111,6 +123,7 @@ def run_together(
         What each gave back, and what was found wrong between them.
     """
     processes: list[_Process] = []
+    ending = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         for rank in ranks:
             ours, theirs = Pipe()
@@ -128,12 +141,19 @@ def run_together(
         return _serve(processes, longest_wait, step_wait)
     finally:
         for process in processes:
-            process.signal(signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process.pid, 0)
+            if not process.has_ended():
+                os.kill(process.pid, signal.SIGKILL)
+                process.has_ended(wait=True)
+            process.signal(signal.SIGTERM)
             process.line.close()
+        end = time.monotonic() + _TIDIES
+        while _any_lives({process.pid for process in processes}) and time.monotonic() < end:
+            time.sleep(0.02)
+        for process in processes:
+            process.signal(signal.SIGKILL)
             for left in Path(tempfile.gettempdir()).glob(f"{refusals_of(process.pid)}*"):
                 left.unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, ending)
 
 
 def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]) -> NoReturn:
@@ -151,6 +171,8 @@ def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Call
         channel.stop = _stop
 
         def end(number: int, frame: Any) -> NoReturn:
+            if os.getpid() != process:  # of the program's own, forked
+                os._exit(128 + number)
             channel.told = PEER
             _stop(PEER)
 
@@ -159,6 +181,9 @@ def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Call
         if os.getpid() == process:  # and no child that the program has forked
             code = 0
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for stream in (sys.stdout, sys.stderr):  # what it says next is its last word
+                with contextlib.suppress(Exception):
+                    stream.flush()
             channel.tell("ended", ran)
     except KeyboardInterrupt:  # before its program has begun, or after
         code = _INTERRUPTED
@@ -201,16 +226,20 @@ def _serve(
                     what, *said = pickle.loads(line.recv_bytes())
                 except (OSError, EOFError):
                     del living[line]
-                    if process.ran is None:
-                        _died(process, exchange)
+                    _died(process, exchange)
                     continue
                 if what == "ended":
+                    del living[line]
                     process.ran = said[0]
                     _has_ended(process, said[0], exchange)
                 else:
                     exchange.hear(process.rank, what, *said)
                     if process.rank in exchange.waiting:
                         since[process.rank] = time.monotonic()
+            for line, process in list(living.items()):
+                if process.has_ended() and not line.poll():
+                    del living[line]
+                    _died(process, exchange)
             for rank, begun in list(since.items()):
                 waiting = exchange.waiting.get(rank)
                 if waiting is None or not exchange.running:
@@ -230,6 +259,16 @@ def _serve(
             for process in living.values():
                 process.signal(signal.SIGINT)
     return {process.rank: process.ran for process in processes if process.ran is not None}, exchange.problem
+
+
+def _any_lives(groups: Set[int]) -> bool:
+    """Whether any process of these groups runs; False where that cannot be known."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, _, group = entry.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
+            if state not in "ZX" and int(group) in groups:
+                return True
+    return False
 
 
 class _Quiet:
@@ -290,8 +329,8 @@ def _has_ended(process: _Process, ran: Ran, exchange: Exchange) -> None:
 
 
 def _died(process: _Process, exchange: Exchange) -> None:
-    _, status = os.waitpid(process.pid, 0)
-    code = os.waitstatus_to_exitcode(status)
+    process.has_ended(wait=True)
+    code = os.waitstatus_to_exitcode(process.status or 0)
     if code == _INTERRUPTED:
         exchange.stop(Ended.INTERRUPTED.value)
     name = signal.Signals(-code).name if code < 0 else ""

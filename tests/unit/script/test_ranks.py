@@ -58,3 +58,43 @@ def test_a_rank_that_is_gone_or_does_not_come_is_named(what, said):
 def test_ranks_that_wait_for_what_nobody_sees_end():
     body = "def body(channel):\n    signal.pause()\n"
     assert run(body) == "[] no rank has done anything for 0 minutes"
+
+
+def test_what_a_rank_has_forked_holds_nobody_up():
+    """Neither a rank that has ended, nor one that was killed; and what they left in shared memory is unlinked."""
+    body = f"""
+from multiprocessing import shared_memory
+def body(channel):
+    shared_memory.SharedMemory(f"memprof-{os.getpid()}-{{channel.rank}}", create=True, size=64)
+    if os.fork() == 0:
+        time.sleep(600)
+    if channel.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done(1)
+"""
+    assert run(body) == "[(0, 'exit', 1)] rank 1 was killed by SIGKILL"
+    if os.path.isdir("/dev/shm"):
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"memprof-{os.getpid()}-")]
+
+
+def test_a_run_that_is_told_to_end_ends_its_ranks():
+    done = python(
+        "-c",
+        HEAD
+        + """
+def body(channel):
+    if channel.rank:
+        os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(600)
+try:
+    run_together([0, 1], 2, body)
+except SystemExit as end:
+    print(end.code, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+try:
+    os.wait()
+except ChildProcessError:
+    print("no child")
+""",
+        seconds=60,
+    )
+    assert done.stdout.split("\n")[:2] == ["143 True", "no child"], done.stderr
