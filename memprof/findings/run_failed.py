@@ -14,7 +14,8 @@ def find(context: Context) -> list[Finding]:
     if failure is None:
         return []
     refused = failure.kind is FailureKind.REFUSED
-    evidence = [] if refused else [_evidence(failure, f"{failure.error}: {failure.message}")]
+    is_said = refused or failure.kind is FailureKind.OTHER_RANK
+    evidence = [] if is_said else [_evidence(failure, f"{failure.error}: {failure.message}")]
     if failure.source is not None:
         inside = "" if failure.module is None else f" in module {failure.module or 'the model itself'}"
         evidence.append(_evidence(failure, f"raised at {failure.source}{inside}"))
@@ -34,6 +35,8 @@ def find(context: Context) -> list[Finding]:
 def _title(failure: Failure) -> str:
     if failure.kind is FailureKind.REFUSED:
         return f"Not simulated: {failure.message.removeprefix('not yet: ')}"
+    if failure.kind is FailureKind.OTHER_RANK:
+        return f"The ranks stop in {failure.phase}: {failure.message}"
     where = f"in {failure.phase}, at {file_and_line(failure.source)}"
     if failure.module:
         where += f" in {failure.module}"
@@ -78,6 +81,7 @@ _FIXES = {
         "what was alive then is above; --device virtual --fix auto finds what makes it fit, without running out"
     ),
     FailureKind.REFUSED: "leave it out here, or measure the run on a GPU",
+    FailureKind.OTHER_RANK: "see how the other ranks ended, in the row of each",
     FailureKind.INTERRUPTED: "let it run; --timeout stops it by the clock, as a run that was asked to be so long",
     FailureKind.ERROR: (
         "mend the line above if the program is at fault; if the same code runs on a real GPU, this is a gap of the "

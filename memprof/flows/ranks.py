@@ -231,9 +231,11 @@ def _why(number: int | None, culprit: Ran | None, problem: MemprofError | None) 
     if culprit is None or number is None:
         return "another rank ended", None
     if culprit.ended is Ended.REFUSED:
-        return f"the card of rank {number} was full", None
+        return f"the card of rank {number} was full", f"--rank {number} shows it in full"
+    if culprit.ended is Ended.EXIT:
+        return f"rank {number} ended with exit code {culprit.exit_code}", f"see why: --rank {number} runs it alone"
     last = culprit.error[1] if culprit.error else (culprit.said.strip().splitlines() or [culprit.ended.value])[-1]
-    return f"rank {number} ended: {last}", None
+    return f"rank {number} ended: {last}", f"--rank {number} shows it in full"
 
 
 def _headed(failed: Sequence[int], ran: Mapping[int, Ran]) -> str:

@@ -151,7 +151,7 @@ def capture_script(
         full = trace.failure.kind is FailureKind.OUT_OF_MEMORY
     seen.cut(trace)
     if outcome.ended is Ended.PEER:  # what that was is known once all have ended
-        trace.failure = refusal(Ended.PEER.value, None, None, trace.phases[-1])
+        trace.failure = refusal("", None, None, trace.phases[-1])._replace(kind=FailureKind.OTHER_RANK)
     elif outcome.ended is Ended.INTERRUPTED and trace.failure is None:  # while it waited for another rank
         trace.failure = refusal("", None, None, trace.phases[-1])._replace(
             kind=FailureKind.INTERRUPTED, error=KeyboardInterrupt.__name__

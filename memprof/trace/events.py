@@ -314,6 +314,7 @@ class FailureKind(enum.StrEnum):
     UNKNOWN_VALUE = "unknown value"  # the program judged a number that is not computed
     REFUSED = "refused"  # the program, or a process that it started, did what memprof does not simulate
     INTERRUPTED = "interrupted"  # by the user
+    OTHER_RANK = "other rank"  # ranks of the program do not agree, or another one failed
 
 
 class Failure(NamedTuple):
@@ -335,7 +336,7 @@ class Failure(NamedTuple):
     read: str | None
     """For an unknown value: the line that read it, and what it was told."""
     hint: str | None = None
-    """For what was refused: what to do instead."""
+    """What to do, where that is known."""
 
 
 @dataclass(slots=True)

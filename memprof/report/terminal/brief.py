@@ -46,6 +46,8 @@ def _verdict(document: Document) -> str:
         return f"does not fit: it takes {need} ({have})"
     if document.failure is not None and document.failure.kind == FailureKind.REFUSED:
         return f"no verdict: {document.failure.message}; what was simulated takes {need} ({have})"
+    if document.failure is not None and document.failure.kind == FailureKind.OTHER_RANK:
+        return f"no verdict: {document.failure.message}; until then it took {need} ({have})"
     if document.verdict.fits is None:
         return f"stopped early: it took {need} until then ({have})"
     return f"fits: it takes {need} ({have})"

@@ -248,6 +248,9 @@ def _memory_verdict(document: Document) -> RenderableType:
         if failure.kind == FailureKind.REFUSED:
             seen = f"{failure.message.removeprefix('not yet: ')}. What was simulated needs {need}"
             return _said("Refused", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
+        if failure.kind == FailureKind.OTHER_RANK:
+            seen = f"{failure.message}. It needed {need} until then"
+            return _said("Stopped", "bold red", f"{seen}{_over(verdict)} The rest is not known.")
         stopped = f"the run stopped in {failure.phase} with {failure.error}; it needed {need} until then"
         return _said("Failed", "bold red", f"{stopped}{_over(verdict)} What is above and below is the run up to there.")
     if verdict.fits is None:

@@ -29,6 +29,8 @@ def test_every_kind_says_where_and_what_to_do(kind: FailureKind) -> None:
     text = "\n".join(evidence.text for evidence in finding.evidence)
     if kind is FailureKind.REFUSED:  # by memprof: it is no error of the program, and its message says all
         assert finding.title == "Not simulated: it broke" and "OSError" not in text
+    elif kind is FailureKind.OTHER_RANK:  # nor of this rank
+        assert finding.title == "The ranks stop in forward of step 1: it broke" and "OSError" not in text
     else:
         assert "forward of step 1, at a/m.py:7 in layers.3" in finding.title and "OSError: it broke" in text
     assert "raised at /a/m.py:7 f in module layers.3" in text and "read at /a/m.py:6 f" in text and "fix: " in text
