@@ -13,6 +13,9 @@
 
     memprof.load("run.memprof")  # a capture or a report that was saved
 
+    @memprof.stand_in("package.module.name", source=...)  # for a package that cannot be installed without a card
+    def name(...): ...
+
 The public names are imported when first used, so that `import memprof` costs nothing. docs/python.md has them all.
 """
 
@@ -30,8 +33,10 @@ __all__ = [
     "UsageError",
     "__version__",
     "apply",
+    "kernel",
     "load",
     "profile",
+    "stand_in",
     "virtual_gpu",
     "virtual_gpus",
 ]
@@ -41,13 +46,17 @@ if TYPE_CHECKING:
     from memprof.errors import MemprofError, RunFailedError, UsageError
     from memprof.flows.saved import load
     from memprof.spec import TargetSpec
+    from memprof.virtual.stand_ins.registry import stand_in
+    from memprof.virtual.stand_ins.tools import kernel
 
 _ELSEWHERE = {
     "MemprofError": "errors",
     "RunFailedError": "errors",
     "TargetSpec": "spec",
     "UsageError": "errors",
+    "kernel": "virtual.stand_ins.tools",
     "load": "flows.saved",
+    "stand_in": "virtual.stand_ins.registry",
 }
 """Where names are that need no torch; the others are in api.py."""
 

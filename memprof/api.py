@@ -43,6 +43,7 @@ class ProfiledGpu:
         gpus: int = 1,
         of_ranks: tuple[int, int] | None = None,
         compiles: bool = True,
+        stand_ins: bool = True,
     ) -> None:
         self._gpu = gpu
         self._settings = SettingsInForce(allocator_settings(None) if settings is None else settings)
@@ -59,6 +60,7 @@ class ProfiledGpu:
             memory=lambda trace: RunAllocator(trace, gpu, self._settings.now),
             allocator_settings=self._settings,
             compiles=compiles,
+            stand_ins=stand_ins,
         )
 
     def __enter__(self) -> ProfiledGpu:
@@ -141,7 +143,12 @@ class ProfiledGpu:
 
 
 def virtual_gpu(
-    name: str = "h100-80gb", *, vram: str | float | None = None, alloc_conf: str | None = None, compiles: bool = True
+    name: str = "h100-80gb",
+    *,
+    vram: str | float | None = None,
+    alloc_conf: str | None = None,
+    compiles: bool = True,
+    stand_ins: bool = True,
 ) -> ProfiledGpu:
     """A context manager in which "cuda" is a virtual card: see `ProfiledGpu`.
 
@@ -150,6 +157,7 @@ def virtual_gpu(
         vram: the capacity of a card that is in no catalog, in GiB or with a unit ("24GB"); replaces `name`.
         alloc_conf: settings of torch's caching allocator, as in PYTORCH_CUDA_ALLOC_CONF; None: the environment's.
         compiles: whether torch.compile compiles for the card; False: what it is given runs eagerly.
+        stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
 
     Raises:
         UsageError: there is no such card.
@@ -161,7 +169,7 @@ def virtual_gpu(
         report = gpu.report()
         print(report.verdict.required_bytes, report.peak.categories)
     """
-    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf, compiles=compiles)
+    return virtual_gpus(1, name, vram=vram, alloc_conf=alloc_conf, compiles=compiles, stand_ins=stand_ins)
 
 
 def virtual_gpus(
@@ -173,6 +181,7 @@ def virtual_gpus(
     rank: int | None = None,
     world_size: int | None = None,
     compiles: bool = True,
+    stand_ins: bool = True,
 ) -> ProfiledGpu:
     """The same with `n` equal cards, `cuda:0`, `cuda:1` and so on: of one process, or with a rank on each.
 
@@ -187,6 +196,7 @@ def virtual_gpus(
         rank: the one that the block is, from 0; None: of no several processes, unless `world_size` is given.
         world_size: how many ranks there are, on as many machines as that takes; None: one for each card.
         compiles: whether torch.compile compiles for the card; False: what it is given runs eagerly.
+        stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
 
     Raises:
         UsageError: there is no such card, none at all, or no such rank.
@@ -210,7 +220,7 @@ def virtual_gpus(
         raise UsageError("there is no such rank", value=f"rank={rank} of {size}", hint="ranks count from 0")
     card = find_gpu(gpu) if vram is None else custom_gpu(parse_gib(vram))
     of_ranks = None if rank is None and world_size is None else (rank or 0, size)
-    return ProfiledGpu(card, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles)
+    return ProfiledGpu(card, allocator_settings(alloc_conf, flag="alloc_conf"), n, of_ranks, compiles, stand_ins)
 
 
 def _environment(rank: int, size: int, cards: int) -> dict[str, str]:

@@ -44,6 +44,7 @@ class Request(Saved, Remedies):
     worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
     beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
     no_compile: bool = option(False, "Script", "Run what the script gives to torch.compile eagerly.")
+    no_stand_ins: bool = option(False, "Script", "Stand in for no package that is not installed (flash_attn).")
     steps: int | None = again("steps", note="The script is stopped then.", unset="2; up to 8 while memory grows")
     until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
     timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
@@ -155,7 +156,8 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
             program, rule, gpu=card, gpus=request.gpus, nodes=request.nodes, rank=request.rank,
             card=request.shown_card, device=request.device, alloc_conf=request.alloc_conf, beyond=request.beyond,
             fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
-            compiles=not request.no_compile, host_memory_bytes=request.host_memory_bytes,
+            compiles=not request.no_compile, stand_ins=not request.no_stand_ins,
+            host_memory_bytes=request.host_memory_bytes,
         )  # fmt: skip
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
@@ -213,7 +215,8 @@ def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) ->
             program, rule, request.ranks or "all", gpus=request.gpus, nodes=request.nodes, rank=request.rank,
             card=request.shown_card, gpu=card, device=request.device, alloc_conf=request.alloc_conf,
             beyond=request.beyond, fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
-            compiles=not request.no_compile, host_memory_bytes=request.host_memory_bytes,
+            compiles=not request.no_compile, stand_ins=not request.no_stand_ins,
+            host_memory_bytes=request.host_memory_bytes,
         )  # fmt: skip
     if not isinstance(found, RanksRun):
         return _passed_on(found.exit_code)
@@ -273,7 +276,14 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
     program.check()
     host_memory = request.host_memory_bytes or (HOST_BYTES if request.searches else None)
     asked = scripts.Request(
-        program, rule, card, request.alloc_conf, request.worst_batch, host_memory, request.no_compile
+        program,
+        rule,
+        card,
+        request.alloc_conf,
+        request.worst_batch,
+        host_memory,
+        request.no_compile,
+        request.no_stand_ins,
     )
     with Progress(quiet=request.quiet) as progress:
         if request.largest is not None:

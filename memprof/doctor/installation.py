@@ -12,6 +12,7 @@ from typing import Any
 
 from memprof.allocator.config import UNLIMITED, VARIABLES, AllocatorConfig, parse_config
 from memprof.allocator.releases import LATEST, Release, release_for
+from memprof.catalog.stand_ins import PACKAGES
 from memprof.device.cards import Reading
 from memprof.device.environment import Environment, installed_release, read_environment
 from memprof.device.host import available_bytes, memory_bytes
@@ -145,6 +146,9 @@ def _facts(
         found = version(name)
         if found:
             facts.append((name, found))
+    stood_for = [f"{one.name} {one.version}" for one in PACKAGES.values() if version(one.distribution) is None]
+    if stood_for:
+        facts.append(("stood in for", ", ".join(stood_for)))
     amounts = (
         ("host memory", host.total),
         ("of it available", host.available),

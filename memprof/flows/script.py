@@ -58,6 +58,7 @@ def run_script(
     worst_batch: bool = False,
     detail: bool = False,
     compiles: bool = True,
+    stand_ins: bool = True,
     host_memory_bytes: int | None = None,
 ) -> DryRun:
     """Run `program` until `rule` stops it.
@@ -74,6 +75,7 @@ def run_script(
         worst_batch: feed the largest batch of each data loader first.
         detail: with a measured run, the line of every allocation.
         compiles: whether torch.compile compiles on the virtual card; False: what it is given runs eagerly.
+        stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
         host_memory_bytes: of the machine; what keeps more in it does not fit. None: it is not asked.
 
     Raises:
@@ -92,6 +94,7 @@ def run_script(
     trace, outcome = capture_run(
         program, rule, gpu=gpu, start=start, device=device, alloc_conf=alloc_conf, beyond=beyond, fixes=fixes,
         worst_batch=worst_batch, detail=detail, host_memory_bytes=host_memory_bytes, compiles=compiles,
+        stand_ins=stand_ins,
     )  # fmt: skip
     document = None
     with contextlib.suppress(EmptyTraceError):
@@ -114,6 +117,7 @@ def capture_run(
     detail: bool = False,
     host_memory_bytes: int | None = None,
     compiles: bool = True,
+    stand_ins: bool = True,
 ) -> tuple[Trace, ScriptOutcome]:
     """What one process of `program` does, with what is known of it; the other arguments are those of `run_script`.
 
@@ -145,6 +149,7 @@ def capture_run(
             allocator_settings=settings,
             refuses=not beyond,
             compiles=compiles,
+            stand_ins=stand_ins,
         )
         trace, outcome = capture_script(
             program, virtual, rule, switch.before_forward, worst_batch=worst_batch, start=start, channel=channel

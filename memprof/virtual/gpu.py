@@ -40,6 +40,8 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
+from memprof.virtual.stand_ins import requests
+from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
@@ -75,6 +77,7 @@ class VirtualGpu(Watch):
         refuses: whether a request that the card has no room for raises torch.OutOfMemoryError, as `memory` says it.
             False: the run goes on, so that its whole need is known.
         compiles: whether torch.compile compiles for the card. False: what it is given runs eagerly.
+        stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
 
     Raises:
         MemprofError: a virtual GPU is already active.
@@ -101,6 +104,7 @@ class VirtualGpu(Watch):
         allocator_settings: AllocatorSettings | None = None,
         refuses: bool = False,
         compiles: bool = True,
+        stand_ins: bool = True,
     ) -> None:
         super().__init__()
         self.gpu = gpu
@@ -118,6 +122,7 @@ class VirtualGpu(Watch):
         self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
         self._nodes, self._rank, self._channel = nodes, rank, channel
         self._compiles = compiles
+        self._stand_ins = StandIns(self.assume) if stand_ins else None
         self._roots_noted = 0
         """Of so many models it is known how they are spread over ranks."""
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
@@ -266,7 +271,11 @@ class VirtualGpu(Watch):
             "torch.distributed.fsdp._optim_utils": lambda: patches.set_all(objects.fsdp_patches()),
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
-        for name, replaced in hub_kernels.patches(self.assume).items():
+        replacements = hub_kernels.patches(self.assume)
+        if self._stand_ins is not None:
+            self._stack.enter_context(self._stand_ins.entered())
+            replacements |= requests.patches(self._stand_ins.choose)
+        for name, replaced in replacements.items():
             later[name] = functools.partial(self._replace_in, name, replaced)
         self._stack.enter_context(watch_imports(later))
         patches.set(torch._tensor_str, "_str", function_mode.repr_of(torch._tensor_str._str))

@@ -38,7 +38,7 @@ from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import settle_card
-from memprof.virtual.stand_ins import EMPTY
+from memprof.virtual.unknowns import EMPTY
 from memprof.virtual.values import Values
 from memprof.watch.caches import Caches
 from memprof.watch.recorder import Place, Recorder

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import stand_ins
+from memprof.virtual import unknowns
 from memprof.virtual.calls import tensors_of
 
 _aten = torch.ops.aten
@@ -46,7 +46,7 @@ class ChosenTokens:
         """Integers made of chosen tokens have such among them."""
         if not self._numbers:
             return
-        given = args[1:] if func.overloadpacket in stand_ins.UNIFORM else args
+        given = args[1:] if func.overloadpacket in unknowns.UNIFORM else args
         numbers = self.among([*given, *kwargs.values()])
         for tensor in made:
             if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):

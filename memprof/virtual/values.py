@@ -9,7 +9,7 @@ floating-point data is unknown, and reads of it follow a fixed policy, stated in
 * a floating-point number read is 1.0 (losses and norms are finite), an integer 1, a condition False;
 * `isfinite` is true everywhere, `isnan` and `isinf` false;
 * indices chosen from unknown scores (topk, argmax, sort, multinomial) are balanced: each is chosen equally often, and a
-  chosen token is equal to none that the program names, so that none ends a text (stand_ins.py);
+  chosen token is equal to none that the program names, so that none ends a text (unknowns.py);
 * an unknown mask keeps every element wherever it selects or is counted, and as an array it is true everywhere, which
   bounds the memory from above.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import stand_ins
+from memprof.virtual import unknowns
 from memprof.virtual.calls import OVERWRITES, tensors_of
 from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for, untouched
 from memprof.virtual.tokens import ChosenTokens
@@ -309,11 +309,11 @@ class Values:
 
     def _learn(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
         packet = func.overloadpacket
-        if packet in stand_ins.UNIFORM:
-            value = stand_ins.UNIFORM[packet](args, kwargs)
+        if packet in unknowns.UNIFORM:
+            value = unknowns.UNIFORM[packet](args, kwargs)
             value = self.get(value) if isinstance(value, torch.Tensor) else value
             for output in outputs:
-                if value is not None and (packet not in stand_ins.EMPTY or is_small(output) or _is_integer(output)):
+                if value is not None and (packet not in unknowns.EMPTY or is_small(output) or _is_integer(output)):
                     self.set_uniform(output, value)
             return
         if outputs and args and not _is_integer(outputs[-1]) and not self._may_know(args[0]):
@@ -347,7 +347,7 @@ class Values:
             times = args[0].numel() // outputs[0].numel()
             self.set_uniform(outputs[0], (first != 0 if packet is _aten.count_nonzero else first) * times)
             return True
-        if packet is _aten._to_copy or packet in stand_ins.ANY_ELEMENT:
+        if packet is _aten._to_copy or packet in unknowns.ANY_ELEMENT:
             self.set_uniform(outputs[0], first)
             return True
         if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
@@ -385,18 +385,18 @@ class Values:
         share = self._share(args[0])
         stand_in = None
         if share is not None and (packet is _aten._to_copy or self.wants(outputs[-1])):  # a copy is of one value
-            stand_in = stand_ins.counted(func, args, outputs[-1], share)
+            stand_in = unknowns.counted(func, args, outputs[-1], share)
         if stand_in is not None:
             self.set(outputs[-1], stand_in)
             return
         if share is not None and share < 1.0:
-            if packet in stand_ins.KEEP_SHARE:
+            if packet in unknowns.KEEP_SHARE:
                 self._shares[outputs[-1].untyped_storage()._cdata] = share
             return
         if self.get(args[0]) is None and self.wants(outputs[-1]):
-            chosen = stand_ins.choices(func, args, kwargs, outputs, self.ends)
+            chosen = unknowns.choices(func, args, kwargs, outputs, self.ends)
             if chosen is not None:
-                self.assume(stand_ins.CHOICES)
+                self.assume(unknowns.CHOICES)
                 self.set(outputs[-1], chosen.indices)
                 self.tokens.mark(outputs[-1], chosen.tokens)
 
@@ -473,7 +473,7 @@ class Values:
         share = self._shares.get(mask.untyped_storage()._cdata)
         if share is not None:
             self.assume("Selections by masks too large to compute are spread evenly.")
-            return stand_ins.spread(mask.shape, share)
+            return unknowns.spread(mask.shape, share)
         self.assume("A selection by a mask whose values are not known keeps every element.")
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
 
@@ -490,10 +490,10 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 def _is_linear(func: Any) -> bool:
     """Whether the work grows with the number of elements, or is known to be that of a product."""
     packet = func.overloadpacket
-    return torch.Tag.pointwise in func.tags or packet in stand_ins.LINEAR or packet in stand_ins.PRODUCTS
+    return torch.Tag.pointwise in func.tags or packet in unknowns.LINEAR or packet in unknowns.PRODUCTS
 
 
 def _work(func: Any, tensors: list[torch.Tensor]) -> int:
     """Elements visited by `func`, of its inputs and output in order."""
-    each = tensors[-2].shape[-2] if func.overloadpacket in stand_ins.PRODUCTS else 1
+    each = tensors[-2].shape[-2] if func.overloadpacket in unknowns.PRODUCTS else 1
     return each * max(tensor.numel() for tensor in tensors)

@@ -57,6 +57,7 @@ MEANINGS = {
     "--steps": "optimizer steps", "--seeds": "repetitions with other random numbers",
     "--until-exit": "until the script ends by itself", "--timeout": "seconds until a script is stopped",
     "--interval": "seconds between two looks", "--once": "one look", "--worst-batch": "the largest batch comes first",
+    "--no-stand-ins": "packages that are not installed stay missing",
     "--no-compile": "torch.compile runs eagerly", "--compile": "what torch.compile makes of it",
     "--compile-mode": "how torch.compile makes it", "--compile-layers": "torch.compile for each layer",
     # Numbers and their formats.

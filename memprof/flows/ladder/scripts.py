@@ -46,6 +46,8 @@ class Request:
     """None: it is not asked."""
     no_compile: bool = False
     """Run what the script gives to torch.compile eagerly."""
+    no_stand_ins: bool = False
+    """Find no package that is not installed."""
 
     def options(self) -> list[str]:
         """Of `memprof run`, before the script."""
@@ -59,6 +61,7 @@ class Request:
         found += [] if self.alloc_conf is None else ["--alloc-conf", self.alloc_conf]
         found += ["--worst-batch"] if self.worst_batch else []
         found += ["--no-compile"] if self.no_compile else []
+        found += ["--no-stand-ins"] if self.no_stand_ins else []
         host = self.host_memory_bytes
         found += [] if host is None else ["--host-memory", spell_size(host)]
         return found

@@ -1,0 +1,49 @@
+"""The packages of others that memprof stands in for where they are not installed, of which release.
+
+What they allocate stands in memprof/virtual/stand_ins/. `data/stand_ins/PACKAGE.txt` has the public names of each
+module of a package, a module a line; tests/accuracy/stand_in_signatures.py makes it of the package's source.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One of them.
+
+    Attributes:
+        name: as it is imported.
+        distribution: as it is installed, and asked for its version.
+        version: the release whose allocations are taken.
+        source: where it was read, REPOSITORY@TAG.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    source: str
+
+
+PACKAGES = {
+    package.name: package
+    for package in (
+        Package("flash_attn", "flash-attn", "2.8.3", "Dao-AILab/flash-attention@v2.8.3"),
+        Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", "Dao-AILab/flash-attention@v2.8.3:hopper"),
+    )
+}
+GROUP = "memprof.stand_ins"
+"""Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported."""
+
+
+@functools.cache
+def public_names(package: str) -> dict[str, frozenset[str]]:
+    """Module of `package` -> the names that it has; empty where no list was made."""
+    path = Path(__file__).parent / "data" / "stand_ins" / f"{package}.txt"
+    if package not in PACKAGES or not path.is_file():
+        return {}
+    lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
+    return {module: frozenset(names.split()) for module, _, names in lines}

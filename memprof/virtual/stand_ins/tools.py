@@ -1,0 +1,136 @@
+"""What stand-ins are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memprof.errors import MemprofError
+from memprof.virtual import limits
+
+_Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
+Backward = Callable[..., tuple[torch.Tensor | None, ...]]
+_used: Callable[[str], None] | None = None
+
+
+@contextmanager
+def in_run(used: Callable[[str], None]) -> Iterator[None]:
+    """Stand-ins may be called inside: `used` is told the package of each."""
+    global _used
+    _used = used
+    try:
+        yield
+    finally:
+        _used = None
+
+
+def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
+    """Call a kernel of another library that has a backward of its own, by what both allocate.
+
+    What a function makes and does not return dies on return, as a kernel's scratch does.
+
+    Args:
+        forward: given `inputs`, gives the outputs (a tensor or a tuple) and what is saved for the backward (a tuple).
+        backward: given what was saved and the gradients of the outputs, gives those of `inputs` (None for what has
+            none). None: the kernel has no backward.
+        inputs: tensors, and anything else.
+
+    Example:
+        def forward(x, weight):
+            statistics = x.new_empty(x.shape[0], dtype=torch.float32)
+            return torch.empty_like(x), (x, weight, statistics)
+
+        def backward(saved, gradient):
+            x, weight, _ = saved
+            return torch.empty_like(x), torch.empty_like(weight)
+
+        with memprof.virtual_gpu() as gpu:
+            x, weight = torch.ones(64, 32, device="cuda"), torch.ones(32, device="cuda", requires_grad=True)
+            memprof.kernel(forward, backward, x, weight).sum().backward()
+            print(gpu.allocated_bytes)
+    """
+    return _Kernel.apply(forward, backward, *inputs)
+
+
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
+        outputs, saved = forward(*inputs)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(*saved)
+        ctx.run = backward
+        made = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.mark_non_differentiable(*(tensor for tensor in made if not tensor.dtype.is_floating_point))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.run is None:
+            raise RuntimeError("this kernel has no backward")
+        return None, None, *ctx.run(ctx.saved_tensors, *gradients)
+
+
+def on_card(name: str, *tensors: torch.Tensor | None) -> None:
+    """A stand-in was called: `name`, "package.function", on these tensors.
+
+    Raises:
+        RuntimeError: one is not on a card, which the real one refuses too.
+        MemprofError: no virtual GPU is active: the stand-in computes nothing.
+    """
+    if _used is None:
+        raise MemprofError(
+            f"{name} is memprof's stand-in, and no virtual GPU is active",
+            hint="it has no numbers: call it inside memprof.virtual_gpu or memprof run, or install the package",
+        )
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "cuda":
+            raise RuntimeError(f"{name}: expected a tensor on CUDA, got one on {tensor.device}")
+    _used(name.partition(".")[0])
+
+
+def refused(name: str, what: str, hint: str = "") -> MemprofError:
+    """The error for an argument of a stand-in by which memory would be another, and which is not known here.
+
+    Args:
+        name: "package.function".
+        what: the argument, as the program gave it.
+        hint: what to do instead.
+    """
+    return limits.not_yet(f"calls {name} with {what}, which memprof's stand-in does not know", hint or _HINT)
+
+
+def not_here(name: str) -> MemprofError:
+    """The error for a name of a real package that has no stand-in."""
+    return limits.not_yet(f"uses {name}, which is not installed and has no stand-in", _HINT)
+
+
+_HINT = "install the package, or add a stand-in (docs/stand-ins.md); --no-stand-ins runs without those that there are"
+
+
+class _Absent(type):
+    """Of a class that stands for a name without stand-in: it can be imported, and everything else is refused."""
+
+    _refused_name: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise not_here(cls._refused_name)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        raise not_here(f"{cls._refused_name}.{name}")
+
+
+def absent(module: str, name: str) -> Any:
+    """What can be imported in the place of `module.name`, and is refused by name where it is used."""
+
+    def refuse(cls: type, /, **kwargs: Any) -> None:
+        raise not_here(f"{module}.{name}")
+
+    made = _Absent(name, (), {"__module__": module, "__init_subclass__": classmethod(refuse)})
+    made._refused_name = f"{module}.{name}"
+    return made
