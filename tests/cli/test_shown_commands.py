@@ -23,6 +23,8 @@ SHOWN = {
 ELSEWHERE = {
     "memprof recommend --gpu-vram 8": "test_printed_commands.py, on a smaller card",
     "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192": "likewise",
+    "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090": "likewise",
+    "memprof recommend --model qwen3-0.6b --gpu rtx-4070 --lengths lengths.txt": "test_recommend.py, with batches",
     "memprof profile --model cnn.py:build --gpu rtx-4070 --largest batch-size": "test_largest.py",
     "memprof profile --model docs/stories/cnn.py:build --gpu rtx-4070 --largest batch-size": "likewise",
     "memprof profile --model qwen3-0.6b --gpu rtx-4090 --largest context-length": "likewise",
@@ -91,6 +93,8 @@ def _small(command: str) -> list[str]:
         for at, word in enumerate(words[:-1]):
             if word in SMALL and not (word == "--model" and ":" in words[at + 1]):
                 words[at + 1] = SMALL[word]
+    if words[0] == "profile" and "--lengths" in words and "--steps" not in words:
+        words += ["--steps", "3"]  # of 200
     if words[0] == "recommend":
         least = ["--dtype", "bfloat16"] if "inference" in words else ["--effective-batch", "1", "--amp", "bfloat16"]
         words += least
