@@ -1,7 +1,7 @@
 # make demo     the first result: what a 4B model needs at 131,072 tokens (a few minutes once, for the installation)
 # make check    while you work: the linters, and the tests that take a minute (tests/conftest.py has which)
 # make test     everything that CI checks: the same with all tests
-# make nightly  3,300 hostile inputs, of which make test has some (docs/security.md), and what is slow in docs/stories.md
+# make nightly  what make test leaves out: 3,300 hostile inputs (docs/security.md), long stories, more programs and examples
 # make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
 # make accuracy the published figures beside simulated ones, row by row, into docs/accuracy.md (minutes)
@@ -39,7 +39,7 @@ test: lint
 	$(PYTEST)
 
 nightly: $(VENV)/.stamp-dev
-	$(PYTEST) --lane nightly tests/hostile tests/docs/test_long_context.py
+	$(PYTEST) --lane nightly -m "nightly or hypothesis"
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import LANE
+
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
 if _workers:
     # Before torch is imported, which reads it once; the processes that tests start inherit it.
@@ -61,6 +63,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--lane`."""
     lanes = "check: what takes a minute; test: all but what is marked nightly; nightly: that too"
     parser.addoption("--lane", choices=("check", "test", "nightly"), default="test", help=lanes)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test modules are imported."""
+    os.environ[LANE] = config.getoption("--lane")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

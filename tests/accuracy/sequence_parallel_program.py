@@ -1,4 +1,4 @@
-"""A small language model under memprof's sequence parallelism, really run: torchrun --nproc-per-node 2 (gloo, CPU).
+"""A small language model under memprof's sequence parallelism, really run by two processes (gloo, CPU).
 
 Prints how far loss and gradients of the parts are from those of the whole, in float64, as JSON.
 """

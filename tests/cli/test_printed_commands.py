@@ -55,7 +55,13 @@ def test_what_fits_a_card(memprof):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "goal", ["--mode inference", "--mode train", "--adapter lora", "--adapter lora --quantize nf4"]
+    "goal",
+    [
+        "--mode inference",
+        pytest.param("--mode train", marks=pytest.mark.nightly),
+        pytest.param("--adapter lora", marks=pytest.mark.nightly),
+        "--adapter lora --quantize nf4",
+    ],
 )
 def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
     result = memprof("recommend", *TINY, *goal.split(), "--effective-batch", "1", "--batch-size", "1", "--json")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from memprof.catalog import find_model, resolve_size, synthesize
 from memprof.catalog.sizes import LARGEST, PUBLISHED_SIZES, SMALLEST
 from memprof.errors import UsageError
+from tests.lanes import examples
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_a_published_size_is_near_its_name(count: int, key: str) -> None:
     assert abs(find_model(key).num_parameters / count - 1) < (0.24 if key == "llama-3.2-1b" else 0.08)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.floats(math.log(SMALLEST), math.log(LARGEST)).map(lambda power: round(math.exp(power))))
 def test_any_size_is_met_within_two_percent(count: int) -> None:
     count = min(max(count, SMALLEST), LARGEST)

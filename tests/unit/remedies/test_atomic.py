@@ -14,6 +14,7 @@ import memprof
 from memprof.errors import UsageError
 from memprof.remedies import applied as applied_module
 from memprof.remedy_catalog import REMEDIES
+from tests.lanes import examples
 from tests.unit.remedies import models
 
 _FOLDER = str(Path(applied_module.__file__).parent)
@@ -114,7 +115,7 @@ def test_a_failure_at_any_line_leaves_nothing(name):
 SETS = ["bfloat16", "freeze", "sdpa-attention", "chunked-loss", "activation-checkpointing", "cpu-offload-activations"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(names=st.lists(st.sampled_from(SETS), min_size=1, unique=True), where=st.floats(0, 1, exclude_max=True))
 def test_a_failure_among_several_leaves_nothing(names, where):
     given_options = {key: value for name in names for key, value in OPTIONS.get(name, {}).items()}

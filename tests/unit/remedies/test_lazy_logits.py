@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import memprof
+from tests.lanes import examples
 
 UNIT = {torch.float64: 2**-52, torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -129,7 +130,7 @@ def summands(model: nn.Module, batches, factors, case):
     return {"loss": torch.cat(losses), **sizes}
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @example(ALL)
 @example({**ALL, "ignore": 1.0})
 @example({**ALL, "autocast": torch.bfloat16})
@@ -175,7 +176,7 @@ def test_no_further_from_float64_than_the_original(case):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     tokens=st.integers(16, 40).map(lambda count: 64 * count),  # at least two of the largest chunks
     chunk=st.integers(1, 4).map(lambda count: 128 * count),

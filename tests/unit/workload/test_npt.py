@@ -17,6 +17,7 @@ from memprof.catalog import find_gpu  # noqa: E402
 from memprof.spec import NPT_COMBINES, NPT_INITS, NPT_MODES  # noqa: E402
 from memprof.virtual.gpu import VirtualGpu  # noqa: E402
 from memprof.workload.npt import INIT_SCALE, ModulatedDelta, NptComponent, RankOneDeltas, fill_fast  # noqa: E402
+from tests.lanes import examples  # noqa: E402
 
 sizes = st.integers(1, 7)
 
@@ -56,7 +57,7 @@ def result_and_gradients(function, made, hidden, attention, weights):
 
 
 @pytest.mark.parametrize("form", ["modulated", "rank-one"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     batch=sizes,
     tokens=sizes,
@@ -84,7 +85,7 @@ def test_all_modes_agree(form, batch, tokens, d_model, d_ffn, rank, num_ranks, c
 
 
 @pytest.mark.parametrize("form", ["modulated", "rank-one"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     batch=sizes,
     tokens=sizes,
