@@ -158,7 +158,16 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     return Simulated(ledger.peak_bytes, ledger.peak_stage.name, ledger.peak_reserved_bytes, readings)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.bar is not None], ids=lambda row: f"{row.model} {row.name}")
+AT_NIGHT = (("seq", "1024"),), (("ckpt", "off"),)
+"""Of rows that differ in one number, one is in every run."""
+
+
+def _in_its_lane(row: Row) -> object:
+    marks = (pytest.mark.nightly,) if row.where in AT_NIGHT else ()
+    return pytest.param(row, marks=marks, id=f"{row.model} {row.name}")
+
+
+@pytest.mark.parametrize("row", [_in_its_lane(row) for row in ROWS if row.bar is not None])
 def test_published_peak(row: Row, shared_dir: Path) -> None:
     gib, card = published(shared_dir, row)
     assert row.bar is not None

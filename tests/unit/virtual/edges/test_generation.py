@@ -27,19 +27,25 @@ def test_beam_search_goes_on_to_the_longest_text():
     assert vars(transformers.GenerationMixin)["_beam_search_has_unfinished_sequences"] is original
 
 
-@pytest.mark.parametrize("end", [0, 1, 30, 49, [0, 2], [30, 31, 32, 33]])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"do_sample": True, "top_k": 5, "top_p": 0.9},
-        {"num_beams": 3},
-        {"num_beams": 3, "do_sample": True},
-        {"prompt_lookup_num_tokens": 2},
-        {"assisted": True},
-    ],
-    ids=str,
+WAYS: tuple[dict[str, object], ...] = (
+    {},
+    {"do_sample": True, "top_k": 5, "top_p": 0.9},
+    {"num_beams": 3},
+    {"num_beams": 3, "do_sample": True},
+    {"prompt_lookup_num_tokens": 2},
+    {"assisted": True},
 )
+ENDS: tuple[int | list[int], ...] = (0, 1, 30, 49, [0, 2], [30, 31, 32, 33])
+
+
+def _ways_to_end() -> list[object]:
+    """Each way and each end in every run, all pairs at night."""
+    pairs = [(how, end) for how in WAYS for end in ENDS]
+    marks = {True: (), False: (pytest.mark.nightly,)}
+    return [pytest.param(how, end, marks=marks[how == {} or end in (49, [0, 2])]) for how, end in pairs]
+
+
+@pytest.mark.parametrize(("how", "end"), _ways_to_end(), ids=str)
 def test_generation_ends_by_length(how, end):
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

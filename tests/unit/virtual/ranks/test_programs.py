@@ -20,9 +20,18 @@ pytestmark = [
 ]
 RANKS = {"pipeline": (0, 3), "pipeline-gpipe": (1,)}
 """Stages of a pipeline are of several kinds."""
+NIGHTLY = {
+    "ddp-views", "ddp-static", "ddp-unused", "ddp-half-gradients", "fsdp1-half", "fsdp1-synced", "fsdp2-kept",
+    "fsdp2-saved", "fsdp2-half", "tensor-parallel", "pipeline",
+}  # fmt: skip
+"""Settings of what the others show, and what tests/accuracy/test_ranks_against_gloo.py shows in every run."""
 
 
-@pytest.mark.parametrize("program", parallel.PROGRAMS)
+def _named(program: str) -> object:
+    return pytest.param(program, marks=pytest.mark.nightly) if program in NIGHTLY else program
+
+
+@pytest.mark.parametrize("program", [_named(program) for program in parallel.PROGRAMS])
 def test_one_rank_of_four(program: str) -> None:
     for rank in RANKS.get(program, (2,)):
         launched = Program("torchrun", ("--nproc-per-node", "4", str(Path(parallel.__file__)), program))
