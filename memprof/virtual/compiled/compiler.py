@@ -72,6 +72,7 @@ class Compiler:
         self, machine: Machine, function_mode: Any, patches: Patches, assume: Callable[[str], None], *, is_on: bool
     ) -> None:
         self._machine = machine
+        self._function_mode = function_mode
         self._patches = patches
         self._assume = assume
         self._why_not = "" if is_on else ", as asked for"
@@ -162,7 +163,7 @@ class Compiler:
             trace_rules.get_torch_obj_rule_map()
             if hasattr(TorchInGraphFunctionVariable, "_get_handlers"):
                 TorchInGraphFunctionVariable._get_handlers()
-        from memprof.virtual.compiled import tracing, wrapper
+        from memprof.virtual.compiled import program_side, tracing, wrapper
 
         self._properties = torch.cuda.get_device_properties(0)
         self._drivers = list(driver_patches(self._machine.cards))
@@ -170,6 +171,7 @@ class Compiler:
         self._watch_frames()
         self._own.set_all(self._hooks())
         self._own.set_all(self._telling.patches())
+        self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
         self._own.set_all(wrapper.patches(self._machine, self._origins))
         wrapper.add_rules(type(self._machine))
         with self._lifted():
@@ -291,7 +293,6 @@ class Compiler:
             return module
 
         yield graph.GraphLowering, "compile_to_module", compile_to_module
-        yield from _stream_patches()
 
     def _settings(self, asked: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
         """The program's own settings of Inductor without those that need a card; whether it asks for CUDA graphs."""
@@ -327,27 +328,6 @@ class Compiler:
                 yield
         finally:
             own.undo()
-
-
-def _stream_patches() -> Iterator[tuple[Any, str, Any]]:
-    """The patch (owner, name, replacement) by which a graph ends where the program enters a stream.
-
-    Those of the run are not of torch's own class, and Dynamo would give up the whole function.
-    """
-    from torch._dynamo.exc import Unsupported
-
-    try:
-        from torch._dynamo.variables.streams import StreamContextVariable
-    except ImportError:  # releases in which graphs have no streams
-        return
-    make = StreamContextVariable.create
-
-    def create(tracer: Any, stream: Any, **kwargs: Any) -> Any:
-        if not hasattr(stream, "user_object_index"):
-            raise Unsupported("a stream is entered")
-        return make(tracer, stream, **kwargs)
-
-    yield StreamContextVariable, "create", staticmethod(create)
 
 
 def _set_cache(folder: str | None) -> None:

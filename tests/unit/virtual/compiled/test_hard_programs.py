@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memprof
 from memprof.trace.events import EventKind
@@ -254,3 +255,94 @@ def test_a_layer_that_is_compiled_once_serves_all_that_are_alike(gpu: VirtualGpu
         x = layer(x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not told(gpu, "is compiled again")
+
+
+# -- what decides memory -----------------------------------------------------------------------------------------------
+
+
+def kept(gpu: VirtualGpu, run: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
+    """Bytes that a forward leaves behind, and its result."""
+    since = len(gpu.trace.events)
+    result = run()
+    return sum(moves(gpu.trace, since)), result
+
+
+def test_a_budget_for_activations_is_what_the_partitioner_keeps_to(gpu: VirtualGpu) -> None:
+    from torch._functorch import config
+
+    found = []
+    for budget in (1.0, 0.5, 0.0):
+        torch._dynamo.reset()
+        with config.patch(activation_memory_budget=budget):
+            model, x = torch.compile(nn.Sequential(Block(), Block()).cuda()), batch()
+            num_bytes, result = kept(gpu, partial(model, x))
+            result.sum().backward()
+            found.append(num_bytes)
+    assert found[0] > found[1] > found[2] == SMALL  # the last: the result alone
+    assert not eager_lines(gpu)
+
+
+def test_selective_checkpointing_inside_a_graph_keeps_what_it_must(gpu: VirtualGpu) -> None:
+    products = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model, x = Block().cuda(), batch().requires_grad_()
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    compiled = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False, context_fn=contexts))
+    num_bytes, result = kept(gpu, partial(compiled, x))
+    assert num_bytes == LARGE + SMALL  # the products, the second of which becomes the result
+    result.sum().backward()
+
+
+def test_a_compiled_optimizer_makes_its_state_and_nothing_else(gpu: VirtualGpu) -> None:
+    model = Block().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torch.compile(optimizer.step)
+    model(batch()).sum().backward()
+    weights = [4 * parameter.numel() for parameter in model.parameters()]
+    assert allocations(gpu, step) == [size for weight in weights for size in (4, weight, weight)]
+    assert allocations(gpu, step) == []
+    assert all(tensor.is_cuda for state in optimizer.state.values() for tensor in state.values())
+    assert not eager_lines(gpu)
+
+
+def test_compiled_code_that_enters_a_mode_leaves_the_runs_own(gpu: VirtualGpu) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = torch.compile(create_block_mask)(lambda b, h, q, k: q >= k, None, None, 2048, 2048, device="cuda")
+    assert mask.kv_num_blocks.is_cuda and torch.ones(2, device="cuda").is_cuda
+
+
+def test_a_graph_ends_where_a_stream_is_entered(gpu: VirtualGpu) -> None:
+    stream = torch.cuda.Stream()
+
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = double(x)
+        with torch.cuda.stream(stream):
+            return double(x)
+
+    x = batch()
+    assert allocations(gpu, partial(step, x)) == [SMALL, SMALL]
+    assert told(gpu, "(a stream is entered)") and not eager_lines(gpu)
+
+
+def test_an_operator_of_the_programs_own_is_called_by_the_graph(gpu: VirtualGpu) -> None:
+    @torch.library.custom_op("memprof_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    x = batch()
+    assert allocations(gpu, partial(torch.compile(lambda x: twice(x + 1).relu()), x)) == [SMALL, SMALL]
+    assert not eager_lines(gpu)
+
+
+def test_a_backward_pass_as_one_graph_runs_as_without_and_is_told(gpu: VirtualGpu) -> None:
+    model = torch.compile(Block().cuda())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda x: model(x).sum().backward())(batch())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert told(gpu, "(compiled autograd)")
