@@ -58,7 +58,9 @@ _ABBREVIATED = {
     "fp32": "float32", "f32": "float32", "float": "float32", "fp16": "float16", "f16": "float16", "half": "float16",
     "bf16": "bfloat16",
 }  # fmt: skip
-ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+OWN_ATTENTIONS = ("nsa", "nsa-eager", "sliding", "block-sparse", "linear")
+"""Kinds that transformers does not have (workload/attention)."""
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", *OWN_ATTENTIONS)
 
 _T = TypeVar("_T")
 
@@ -256,8 +258,10 @@ class TargetSpec:
         None, "Batch", "In inference: generate this many tokens after the prompt.", metavar="TOKENS", is_count=True
     )
     """Through the model's own KV cache."""
-    attention: str | None = option(None, "Model", "{choices}.", metavar="NAME", choices=ATTENTIONS, unset="the model's")
-    """transformers' attention implementation."""
+    attention: str | None = option(
+        None, "Model", "{choices} (`memprof help attention`).", metavar="NAME", choices=ATTENTIONS, unset="the model's"
+    )
+    """transformers' attention implementation, or one of workload/attention."""
     sdpa_backend: str | None = option(
         None, "Model", "Force an attention kernel: {choices}.", metavar="NAME", choices=SDPA_BACKENDS,
         unset="CUDA's choice",

@@ -7,6 +7,7 @@ from torch import nn
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes
 from memprof.remedy_catalog.remedy import EVERY_TIER, Numerics, Remedy
+from memprof.spec import OWN_ATTENTIONS
 
 _FUSED = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -34,6 +35,8 @@ def install(model: nn.Module, changes: Changes) -> None:
             hint="call torch.nn.functional.scaled_dot_product_attention in its attention",
         )
     before = config._attn_implementation
+    if before in OWN_ATTENTIONS:
+        raise UsageError("sdpa-attention does not apply: it is attention to all keys", value=f"--attention {before}")
     if before in _FUSED:
         raise UsageError("sdpa-attention is already on", value=f"attn_implementation={before!r}")
     changes.on_undo(lambda: switch(before))

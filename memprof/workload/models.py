@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
 from memprof.errors import MemprofError, UsageError, first_line, nearest
-from memprof.spec import DTYPES, TargetSpec
+from memprof.spec import DTYPES, OWN_ATTENTIONS, TargetSpec
+from memprof.workload import attention
 from memprof.workload.custom_code import check_trusted, load_classes, may_not_leave, reference_of
 from memprof.workload.formats import Stored, asked_format, check_use, checkpoint_format
 
@@ -249,6 +250,7 @@ def _hugging_face(
     if of_checkpoint is not None:
         check_use(of_checkpoint, spec)
     stored = of_checkpoint or asked_format(spec)
+    notes += attention.check(spec, name, task, config)
     if spec.vocab_size is not None:
         if "vocab_size" not in config:
             raise UsageError("--vocab-size does not apply: the model has no vocabulary", value=name)
@@ -266,6 +268,8 @@ def _hugging_face(
         arguments: dict[str, Any] = {"dtype": getattr(torch, dtype)}
         if spec.attention is not None:
             arguments["attn_implementation"] = spec.attention
+        if spec.attention in OWN_ATTENTIONS:
+            attention.register(spec.attention)
         try:
             if stored is not None:
                 return load_quantized(model_class, configuration, arguments, stored, spec)
@@ -278,6 +282,8 @@ def _hugging_face(
                 value=" ".join(str(error).split()),
                 hint="check --attention and the configuration",
             ) from error
+        if spec.attention in OWN_ATTENTIONS:
+            attention.adapt(model, spec.attention)
         return model  # type: ignore[no-any-return]
 
     return ModelSource(

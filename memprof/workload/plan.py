@@ -189,6 +189,7 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
     if plan.sequence > 1 and (spec.lengths is not None or spec.new_tokens is not None):
         flag = "--lengths" if spec.lengths is not None else "--new-tokens"
         raise UsageError("parts of a sequence are of one length", value=f"{text} {flag}", hint=f"leave out {flag}")
+    _check_attention(plan, spec, text)
     if config is None:
         return
     heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
@@ -203,6 +204,21 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
             raise UsageError(f"{what} cannot be divided by {ranks}", value=text, hint=f"{kind}={fits} can be")
     if plan.stages > layers:
         raise UsageError(f"{layers} layers have no {plan.stages} stages", value=text, hint=f"pp={layers} can be")
+
+
+def _check_attention(plan: Plan, spec: TargetSpec, text: str) -> None:
+    kind = spec.attention
+    if kind is None:
+        return
+    value = f"{text} --attention {kind}"
+    if plan.context > 1 and kind != "sdpa":
+        raise UsageError(
+            "ring attention goes round in sdpa alone", value=value, hint="leave out --attention, or ulysses=2"
+        )
+    if plan.ulysses > 1 and kind == "eager":
+        raise UsageError("eager attention does not exchange heads for tokens", value=value, hint="--attention sdpa")
+    if kind.startswith("nsa") and (plan.tensor > 1 or plan.sequence > 1 or plan.stages > 1):
+        raise UsageError("native sparse attention is not divided among ranks", value=value, hint=f"fsdp={plan.size}")
 
 
 def _inner(plan: Plan) -> dict[str, int]:

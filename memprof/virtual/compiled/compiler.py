@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib.util
 import os
 import shutil
@@ -24,6 +25,7 @@ from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.compiled.telling import Telling
+from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
 from memprof.virtual.torch_cuda.driver import driver_patches
 from memprof.watch.patches import Patches
@@ -103,6 +105,9 @@ class Compiler:
                 return lambda *args, **kwargs: None
             if options.get("disable"):
                 return original(model, **options)
+            if is_block_mask(model):
+                self._assume(BLOCK_MASK)
+                return block_mask
             if not self._why_not:
                 self.install()
             backend = options.get("backend")
@@ -220,6 +225,8 @@ class Compiler:
                 return skipped()
             finally:
                 self._frame = outer
+                if self._lifted.is_down:
+                    gc.collect()  # Python's collector does it while torch compiles: what it traced with ends in cycles
 
         self._own.set(catcher, "__call__", compile_frame)
 

@@ -31,6 +31,11 @@ class Lifting:
         self._instead = instead
         self._held: contextlib.ExitStack | None = None
 
+    @property
+    def is_down(self) -> bool:
+        """Whether nothing is lifted now."""
+        return self._held is None
+
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         """Inside, torch is as it is without memprof, but for what compiling needs."""

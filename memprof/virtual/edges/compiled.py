@@ -114,6 +114,45 @@ def _no_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
 # -- flex attention -------------------------------------------------------------------------------------------------
 
 
+BLOCK_MASK = (
+    "create_block_mask, compiled, makes no mask of every pair of positions: what its blocks are is kept, and not known."
+)
+
+
+def is_block_mask(function: Any) -> bool:
+    """Whether it is torch's own `create_block_mask`."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex is not None and function is flex.create_block_mask
+
+
+def block_mask(
+    mask_mod: Any,
+    B: int | None,  # noqa: N803, the names that torch has
+    H: int | None,  # noqa: N803
+    Q_LEN: int,  # noqa: N803
+    KV_LEN: int,  # noqa: N803
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,  # noqa: N803
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    *others: Any,
+    **options: Any,
+) -> Any:
+    """A `BlockMask` as the compiled `create_block_mask` allocates it: a kernel asks `mask_mod` of every pair, sums up
+    by block in registers and writes two numbers a block. Run as its own code instead it makes the mask itself,
+    [queries x keys]; and to compile it here would end the run's own function mode, beside the one that it enters.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    rows, columns = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    shape = (B or 1, H or 1, -(-Q_LEN // rows), -(-KV_LEN // columns))
+    where = torch.accelerator.current_accelerator() if device is None else device
+    partial, full = (torch.empty(shape, dtype=torch.int8, device=where) for _ in range(2))
+    return flex._create_sparse_block_from_block_mask(  # type: ignore[attr-defined]
+        (partial, full if separate_full_blocks else None), mask_mod, (Q_LEN, KV_LEN), rows, columns
+    )
+
+
 def _flex_attention(assume: Callable[[str], None]) -> Callable[..., Any]:
     def call(operator: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         assume("flex_attention allocates as its compiled kernel: output, logsumexp, delta in the backward.")

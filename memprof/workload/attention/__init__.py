@@ -1,0 +1,93 @@
+"""Kinds of attention that transformers does not have, put into its causal language models: `--attention`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from memprof.errors import UsageError
+from memprof.spec import OWN_ATTENTIONS, Mode, TargetSpec
+
+__all__ = ["adapt", "check", "register"]
+
+_FLEXIBLE = ("sliding", "block-sparse")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+_ABOUT = {
+    "nsa": "Attention: native sparse attention, whose projections of keys and values are three times the model's; on "
+    "the virtual card its three attentions allocate as fused kernels do.",
+    "nsa-eager": "Attention: native sparse attention with every score in memory.",
+    "sliding": "Attention: each query sees a window of keys, by flex_attention.",
+    "block-sparse": "Attention: each query sees its 8 nearest blocks of 128 keys, the first and every eighth, by "
+    "flex_attention.",
+    "linear": "Attention: linear, with the feature map elu + 1, in chunks of 128 tokens.",
+}
+
+
+def check(spec: TargetSpec, name: str, task: str, config: Mapping[str, Any]) -> list[str]:
+    """What is to be said of the attention that `spec` asks for in the model `name`; nothing of transformers' own.
+
+    Raises:
+        UsageError: it is no causal language model, or its attention does what this kind does not.
+    """
+    kind = spec.attention
+    if kind not in OWN_ATTENTIONS:
+        return []
+    if task != "causal-lm":
+        raise UsageError(f"--attention {kind} is for causal language models", value=name, hint="leave it out")
+    if kind in _FLEXIBLE and spec.mode is Mode.TRAIN and spec.device == "cpu":
+        hint = "leave out --device, or add --mode inference"
+        raise UsageError("flex_attention has no backward on a CPU", value=f"--attention {kind}", hint=hint)
+    dropout = next((key for key in _DROPOUTS if config.get(key)), None)
+    if dropout is not None and spec.mode is Mode.TRAIN:
+        raise UsageError(
+            f"--attention {kind} has no dropout", value=f"{dropout} = {config[dropout]} of {name}",
+            hint="give a config.json with 0, or a model that trains without, such as llama-3.2-1b",
+        )  # fmt: skip
+    if config.get("attn_logit_softcapping") is not None:
+        raise UsageError(f"--attention {kind} caps no scores", value=f"attn_logit_softcapping of {name}")
+    if kind.startswith("nsa") and (spec.quantize is not None or "quantization_config" in config):
+        raise UsageError(
+            "native sparse attention has projections of its own, which no quantized checkpoint has", value=name,
+            hint="leave out --quantize",
+        )  # fmt: skip
+    return [_ABOUT[kind]]
+
+
+def register(kind: str) -> None:
+    """Tell transformers of the kind, so that its models find it by this name."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    from memprof.workload.attention import linear, masked, nsa
+
+    def no_mask(*args: Any, **kwargs: Any) -> None:
+        """Each of these is causal by itself; what is padded stands on the right, where nobody looks."""
+
+    flexible = kind in _FLEXIBLE
+    functions = {"nsa": nsa.attention, "nsa-eager": nsa.eager_attention, "linear": linear.attention}
+    AttentionInterface.register(kind, functools.partial(masked.attention, kind) if flexible else functions[kind])
+    AttentionMaskInterface.register(kind, functools.partial(masked.mask_of_model, kind) if flexible else no_mask)
+
+
+def adapt(model: Any, kind: str) -> None:
+    """Put what `kind` needs into the attention layers of a model.
+
+    Raises:
+        UsageError: the model's attention cannot be exchanged.
+    """
+    can = getattr(type(model), "_can_set_attn_implementation", None)
+    layers = [(name, layer) for name, layer in model.named_modules() if _is_attention(layer)]
+    if not layers or (can is not None and not can()):
+        raise UsageError(f"--attention {kind}: this model's attention cannot be exchanged", value=type(model).__name__)
+    if kind.startswith("nsa"):
+        from memprof.workload.attention import nsa
+
+        for name, layer in layers:
+            nsa.install(name, layer)
+
+
+def _is_attention(module: Any) -> bool:
+    return type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")

@@ -1,0 +1,256 @@
+"""Attention of each query to some of the keys, as operators of their own: what a fused kernel computes, and allocates.
+
+A fused kernel reads queries, keys and values, and writes the output and a float32 logsumexp of each query's scores; the
+backward computes the scores again. Here the same is computed in plain PyTorch, some queries at a time, in a workspace
+of `WORKSPACE_BYTES` at most that a kernel holds in registers and shared memory. What is kept from forward to backward
+is the kernel's: query, key, value, output, logsumexp and chosen blocks (as flash-linear-attention's kernels keep them,
+fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual card, each operator is one kernel without workspace.
+
+Shapes: batch B, heads of queries H, heads of keys K (H = K x G), queries T, keys S, width D. A query's position is its
+row plus `offset`, for after a cache there are fewer queries than keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memprof.units import MIB
+from memprof.workload.quantization import import_quietly
+
+WORKSPACE_BYTES = 64 * MIB
+"""Of scores and gathered keys at a time, where they are computed in plain PyTorch."""
+
+
+class Attend(torch.autograd.Function):
+    """Softmax attention of (B, H, T, D) to the keys (B, K, S, D) that a pattern lets each query see.
+
+    Of `blocks`, `stride` and `window`, one says which those are:
+        blocks: (B, K, T, n) int32, numbers of blocks of `length` keys; -1: none. Of its own block a query sees the
+            keys up to its own.
+        stride: key j stands for `length` tokens from j x stride on; it is seen once the last of them is.
+        window: so many keys up to the query's own.
+    A query that sees nothing gives zeros.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int,
+        length: int, stride: int, window: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Output (B, H, T, D) in the query's dtype, and logsumexp (B, H, T)."""
+        ctx.pattern = (scale, offset, length, stride, window)
+        output, lse = attend(query, key, value, blocks, *ctx.pattern)
+        ctx.save_for_backward(query, key, value, blocks, output, lse)
+        ctx.mark_non_differentiable(lse)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Of query, key and value."""
+        query, key, value, blocks, output, lse = ctx.saved_tensors
+        found = attend_backward(gradients[0], query, key, value, blocks, output, lse, *ctx.pattern)
+        return (*found[:3], *[None] * 6)
+
+
+@torch.library.custom_op("memprof::attend", mutates_args=())
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, scale: float, offset: int, length: int,
+    stride: int, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The forward of `Attend`."""
+    output, lse = _outputs(query, value)
+    shared = key.shape[1]
+    for rows, keys, values, seen, _ in _parts(query, key, value, blocks, offset, length, stride, window):
+        scores = _products(_grouped(query[:, :, rows], shared), keys) * scale
+        scores = scores.masked_fill(~seen, -math.inf)
+        each = scores.logsumexp(-1)
+        weights = (scores - each.masked_fill(each == -math.inf, 0).unsqueeze(-1)).exp()
+        output[:, :, rows] = _mixed(weights, values).flatten(1, 2).to(output.dtype)
+        lse[:, :, rows] = each.flatten(1, 2)
+    return output, lse
+
+
+@attend.register_fake
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *pattern: Any) -> tuple[Tensor, Tensor]:
+    return _outputs(query, value)
+
+
+@torch.library.custom_op("memprof::attend_backward", mutates_args=())
+def attend_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, output: Tensor, lse: Tensor,
+    scale: float, offset: int, length: int, stride: int, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, and what a kernel makes for them first: the sum of gradient x output."""
+    own = lse.dtype
+    delta = (gradient.to(own) * output.to(own)).sum(-1)
+    of_query = torch.empty_like(query)
+    of_key, of_value = (torch.zeros(x.shape, dtype=own, device=x.device) for x in (key, value))
+    shared = key.shape[1]
+    for rows, keys, values, seen, places in _parts(query, key, value, blocks, offset, length, stride, window):
+        asking, given = (_grouped(x[:, :, rows], shared) for x in (query, gradient))
+        each = _grouped(lse[:, :, rows].unsqueeze(-1), shared)
+        scores = (_products(asking, keys) * scale).masked_fill(~seen, -math.inf)
+        weights = (scores - each.masked_fill(each == -math.inf, 0)).exp()
+        inner = _products(given, values) - _grouped(delta[:, :, rows].unsqueeze(-1), shared)
+        of_scores = weights * inner * scale
+        of_query[:, :, rows] = _mixed(of_scores, keys).flatten(1, 2).to(query.dtype)
+        for total, left, right in ((of_key, of_scores, asking), (of_value, weights, given)):
+            if isinstance(places, slice):
+                total[:, :, places] += torch.einsum("bkgtl,bkgtd->bkld", left, right.to(own))
+            else:
+                total.index_put_(places, torch.einsum("bkgtl,bkgtd->bktld", left, right.to(own)), accumulate=True)
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype), delta
+
+
+@attend_backward.register_fake
+def _attend_backward_fake(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, output: Tensor, lse: Tensor,
+    *pattern: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), torch.empty_like(lse)
+
+
+@torch.library.custom_op("memprof::choose_blocks", mutates_args=())
+def choose_blocks(
+    query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
+    block: int, count: int,
+) -> Tensor:  # fmt: skip
+    """The `count` blocks of `block` tokens that each query looks at, (B, K, T, count) int32; -1 where there are fewer.
+
+    A block's score is what its compressed keys (B, K, S, D; `length` tokens each, one every `stride`) get of the
+    query's softmax (its logsumexp is `lse`), summed over the heads that share keys: each as often as strides of it lie
+    in the block (equations 9 and 10 of arXiv 2502.11089, whose indices begin at 1). The first block, the query's own
+    and the one before it are always among them.
+    """
+    shared, device = key.shape[1], query.device
+    chosen = _chosen(query, key, tokens, block, count)
+    parts, width = block // stride, chosen.shape[-1]
+    numbers = torch.arange(-(-tokens // block), device=device)
+    for rows, keys, _, seen, _ in _parts(query, key, key, None, offset, length, stride, 0):
+        scores = (_products(_grouped(query[:, :, rows], shared), keys) * scale).masked_fill(~seen, -math.inf)
+        each = _grouped(lse[:, :, rows].unsqueeze(-1), shared)
+        weights = (scores - each.masked_fill(each == -math.inf, 0)).exp().sum(2)
+        padded = torch.nn.functional.pad(weights, (length // stride - 1, len(numbers) * parts - weights.shape[-1]))
+        overlapping = padded.unfold(-1, length // stride, 1).sum(-1)
+        summed = overlapping.unflatten(-1, (len(numbers), parts)).sum(-1)
+        own = (torch.arange(rows.start, rows.stop, device=device) + offset).div(block, rounding_mode="floor")[:, None]
+        fixed = (numbers == 0) | (numbers == own) | (numbers == own - 1)
+        summed = summed.masked_fill(fixed, math.inf).masked_fill(numbers > own, -math.inf)
+        best = summed.topk(width, dim=-1)
+        chosen[:, :, rows] = best.indices.masked_fill(best.values == -math.inf, -1).to(torch.int32)
+    return chosen
+
+
+@choose_blocks.register_fake
+def _choose_blocks_fake(
+    query: Tensor, key: Tensor, lse: Tensor, tokens: int, scale: float, offset: int, length: int, stride: int,
+    block: int, count: int,
+) -> Tensor:  # fmt: skip
+    return _chosen(query, key, tokens, block, count)
+
+
+def _outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output, laid out as what a model makes of it, (B, T, H, D), and logsumexp."""
+    batch, heads, tokens, _ = query.shape
+    own = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+    return output, query.new_empty(batch, heads, tokens, dtype=own)
+
+
+def _chosen(query: Tensor, key: Tensor, tokens: int, block: int, count: int) -> Tensor:
+    shape = (*key.shape[:2], query.shape[2], min(count, -(-tokens // block)))
+    return query.new_empty(shape, dtype=torch.int32)
+
+
+def _grouped(x: Tensor, shared: int) -> Tensor:
+    """(B, H, ...) as (B, K, G, ...)."""
+    return x.unflatten(1, (shared, -1))
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """(B, K, G, t, D) with (B, K, L, D), or with keys of each query's own (B, K, t, L, D), to (B, K, G, t, L)."""
+    own = torch.promote_types(left.dtype, torch.float32)
+    form = "bkgtd,bkld->bkgtl" if right.dim() == 4 else "bkgtd,bktld->bkgtl"
+    return torch.einsum(form, left.to(own), right.to(own))
+
+
+def _mixed(weights: Tensor, values: Tensor) -> Tensor:
+    form = "bkgtl,bkld->bkgtd" if values.dim() == 4 else "bkgtl,bktld->bkgtd"
+    return torch.einsum(form, weights, values.to(weights.dtype))
+
+
+_Part = tuple[slice, Tensor, Tensor, Tensor, Any]
+
+
+def _parts(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, offset: int, length: int, stride: int, window: int
+) -> Iterator[_Part]:
+    """Rows of queries, the keys and values they may see, which they do (B or 1, K or 1, 1, t, L), and those' places."""
+    (batch, heads, tokens, width), (shared, num_keys) = query.shape, key.shape[1:3]
+    each = 4 * batch * heads * (window or num_keys)
+    if blocks is not None:
+        each = 4 * batch * shared * blocks.shape[-1] * length * (2 * width + heads // shared)
+    step = max(1, min(tokens, WORKSPACE_BYTES // max(1, each)))
+    for start in range(0, tokens, step):
+        rows = slice(start, min(start + step, tokens))
+        at = torch.arange(rows.start, rows.stop, device=query.device) + offset
+        if blocks is not None:
+            chosen = blocks[:, :, rows].long()
+            place = (chosen.unsqueeze(-1) * length + torch.arange(length, device=query.device)).flatten(-2)
+            seen = (chosen >= 0).repeat_interleave(length, -1) & (place <= at[:, None]) & (place < num_keys)
+            place = place.clamp(0, num_keys - 1)
+            which = torch.arange(batch, device=query.device)[:, None, None, None]
+            places = (which, torch.arange(shared, device=query.device)[:, None, None], place)
+            yield rows, key[places], value[places], seen.unsqueeze(2), places
+        elif window:
+            part = slice(max(0, rows.start + offset - window + 1), min(num_keys, rows.stop + offset))
+            place = torch.arange(part.start, part.stop, device=query.device)
+            seen = (place <= at[:, None]) & (place > at[:, None] - window)
+            yield rows, key[:, :, part], value[:, :, part], seen[None, None, None], part
+        else:
+            last = torch.arange(num_keys, device=query.device) * stride + length - 1
+            yield rows, key, value, (last <= at[:, None])[None, None, None], slice(0, num_keys)
+
+
+# -- what they compute ------------------------------------------------------------------------------------------------
+
+
+def _operations(query: Any, key: Any, value: Any, blocks: Any, length: int, window: int) -> int:
+    """Of the two products of a forward, by shapes: with chosen keys and those of a window; half of compressed ones."""
+    (batch, heads, tokens, width), keys = query, key[2]
+    seen = blocks[-1] * length if blocks is not None else min(window, keys) if window else keys / 2
+    return int(2 * batch * heads * tokens * seen * (width + value[-1]))
+
+
+def _forward_formula(
+    query: Any, key: Any, value: Any, blocks: Any, scale: float, offset: int, length: int, stride: int, window: int,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    return _operations(query, key, value, blocks, length, window)
+
+
+def _backward_formula(
+    gradient: Any, query: Any, key: Any, value: Any, blocks: Any, output: Any, lse: Any, scale: float, offset: int,
+    length: int, stride: int, window: int, *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
+    """Five products: the scores again, and those of the four gradients."""
+    return _operations(query, key, value, blocks, length, window) * 5 // 2
+
+
+def _choice_formula(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
+    """The scores of compressed keys again."""
+    return _operations(query, key, key, None, 0, 0) // 2
+
+
+_counter = import_quietly("torch.utils.flop_counter")
+for _operator, _formula in (
+    (torch.ops.memprof.attend, _forward_formula),
+    (torch.ops.memprof.attend_backward, _backward_formula),
+    (torch.ops.memprof.choose_blocks, _choice_formula),
+):
+    _counter.register_flop_formula(_operator)(_formula)
