@@ -26,7 +26,7 @@ from memprof.cli import settings
 from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
 from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
-from memprof.errors import MemprofError, UsageError
+from memprof.errors import MemprofError, UsageError, unknown_name
 from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, options_of
 from memprof.units import parse_gib
 
@@ -51,6 +51,20 @@ _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.c
 STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
+
+_OF_ALL = {
+    "config": typer.Option(
+        "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=OUTPUT
+    ),
+    "save_config": typer.Option(
+        "--save-config", help="Write the options in force as such a file.", metavar="FILE", rich_help_panel=OUTPUT
+    ),
+    "preset": typer.Option(
+        "--preset", help="Options that a name stands for: " + ", ".join(settings.PRESETS) + ".", metavar="NAME",
+        rich_help_panel=OUTPUT,
+    ),
+}  # fmt: skip
+"""Options of every command, seen to before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,31 +221,68 @@ class Command(typer.core.TyperCommand):
         """Take the command's arguments, old spellings among them, and what a file says of the others."""
         with _parsing(ctx, args):
             args = respell(args, OLD_SPELLINGS.get(str(self.name), {}))
-            return super().parse_args(ctx, [*self._from_settings(ctx, args), *args])
+            words = self._from_settings(ctx, args)
+            left = super().parse_args(ctx, [*words, *args])
+            if ctx.params.get("save_config") is not None and not ctx.resilient_parsing:
+                self._save_settings(ctx, [*words, *args])
+            return left
 
-    def _from_settings(self, ctx: Any, args: list[str]) -> tuple[str, ...]:
-        """What a file says of options that are not among the arguments, as words before them."""
-        settings.taken = None
-        read = None if ctx.resilient_parsing else settings.read()
-        if read is None:
-            return ()
-        path, table = read
+    def _from_settings(self, ctx: Any, args: list[str]) -> list[str]:
+        """What files and a preset say of options that are not among the arguments, as words before them."""
+        settings.taken = ()
+        if ctx.resilient_parsing:
+            return []
+        asked = self.make_parser(ctx).parse_args(list(args))[0]
+        given = {_excluded_by(name) for name in asked}
         commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
         known = {name: {_spelt(one) for one in command.params} for name, command in commands.items()}
-        values = settings.defaults(path, table, str(self.name), known)
-        given = {_excluded_by(name) for name in self.make_parser(ctx).parse_args(list(args))[0]}
-        words = tuple(
-            f"--{_spelt(one)}" if value is True else f"--{_spelt(one)}={value}"
-            for one in self.params
-            if (value := values.get(_spelt(one), False)) is not False and _excluded_by(str(one.name)) not in given
-        )
-        settings.taken = settings.Taken(path, words) if words else None
-        return words
+        found = []
+        for path, values in self._sources(asked, known):
+            words = []
+            for one in self.params:
+                value = values.get(_spelt(one), False)
+                if value is not False and _excluded_by(str(one.name)) not in given:
+                    words.append(f"--{_spelt(one)}" if value is True else f"--{_spelt(one)}={value}")
+                    given.add(_excluded_by(str(one.name)))
+            if words:
+                found.append(settings.Taken(path, tuple(words)))
+        settings.taken = tuple(reversed(found))
+        return [word for one in settings.taken for word in one.words]
+
+    def _sources(
+        self, asked: Mapping[str, Any], known: Mapping[str, set[str]]
+    ) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
+        """Where options may come from beside the command line, the strongest first."""
+        name = str(self.name)
+        if (config := asked.get("config")) is not None:
+            path = Path(config)
+            yield path, settings.defaults(path, settings.read_named(path), name, known, named=True)
+        if (preset := asked.get("preset")) is not None:
+            if preset not in settings.PRESETS:
+                raise unknown_name("--preset", str(preset), settings.PRESETS)
+            values = {key: value for key, value in settings.PRESETS[preset].items() if key in known[name]}
+            if not values:
+                raise UsageError(f"--preset {preset} says nothing to this command", value=name, hint="leave it out")
+            yield f"preset {preset}", values
+        if (read := settings.read()) is not None:
+            yield read[0], settings.defaults(*read, name, known)
+
+    def _save_settings(self, ctx: Any, words: list[str]) -> None:
+        """Write the options that are in force, but those by which files are written, as a file for `--config`."""
+        raw = self.make_parser(ctx).parse_args(list(words))[0]
+        options = {str(one.name): one for one in self.params if one.param_type_name == "option"}
+        values = {
+            _spelt(options[name]): _plain(value)
+            for name, value in raw.items()
+            if name in options and not settings.is_for_the_command_line(_spelt(options[name]))
+        }
+        settings.write_named(Path(str(ctx.params["save_config"])), str(self.name), values)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and say first what was taken from a file; JSON has it, and a verdict or script is alone."""
-        if settings.taken is not None and not any(ctx.params.get(name) for name in ("as_json", "quiet", "snippet")):
-            say(str(settings.taken))
+        if not any(ctx.params.get(name) for name in ("as_json", "quiet", "snippet")):
+            for one in settings.taken:
+                say(str(one))
         for name in _NOT_ABOUT_THE_RUN:
             logging.getLogger(name).setLevel(logging.ERROR)
         return super().invoke(ctx)
@@ -282,6 +333,18 @@ class Commands(typer.core.TyperGroup):
             formatter.write_text(
                 "Defaults of options stand in memprof.toml, or in [tool.memprof] of pyproject.toml: memprof help cli."
             )
+
+
+def _plain(value: Any) -> Any:
+    """A word of the command line as a file has it: a number as one, where it is spelt as Python spells it."""
+    for kind in (int, float):
+        try:
+            number = kind(value)
+        except (TypeError, ValueError):
+            continue
+        if str(number) == value:
+            return number
+    return value if isinstance(value, bool) else str(value)
 
 
 def _spelt(parameter: Any) -> str:
@@ -335,10 +398,14 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         for name, about in options_of(kind).items():
             owners[name] = group  # of two that have the same option, the later
             parameters[name] = _parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
+    for name, about in _OF_ALL.items():
+        parameters[name] = inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[str | None, about])
     parameters["debug"] = inspect.Parameter("debug", _KEYWORD, default=False, annotation=Annotated[bool, _DEBUG])
 
     @functools.wraps(function)
     def call(*, debug: bool, **values: Any) -> None:
+        for name in _OF_ALL:
+            values.pop(name)  # was seen to where arguments are parsed
         asked = dict(values)
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:

@@ -135,8 +135,12 @@ def _after_the_report() -> Iterator[None]:
 def print_json(result: _HasJson | dict[str, Any]) -> None:
     """A result on stdout, as JSON, with what was taken from a file of settings."""
     plain = result if isinstance(result, dict) else result.to_json()
-    if settings.taken is not None:
-        plain = {**plain, "settings": {"file": str(settings.taken.path), "options": list(settings.taken.words)}}
+    if settings.taken:
+        files = ", ".join(str(one.path) for one in settings.taken)
+        plain = {
+            **plain,
+            "settings": {"file": files, "options": [word for one in settings.taken for word in one.words]},
+        }
     json.dump(plain, sys.stdout, indent=1)
     sys.stdout.write("\n")
 

@@ -7,10 +7,15 @@
 
 The first such file from the current folder upwards is taken. What the command line says wins. What names code to run or
 files to replace is the command line's alone: a folder of others must not do either by being entered.
+
+`--config FILE` names a file of the same form, in YAML or TOML, which may name the model too; `--save-config FILE`
+writes one of a command's options. `--preset` stands for some options: `small`, `optimized` or `long-context`. What the
+command line says wins over the file, that over the preset, and that over memprof.toml; what is taken is said first.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,25 +25,35 @@ from typing import Any
 from memprof.errors import UsageError, unknown_name
 
 _ON_THE_COMMAND_LINE = (
-    "model", "trust-remote-code", "force", "save", "csv", "to", "log", "debug", "help", "m",
+    "model", "trust-remote-code", "force", "save", "csv", "to", "log", "debug", "help", "m", "config", "save-config",
+    "preset",
 )  # fmt: skip
+_MAY_BE_NAMED = ("model", "m")
+"""By a file that the command line names."""
+_LONG = "chunked-loss,activation-checkpointing,expandable-segments"
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "small": {"model": "gpt2", "context-length": 256, "batch-size": 1},
+    "optimized": {"dtype": "bfloat16", "batch-size": 1, "fix": f"{_LONG},fused-optimizer"},
+    "long-context": {"context-length": 131_072, "dtype": "bfloat16", "batch-size": 1, "fix": _LONG},
+}
+"""Options that a name stands for; a command takes those that it has."""
 _MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
 """What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a command took from a file, as words of its command line."""
+    """What a command took from a file, or a preset, as words of its command line."""
 
-    path: Path
+    path: Path | str
     words: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"From {self.path}: {' '.join(self.words)}"
 
 
-taken: Taken | None = None
-"""By the command that runs now."""
+taken: tuple[Taken, ...] = ()
+"""By the command that runs now, the weakest first."""
 
 
 def read() -> tuple[Path, Mapping[str, Any]] | None:
@@ -81,10 +96,73 @@ def _parse(path: Path, data: bytes) -> Any:
         raise UsageError("the file is no TOML", value=f"{path}: {error}", hint="correct it, or move it away") from None
 
 
+def read_named(path: Path) -> Mapping[str, Any]:
+    """What the file of `--config` says, TOML by its suffix or else YAML; names may have underscores for dashes.
+
+    Raises:
+        UsageError: it cannot be read, or is no table.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError("the file of --config cannot be read", value=f"{path}: {error.strerror}") from None
+    table = _parse(path, data) if path.suffix == ".toml" else _parse_yaml(path, data)
+    if not isinstance(table, dict):
+        hint = "write lines such as context-length: 4096, or profile: and such lines below it"
+        raise UsageError("the file of --config has no options", value=path, hint=hint)
+    return {
+        _dashed(key): {_dashed(name): inner for name, inner in value.items()} if isinstance(value, dict) else value
+        for key, value in table.items()
+    }
+
+
+def is_for_the_command_line(name: str) -> bool:
+    """Whether no file says it: what names code to run, or files to write."""
+    return name in _ON_THE_COMMAND_LINE and name not in _MAY_BE_NAMED
+
+
+def _dashed(name: object) -> str:
+    return str(name).replace("_", "-")
+
+
+def _parse_yaml(path: Path, data: bytes) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(data.decode("utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())
+        raise UsageError("the file is no YAML", value=f"{path}: {said}", hint="correct it") from None
+
+
+def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
+    """A file for `--config` with options of one command, TOML by its suffix or else YAML.
+
+    Raises:
+        UsageError: there is such a file, or it cannot be written.
+    """
+    if path.suffix == ".toml":
+        lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
+        text = "\n".join([f"[{command}]", *lines, ""])
+    else:
+        import yaml
+
+        text = yaml.safe_dump({command: dict(values)}, sort_keys=False, allow_unicode=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError("--save-config replaces no file", value=path, hint="name another, or remove it") from None
+    except OSError as error:
+        raise UsageError("--save-config cannot write", value=f"{path}: {error.strerror}") from None
+
+
 def defaults(
-    path: Path, table: Mapping[str, Any], command: str, known: Mapping[str, Collection[str]]
+    path: Path, table: Mapping[str, Any], command: str, known: Mapping[str, Collection[str]], *, named: bool = False
 ) -> dict[str, Any]:
     """What a file says of the options of `command`; `known` are all commands' options, without dashes.
+
+    With `named` the command line names the file, which may then name the model, and list what commas separate.
 
     Raises:
         UsageError: something is no option, or not for a file.
@@ -96,7 +174,9 @@ def defaults(
         if of_command and key not in known:
             raise unknown_name(f"command in {path}", key, known)
         for name, setting in value.items() if of_command else [(key, value)]:
-            if name in _ON_THE_COMMAND_LINE:
+            if named and isinstance(setting, list) and all(isinstance(one, str | int | float) for one in setting):
+                setting = ",".join(map(str, setting))
+            if is_for_the_command_line(name) or (name in _MAY_BE_NAMED and not named):
                 raise UsageError(f"{name} is for the command line alone", value=path, hint="leave it out of the file")
             if name not in (known[key] if of_command else everywhere):
                 raise unknown_name(f"option in {path}", name, known[key] if of_command else everywhere)

@@ -92,6 +92,7 @@ MEANINGS = {
     "--json": "as JSON", "--csv": "as tables", "--explain": "what it rests on", "--top": "rows of tables",
     "--save": "a capture is kept", "--to": "a file for another viewer", "--log": "a line for each look",
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
+    "--config": "options from a file", "--save-config": "options into a file", "--preset": "options by a name",
     "--help": "help",
     # Of one letter.
     "-q": "--quiet", "-v": "--explain",
@@ -155,7 +156,7 @@ def test_what_several_commands_have_is_made_in_one_place():
         if one.param_type_name == "option":
             users[one.opts[-1]].add(command)
     alone = {flag for flag, commands in users.items() if len(commands) > 1} - fields
-    assert alone == {"--debug", "--help"}
+    assert alone == {"--config", "--debug", "--help", "--preset", "--save-config"}
 
 
 @pytest.mark.parametrize(

@@ -140,3 +140,65 @@ def test_flags_of_every_command_are_accepted(memprof, folder):
     lines = [f"{name} = false" if flag else f"{name} = '1'" for name, flag in names.items()]
     write(folder, "\n".join(line for line in lines if line.split()[0] not in _ON_THE_COMMAND_LINE))
     assert memprof("models").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.toml"])
+def test_a_saved_config_is_the_command_again(memprof, folder, name):
+    asked = ("estimate", "--params", "1.2B", "--gpu", "t4", "--context-length", 64)
+    answer = memprof(*asked, "--save-config", folder / name, "--json").json
+    again = memprof("estimate", "--config", folder / name, "--json").json
+    words = again.pop("settings")
+    assert words["file"] == str(folder / name)
+    assert set(words["options"]) == {"--params=1.2B", "--gpu=t4", "--context-length=64", "--json"}
+    assert again == answer
+    refused = memprof(*asked, "--save-config", folder / name)
+    assert refused.exit_code == 2 and "replaces no file" in refused.stderr
+
+
+def test_what_is_nearer_wins(memprof, folder):
+    write(folder, 'gpu = "t4"\ndtype = "float32"\nbatch-size = 3')
+    write(folder, "gpu: l4\nestimate:\n  context_length: 64\n", "mine.yaml")
+    shown = memprof(
+        "estimate", "--params", "1B", "--config", folder / "mine.yaml", "--preset", "optimized", "--batch-size", 5
+    )
+    lines = shown.stdout.splitlines()
+    assert lines[0] == "From preset optimized: --dtype=bfloat16"  # of memprof.toml nothing is left
+    assert lines[1] == f"From {folder / 'mine.yaml'}: --context-length=64 --gpu=l4" or set(lines[1].split()[2:]) == {
+        "--context-length=64", "--gpu=l4",
+    }  # fmt: skip
+    assert memprof("profile", "--config", folder / "mine.yaml", "--model", "gpt2", "-q").exit_code == 0
+
+
+def test_a_named_file_may_name_the_model_and_list_remedies(memprof, folder):
+    write(folder, "model: gpt2\ncontext_length: 64\nfix: [activation-checkpointing, chunked-loss]\n", "mine.yaml")
+    result = memprof("profile", "--config", folder / "mine.yaml", "--json").json
+    assert "--fix=activation-checkpointing,chunked-loss" in result["settings"]["options"]
+    assert [row["remedies"] for row in result["ladder"]][-1] == ["activation-checkpointing", "chunked-loss"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("gpu: [t4", "the file is no YAML"),
+        ("- gpu", "has no options"),
+        ("", "has no options"),
+        ("gpu: {a: 1}", "unknown command in"),
+        ("force: true", "force is for the command line alone"),
+        ("config: other.yaml", "config is for the command line alone"),
+        ("gpus-vram: 8", "unknown option in"),
+        ("gpu: null", "gpu has no value that an option has"),
+        ("gpu: !!python/object/apply:os.system [true]", "the file is no YAML"),
+    ],
+)
+def test_a_bad_config_is_one_error(memprof, folder, text, problem):
+    write(folder, text, "mine.yaml")
+    result = memprof("estimate", "--params", "1.2B", "--config", folder / "mine.yaml")
+    assert result.exit_code == 2 and problem in result.stderr and "mine.yaml" in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 3
+
+
+def test_presets(memprof, folder):
+    assert "unknown --preset" in memprof("estimate", "--params", "1B", "--preset", "smal").stderr
+    assert "says nothing to this command" in memprof("gpus", "--preset", "small").stderr
+    assert "cannot be read" in memprof("gpus", "--config", folder / "none.yaml").stderr
+    assert "From preset small: --model=gpt2" in memprof("profile", "--preset", "small").stdout
