@@ -31,6 +31,7 @@ from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, opt
 from memprof.units import parse_gib
 
 OUTPUT = "Output"
+SETTINGS = "Settings"
 _Refused: Any = typer.BadParameter.__bases__[0]
 """Arguments that cannot be parsed; some releases of typer have a click of their own."""
 _MOST = 10**12
@@ -54,14 +55,14 @@ _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", r
 
 _OF_ALL = {
     "config": typer.Option(
-        "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=OUTPUT
+        "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=SETTINGS
     ),
     "save_config": typer.Option(
-        "--save-config", help="Write the options in force as such a file.", metavar="FILE", rich_help_panel=OUTPUT
+        "--save-config", help="Write the options in force as such a file.", metavar="FILE", rich_help_panel=SETTINGS
     ),
     "preset": typer.Option(
         "--preset", help="Options that a name stands for: " + ", ".join(settings.PRESETS) + ".", metavar="NAME",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=SETTINGS,
     ),
 }  # fmt: skip
 """Options of every command, seen to before it runs."""
@@ -234,10 +235,8 @@ class Command(typer.core.TyperCommand):
             return []
         asked = self.make_parser(ctx).parse_args(list(args))[0]
         given = {_excluded_by(name) for name in asked}
-        commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
-        known = {name: {_spelt(one) for one in command.params} for name, command in commands.items()}
         found = []
-        for path, values in self._sources(asked, known):
+        for path, values in self._sources(ctx, asked):
             words = []
             for one in self.params:
                 value = values.get(_spelt(one), False)
@@ -249,11 +248,14 @@ class Command(typer.core.TyperCommand):
         settings.taken = tuple(reversed(found))
         return [word for one in settings.taken for word in one.words]
 
-    def _sources(
-        self, asked: Mapping[str, Any], known: Mapping[str, set[str]]
-    ) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
+    def _sources(self, ctx: Any, asked: Mapping[str, Any]) -> Iterator[tuple[Path | str, Mapping[str, Any]]]:
         """Where options may come from beside the command line, the strongest first."""
-        name = str(self.name)
+        name, read = str(self.name), settings.read()
+        if read is None and asked.get("config") is None and asked.get("preset") is None:
+            return
+        # Of all commands, each of which is imported for it.
+        commands: dict[str, Any] = getattr(ctx.find_root().command, "commands", {})
+        known = {name: {_spelt(one) for one in command.params} for name, command in commands.items()}
         if (config := asked.get("config")) is not None:
             path = Path(config)
             yield path, settings.defaults(path, settings.read_named(path), name, known, named=True)
@@ -264,7 +266,7 @@ class Command(typer.core.TyperCommand):
             if not values:
                 raise UsageError(f"--preset {preset} says nothing to this command", value=name, hint="leave it out")
             yield f"preset {preset}", values
-        if (read := settings.read()) is not None:
+        if read is not None:
             yield read[0], settings.defaults(*read, name, known)
 
     def _save_settings(self, ctx: Any, words: list[str]) -> None:
@@ -367,9 +369,10 @@ def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:
             title = OUTPUT
         if not getattr(parameter, "hidden", False):
             found.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(parameter)
-    if found.keys() <= {"Arguments", OUTPUT}:  # nothing but --debug, --help and their like: no heading is needed
+    if found.keys() <= {"Arguments", OUTPUT, SETTINGS}:  # nothing of its own but --debug, --help and their like
         return {"Options" if title == OUTPUT else title: rows for title, rows in found.items()}
-    return dict(sorted(found.items(), key=lambda panel: (panel[0] == OUTPUT, panel[0] == "Remedies")))
+    last = ("Remedies", SETTINGS, OUTPUT)
+    return dict(sorted(found.items(), key=lambda panel: last.index(panel[0]) if panel[0] in last else -1))
 
 
 def add(

@@ -149,7 +149,7 @@ def test_a_saved_config_is_the_command_again(memprof, folder, name):
     again = memprof("estimate", "--config", folder / name, "--json").json
     words = again.pop("settings")
     assert words["file"] == str(folder / name)
-    assert set(words["options"]) == {"--params=1.2B", "--gpu=t4", "--context-length=64", "--json"}
+    assert set(words["options"]) == {"--params=1.2B", "--gpu=t4", "--context-length=64"}
     assert again == answer
     refused = memprof(*asked, "--save-config", folder / name)
     assert refused.exit_code == 2 and "replaces no file" in refused.stderr
