@@ -31,7 +31,6 @@ from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, opt
 from memprof.units import parse_gib
 
 OUTPUT = "Output"
-SETTINGS = "Settings"
 _Refused: Any = typer.BadParameter.__bases__[0]
 """Arguments that cannot be parsed; some releases of typer have a click of their own."""
 _MOST = 10**12
@@ -52,20 +51,6 @@ _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.c
 STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
-
-_OF_ALL = {
-    "config": typer.Option(
-        "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=SETTINGS
-    ),
-    "save_config": typer.Option(
-        "--save-config", help="Write the options in force as such a file.", metavar="FILE", rich_help_panel=SETTINGS
-    ),
-    "preset": typer.Option(
-        "--preset", help="Options that a name stands for: " + ", ".join(settings.PRESETS) + ".", metavar="NAME",
-        rich_help_panel=SETTINGS,
-    ),
-}  # fmt: skip
-"""Options of every command, seen to before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,9 +354,9 @@ def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:
             title = OUTPUT
         if not getattr(parameter, "hidden", False):
             found.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(parameter)
-    if found.keys() <= {"Arguments", OUTPUT, SETTINGS}:  # nothing of its own but --debug, --help and their like
+    if found.keys() <= {"Arguments", OUTPUT, settings.PANEL}:  # nothing of its own but --debug, --help and their like
         return {"Options" if title == OUTPUT else title: rows for title, rows in found.items()}
-    last = ("Remedies", SETTINGS, OUTPUT)
+    last = ("Remedies", settings.PANEL, OUTPUT)
     return dict(sorted(found.items(), key=lambda panel: last.index(panel[0]) if panel[0] in last else -1))
 
 
@@ -401,13 +386,13 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         for name, about in options_of(kind).items():
             owners[name] = group  # of two that have the same option, the later
             parameters[name] = _parameter(name, types[name], about, kind.__dataclass_fields__[name].default)
-    for name, about in _OF_ALL.items():
+    for name, about in settings.OPTIONS.items():
         parameters[name] = inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[str | None, about])
     parameters["debug"] = inspect.Parameter("debug", _KEYWORD, default=False, annotation=Annotated[bool, _DEBUG])
 
     @functools.wraps(function)
     def call(*, debug: bool, **values: Any) -> None:
-        for name in _OF_ALL:
+        for name in settings.OPTIONS:
             values.pop(name)  # was seen to where arguments are parsed
         asked = dict(values)
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}

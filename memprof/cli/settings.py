@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from memprof.errors import UsageError, unknown_name
 
 _ON_THE_COMMAND_LINE = (
@@ -39,6 +41,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Options that a name stands for; a command takes those that it has."""
 _MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
 """What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start."""
+
+PANEL = "Settings"
+OPTIONS = {
+    "config": typer.Option(
+        "--config", help="Options from a YAML or TOML file.", metavar="FILE", rich_help_panel=PANEL
+    ),
+    "save_config": typer.Option(
+        "--save-config", help="Write the options in force as such a file.", metavar="FILE", rich_help_panel=PANEL
+    ),
+    "preset": typer.Option(
+        "--preset", help="Options that a name stands for: " + ", ".join(PRESETS) + ".", metavar="NAME",
+        rich_help_panel=PANEL,
+    ),
+}  # fmt: skip
+"""Options of every command, seen to before it runs."""
 
 
 @dataclass(frozen=True, slots=True)
