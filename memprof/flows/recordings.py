@@ -131,7 +131,7 @@ def _open_capture(path: Path) -> Opened:
     notes = [note, "Events are those that torch would record on the card."]
     if others:
         notes.append(f"Of {others + 1} ranks, the one that holds most is taken: rank {rank_of(trace)}.")
-    if trace.cards:
+    if trace.cards and trace.facts.rank is None:
         notes.append(f"Of {len(trace.cards)} cards, the one that holds most is taken: {trace.device}.")
     if any(event.action is Action.OOM for event in converted.snapshot.traces[0]):
         notes.append(

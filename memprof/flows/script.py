@@ -163,6 +163,9 @@ def capture_run(
         )
     if outcome.ended is Ended.REFUSED and device == "virtual":
         trace.assumptions.append(BEYOND)
+    found = trace.facts.rank
+    if channel is not None:
+        found = dataclasses.replace(found or RankFacts(), rank=channel.rank, world_size=channel.size)
     trace.facts = dataclasses.replace(
         trace.facts,
         command="run",
@@ -176,7 +179,7 @@ def capture_run(
         ),
         device=dataclasses.replace(on, host_memory_bytes=host_memory_bytes),
         allocator=settings.read().facts,
-        rank=trace.facts.rank if channel is None else RankFacts(channel.rank, channel.size),
+        rank=found,
     )
     return trace, outcome
 

@@ -136,7 +136,7 @@ def build_bridge(ledger: Ledger) -> Bridge | None:
 def _has_unseen_nccl(trace: Trace) -> bool:
     """A measured run has it among its libraries."""
     rank = trace.facts.rank
-    return trace.source == "simulated" and rank is not None and rank.world_size > 1
+    return trace.source == "simulated" and rank is not None and rank.world_size > 1 and not rank.without_nccl
 
 
 def _outside(trace: Trace) -> dict[str, int | None]:

@@ -87,6 +87,8 @@ class RankFacts:
     world_size: int = 1
     alike: tuple[int, ...] = ()
     """The first and the last of the ranks that it was run for, alone: all of them do the same."""
+    without_nccl: bool = False
+    """Whether all its groups are those of hosts (gloo, MPI)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,9 +177,13 @@ class Document(Shown):
         absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
             del plain["bridge"]["nccl_group_bytes"]
-        if self.rank is not None and not self.rank.alike:
-            del plain["rank"]["alike"]
+        if self.rank is not None:
+            plain["rank"] = {name: value for name, value in plain["rank"].items() if value or name not in _NOT_OF_ALL}
         return {name: plain[name] for name in plain if name not in absent}
+
+
+_NOT_OF_ALL = ("alike", "without_nccl")
+"""Of what is said of a rank."""
 
 
 def build_document(

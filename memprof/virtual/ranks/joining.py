@@ -7,6 +7,7 @@ own, so that DistributedDataParallel makes its buckets, and fully_shard its shar
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import sys
@@ -114,9 +115,10 @@ class Joining:
                 self._joined(RankFacts())
                 original(backend, init_method, timeout, world_size, rank, store, group_name, *rest, **options)
                 return
-            found = RankFacts(place or 0, size)
+            found = RankFacts(place or 0, size, without_nccl=str(backend) in _OF_HOSTS)
             self._check(found, str(backend))
-            self._assume(_OUTSIDE)
+            if not found.without_nccl:
+                self._assume(_OUTSIDE)
             if size == 1:
                 self._assume(_ONE_PROCESS)
             self._joined(found)
@@ -150,6 +152,10 @@ class Joining:
             if not {part.rpartition(":")[2] for part in asked.split(",")} <= _REPLACED:
                 return original(size, rank, ranks, backend, store, group_name, *rest, **more)
             more.pop("backend_options", None)
+            if self._found.without_nccl and asked not in _OF_HOSTS:
+                self._found = dataclasses.replace(self._found, without_nccl=False)
+                self._joined(self._found)
+                self._assume(_OUTSIDE)
             if size < 0:  # of MPI, which would say that itself
                 size, rank, store = self._found.world_size, self._found.rank, self._store()
             place = Place(str(group_name), tuple(ranks or range(size)), rank)

@@ -123,6 +123,7 @@ def test_what_nccl_takes_of_a_rank_is_not_known_and_said():
     text = " ".join(view_of(bridge).split())
     assert "+ NCCL not known 544.00 MiB to 1.49 GiB for each group, where others measured it" in text
     assert "not known: libraries outside the allocator, NCCL, other processes" in text
+    assert bridge_of(trace, rank=RankFacts(3, 8, without_nccl=True)).nccl_group_bytes is None
     trace.source = "measured"
     assert bridge_of(trace, rank=RankFacts(3, 8)).nccl_group_bytes is None
 

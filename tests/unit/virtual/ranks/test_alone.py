@@ -257,3 +257,18 @@ def test_what_is_sent_is_lent_to_a_stream_of_nccl() -> None:
         assert len(gpu.trace.uses) == 3
         dist.send(torch.zeros(4), 3, group=dist.new_group(backend="gloo"))
         assert len(gpu.trace.uses) == 3
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_groups_of_hosts_take_nothing_of_nccl(backend: str) -> None:
+    """MPI says itself how many there are: torch asks for a group of -1."""
+    with rank(1, 2, backend) as gpu:
+        assert (dist.get_backend(), dist.get_rank(), dist.get_world_size()) == (backend, 1, 2)
+        total = numbers()
+        dist.all_reduce(total)
+        dist.new_group([0, 1])
+        assert total.tolist() == [0, 2, 4, 6]
+        assert gpu.trace.facts.rank == RankFacts(1, 2, without_nccl=True)
+        assert not any("NCCL" in text for text in gpu.trace.assumptions)
+        dist.new_group([0, 1], backend="nccl")
+    assert gpu.trace.facts.rank == RankFacts(1, 2) and any("NCCL" in text for text in gpu.trace.assumptions)
