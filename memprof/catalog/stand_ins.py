@@ -26,12 +26,16 @@ class Package:
     distribution: str
     version: str
     source: str
+    made_in: str = ""
+    """The file of memprof/virtual/stand_ins; empty: that of its name."""
 
 
 PACKAGES = {
     package.name: package
     for package in (
         Package("flash_attn", "flash-attn", "2.8.3", "Dao-AILab/flash-attention@v2.8.3"),
+        Package("amp_C", "apex", "0.1", "NVIDIA/apex@25.05:csrc/amp_C_frontend.cpp", "apex"),
+        Package("apex", "apex", "0.1", "NVIDIA/apex@25.05"),
         Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", "Dao-AILab/flash-attention@v2.8.3:hopper"),
     )
 }

@@ -72,7 +72,7 @@ class VirtualGpu(Watch):
             for only then. None: the bytes of living tensors.
         passes_kernels: what a Triton kernel's launch does. False: the run ends there, with the kernel's name. True: it
             is passed over, which is right for kernels that only write tensors that they are given: memory is theirs to
-            fill and not to allocate. What autotuning allocates for its timings is not counted.
+            fill and not to allocate. What autotuning takes for its timings is counted.
         allocator_settings: what the program reads and sets as the settings of its caching allocator.
         refuses: whether a request that the card has no room for raises torch.OutOfMemoryError, as `memory` says it.
             False: the run goes on, so that its whole need is known.
@@ -122,7 +122,7 @@ class VirtualGpu(Watch):
         self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
         self._nodes, self._rank, self._channel = nodes, rank, channel
         self._compiles = compiles
-        self._stand_ins = StandIns(self.assume) if stand_ins else None
+        self._stand_ins = StandIns(self.assume, self._forget_values) if stand_ins else None
         self._roots_noted = 0
         """Of so many models it is known how they are spread over ranks."""
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
@@ -208,6 +208,9 @@ class VirtualGpu(Watch):
     def _written(self, tensor: torch.Tensor) -> None:
         """A kernel that is passed over was given `tensor`, and may have written it."""
         self.assume("Triton kernels are not launched: what they write is unknown, and they allocate nothing.")
+        self._forget_values(tensor)
+
+    def _forget_values(self, tensor: torch.Tensor) -> None:
         self._values.drop(tensor.untyped_storage()._cdata)
 
     def _note_unknown(self, tensor: torch.Tensor, told: str) -> None:

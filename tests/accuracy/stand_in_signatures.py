@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def modules(package: str, at: Path) -> dict[str, ast.Module]:
     """Module -> its source, parsed."""
+    if at.suffix == ".cpp":  # a compiled module: the names that it binds
+        bound = re.findall(r'm\.def\(\s*"(\w+)"', at.read_text(encoding="utf-8"))
+        return {package: ast.parse("\n".join(f"{name} = None" for name in bound))}
     if at.is_file():
         return {package: ast.parse(at.read_text(encoding="utf-8"))}
     found = {}
@@ -93,15 +98,9 @@ def _plain(text: str) -> str:
 
 def own_parameters(function: Any, *, skip: int = 0) -> list[str]:
     """Those of a stand-in."""
-    tree = ast.parse(inspect.cleandoc(_without_indent(inspect.getsource(function))))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     node = next(node for node in ast.walk(tree) if isinstance(node, _Function))
     return parameters(node, skip=skip)
-
-
-def _without_indent(source: str) -> str:
-    lines = source.splitlines()
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    return "\n".join(line[indent:] for line in lines)
 
 
 def _find(trees: dict[str, ast.Module], module: str, name: str, seen: frozenset[str] = frozenset()) -> Any:
@@ -112,6 +111,8 @@ def _find(trees: dict[str, ast.Module], module: str, name: str, seen: frozenset[
     found: Any = None
     for node in _statements(trees[module]):
         match node:
+            case ast.Assign(targets=[ast.Name(id=target)], value=ast.Constant() | ast.Call()) if target == name:
+                found = ast.Constant  # bound by a compiled module, or made when the package is imported: no signature
             case ast.FunctionDef(name=defined) | ast.ClassDef(name=defined) if defined == name:
                 found = node
             case ast.Assign(targets=[ast.Name(id=target)], value=ast.Name(id=other)) if target == name:
@@ -135,6 +136,8 @@ def differences(package: str, trees: dict[str, ast.Module]) -> Iterator[str]:
     for module, held in sorted(registry.modules(package).items()):
         for name, one in sorted(held.items()):
             real = _find(trees, module, name)
+            if real == ast.Constant:
+                continue
             if real is None:
                 yield f"{module}.{name}: not in the source"
             elif isinstance(real, ast.ClassDef) and isinstance(one.value, type):

@@ -32,13 +32,14 @@ def triton_patches(written: Callable[[torch.Tensor], None] | None = None) -> Ite
         written: None: a kernel is named when it is launched, and the run ends. Else kernels are not launched, and this
             is told of each tensor on the card that one was given: what it holds is not known from then on.
     """
+    passed_over = None if written is None else _PassedOver(written)
     for module_name, names in _LAUNCHERS.items():
         module = sys.modules.get(module_name)
         for name, method in names.items():
             launcher = getattr(module, name, None)
             if launcher is not None and method in vars(launcher):
                 wrap = _subscript if method == "__getitem__" else _run
-                yield launcher, method, wrap(getattr(launcher, method), written)
+                yield launcher, method, wrap(getattr(launcher, method), passed_over)
     drivers = sys.modules.get("triton.runtime.driver")
     if drivers is not None and hasattr(sys.modules.get(_DRIVER), "CudaUtils"):
         # What is asked of the driver beside launches (triton.testing.do_bench, whose cache it makes) is asked of torch.
@@ -56,13 +57,44 @@ _LAUNCHERS = {
 some releases make `run` an attribute of the instance, which the first of them precedes."""
 
 
-_Written = Callable[[torch.Tensor], None] | None
+class _PassedOver:
+    """Launches of one run that do nothing.
+
+    What an autotuner would time is timed once for each of its keys (triton/runtime/autotuner.py, Autotuner.run): that
+    takes a buffer that is cleared between two calls, as do_bench does it, and copies of what each call is to find as it
+    was (`restore_value`).
+    """
+
+    def __init__(self, written: Callable[[torch.Tensor], None]) -> None:
+        self._written = written
+        self._timed: set[tuple[int, Any]] = set()
+
+    def __call__(self, kernel: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
+        inner: Any = kernel
+        while inner is not None and not hasattr(inner, "configs"):
+            inner = getattr(inner, "fn", None)
+        if inner is not None and len(inner.configs) > 1:
+            given = {**dict(zip(inner.arg_names, args, strict=False)), **kwargs}
+            values = [given.get(name) for name in inner.keys]
+            dtypes = [str(value.dtype) for name, value in given.items() if hasattr(value, "dtype")]
+            key = (id(inner), (*map(str, values), *dtypes))
+            if key not in self._timed:
+                self._timed.add(key)
+                copies = [given[name].detach().clone() for name in getattr(inner, "restore_value", ()) if name in given]
+                flushed = torch.empty(_FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
+                del copies, flushed
+        for tensor in tensors:
+            self._written(tensor)
 
 
-def _subscript(original: Callable[..., Any], written: _Written) -> Callable[..., Any]:
+_FLUSHED_BYTES = 256 * 1024 * 1024
+"""triton/backends/nvidia/driver.py, get_empty_cache_for_benchmark."""
+
+
+def _subscript(original: Callable[..., Any], passed_over: _PassedOver | None) -> Callable[..., Any]:
     def __getitem__(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
-            if _without_data(kernel, args, kwargs, written):
+            if _without_data(kernel, args, kwargs, passed_over):
                 return None
             return original(kernel, grid)(*args, **kwargs)
 
@@ -71,14 +103,14 @@ def _subscript(original: Callable[..., Any], written: _Written) -> Callable[...,
     return __getitem__
 
 
-def _run(original: Callable[..., Any], written: _Written) -> Callable[..., Any]:
+def _run(original: Callable[..., Any], passed_over: _PassedOver | None) -> Callable[..., Any]:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if _without_data(kernel, args, kwargs, written) else original(kernel, *args, **kwargs)
+        return None if _without_data(kernel, args, kwargs, passed_over) else original(kernel, *args, **kwargs)
 
     return run
 
 
-def _without_data(kernel: Any, args: Any, kwargs: Any, written: _Written) -> bool:
+def _without_data(kernel: Any, args: Any, kwargs: Any, passed_over: _PassedOver | None) -> bool:
     """Whether a kernel is given tensors without data, so that it cannot be launched.
 
     Raises:
@@ -88,9 +120,8 @@ def _without_data(kernel: Any, args: Any, kwargs: Any, written: _Written) -> boo
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_meta]
     if not given:
         return False
-    if written is not None:
-        for tensor in given:
-            written(tensor)
+    if passed_over is not None:
+        passed_over(kernel, args, kwargs, given)
         return True
     function = kernel
     while hasattr(function, "fn"):  # an autotuner has a kernel, a kernel a function

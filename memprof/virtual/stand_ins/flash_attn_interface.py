@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card, refused
+from memprof.virtual.stand_ins.tools import kernel, on_card, refused, written
 
 _HEADS = (64, 96, 128, 192, 256)
 _L2 = 50 * 1024 * 1024
@@ -313,6 +313,8 @@ def flash_attn_with_kvcache(
         page_table=page_table, others=(None, cache_seqlens, cache_leftpad), scheduler_metadata=scheduler_metadata,
     )  # fmt: skip
     new = [_last_contiguous(tensor) for tensor in (k, v)]
+    if k is not None:
+        written(k_cache, v_cache)
     made = _forward(q, k_cache, v_cache, call)
     del new
     return made if return_softmax_lse else made[0]

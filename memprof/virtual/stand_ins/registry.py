@@ -119,7 +119,7 @@ def is_public(module: str, name: str) -> bool:
 def _load(package: str) -> bool:
     """Import what registers the stand-ins of a package: memprof's own, or what another package brings."""
     if package in PACKAGES:
-        importlib.import_module(f"memprof.virtual.stand_ins.{package}")
+        importlib.import_module(f"memprof.virtual.stand_ins.{PACKAGES[package].made_in or package}")
         return True
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == package:

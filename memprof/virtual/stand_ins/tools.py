@@ -15,17 +15,23 @@ _Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 _used: Callable[[str], None] | None = None
+_written: Callable[[torch.Tensor], None] | None = None
+
+
+_tuned: set[tuple[str, Any]] = set()
+FLUSHED_BYTES = 256 * 1024 * 1024
 
 
 @contextmanager
-def in_run(used: Callable[[str], None]) -> Iterator[None]:
-    """Stand-ins may be called inside: `used` is told the package of each."""
-    global _used
-    _used = used
+def in_run(used: Callable[[str], None], written: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Stand-ins may be called inside: `used` is told the package of each, `written` what they write in place."""
+    global _used, _written
+    _used, _written = used, written
     try:
         yield
     finally:
-        _used = None
+        _used = _written = None
+        _tuned.clear()
 
 
 def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
@@ -90,6 +96,27 @@ def on_card(name: str, *tensors: torch.Tensor | None) -> None:
         if tensor is not None and tensor.device.type != "cuda":
             raise RuntimeError(f"{name}: expected a tensor on CUDA, got one on {tensor.device}")
     _used(name.partition(".")[0])
+
+
+def written(*tensors: torch.Tensor) -> None:
+    """A kernel has written these where they lie: what they hold is not known from here on."""
+    if _written is not None:
+        for tensor in tensors:
+            _written(tensor)
+
+
+def autotuned(kernel_name: str, key: Any) -> None:
+    """A Triton kernel under `triton.autotune` is launched: with a new key its configurations are timed, and before
+    each run 256 MiB are written, so that the card's cache is empty (triton/testing.py, do_bench; for CUDA
+    backends/nvidia/driver.py, get_empty_cache_for_benchmark).
+
+    Args:
+        kernel_name: which.
+        key: by which the kernel's choice is remembered, in one run.
+    """
+    if (kernel_name, key) not in _tuned:
+        _tuned.add((kernel_name, key))
+        torch.empty(FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
 def refused(name: str, what: str, hint: str = "") -> MemprofError:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card
+from memprof.virtual.stand_ins.tools import kernel, on_card, written
 
 _SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp"
 _MODULE = "flash_attn.flash_attn_interface"
@@ -330,6 +330,8 @@ def flash_attn_with_kvcache(
     out = torch.empty_like(query)
     sums = q.new_empty((batch, heads, queries), dtype=torch.float32)
     new = [padded(tensor) for tensor in (k, v) if tensor is not None]
+    if new:
+        written(k_cache, v_cache)
     rows, of = (groups, shared) if swapped else (queries, heads)
     parts = _split_buffers(q, batch, of, round_up(size, 8), rows, keys, num_splits)
     if size % 8:

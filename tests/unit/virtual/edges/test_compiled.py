@@ -194,6 +194,22 @@ def test_a_kernel_that_is_passed_over_allocates_nothing_and_what_it_may_write_is
     assert any("Triton kernels are not launched" in sentence for sentence in gpu.trace.assumptions)
 
 
+def test_an_autotuned_kernel_is_timed_once_for_each_key(kernel) -> None:
+    """Two configurations; by the number of elements and the types of tensors (triton/runtime/autotuner.py)."""
+    kernel.configs, kernel.arg_names, kernel.keys = ["one", "two"], ["x", "number"], ["number"]
+    kernel.restore_value = ["x"]
+    with VirtualGpu(CARD, workspaces=False, passes_kernels=True) as gpu:
+        single, half = torch.zeros(1024, device="cuda"), torch.zeros(1024, dtype=torch.float16, device="cuda")
+        kernel[(1,)](single, 1024)
+        kernel[(1,)](single, 1024)
+        assert torch.cuda.max_memory_allocated() == 4 * 1024 + 2 * 1024 + 4 * 1024 + 256 * MIB
+        kernel[(1,)](half, 1024)
+        kernel[(1,)](single, number=512)
+        kernel.configs = ["one"]
+        kernel[(1,)](single, 64)
+    assert sum(storage.num_bytes == 256 * MIB for storage in gpu.trace.storages) == 3
+
+
 def test_unless_asked_a_kernel_ends_the_run(kernel) -> None:
     with pytest.raises(KernelError, match="was launched with tensors that have no data"), VirtualGpu(CARD):
         kernel[(1,)](torch.zeros(4, device="cuda"))

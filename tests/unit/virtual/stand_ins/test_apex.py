@@ -1,0 +1,137 @@
+"""Bytes of Apex's norms and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from memprof.catalog import find_gpu
+from memprof.errors import MemprofError
+from memprof.virtual import VirtualGpu
+
+CARD = find_gpu("a100-80gb")
+ROWS, COLUMNS = 600, 512
+
+
+@pytest.fixture
+def gpu() -> Iterator[VirtualGpu]:
+    with VirtualGpu(CARD, workspaces=False) as virtual:
+        yield virtual
+
+
+def measured(call: Callable[[], Any]) -> tuple[int, int, Any]:
+    """What stays, and the most beyond it, in bytes."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, result
+
+
+@pytest.mark.parametrize("thrifty", [False, True])
+@pytest.mark.parametrize(("name", "statistics"), [("FusedLayerNorm", 2), ("FusedRMSNorm", 1)])
+def test_a_norm_keeps_a_number_a_row_and_sums_its_gradients_in_parts(
+    gpu: VirtualGpu, name: str, statistics: int, thrifty: bool
+) -> None:
+    import apex
+
+    norm = getattr(apex.normalization, name)(COLUMNS, memory_efficient=thrifty).to(torch.bfloat16).cuda()
+    x = torch.empty(2, ROWS // 2, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    stays, _, out = measured(lambda: norm(x))
+    kept = 1 if thrifty else statistics
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
+    assert stays == 2 * ROWS * COLUMNS + 4 * ROWS * kept
+    gradient = torch.empty_like(out)
+    peak = measured(lambda: out.backward(gradient))[1]
+    # The statistics are outputs of the operator: zeros stand for their gradients.
+    parameters = statistics
+    zeros = 4 * ROWS * statistics
+    assert peak == 2 * ROWS * COLUMNS + 2 * COLUMNS * parameters + 4 * 16 * COLUMNS * parameters + zeros
+
+
+def test_a_mixed_norm_has_the_type_of_its_weight(gpu: VirtualGpu) -> None:
+    from apex.normalization import MixedFusedLayerNorm
+
+    norm = MixedFusedLayerNorm(COLUMNS).cuda()
+    x = torch.empty(ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    stays, _, out = measured(lambda: norm(x))
+    assert out.dtype is torch.float32
+    assert stays == 4 * ROWS * COLUMNS + 2 * 4 * ROWS
+    out.sum().backward()
+    assert x.grad is not None and x.grad.dtype is torch.bfloat16
+
+
+def test_autocast_casts_what_a_norm_is_given(gpu: VirtualGpu) -> None:
+    from apex.normalization import FusedLayerNorm
+
+    norm = FusedLayerNorm(COLUMNS).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert norm(torch.empty(4, COLUMNS, device="cuda")).dtype is torch.float16
+
+
+def layer(dtype: torch.dtype) -> torch.nn.Linear:
+    made = torch.nn.Linear(COLUMNS, ROWS, bias=False, device="cuda", dtype=dtype)
+    made.weight.grad = torch.ones_like(made.weight)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_adam_has_moments_in_single_precision(gpu: VirtualGpu, dtype: torch.dtype) -> None:
+    from apex.optimizers import FusedAdam
+
+    model = layer(dtype)
+    optimizer = FusedAdam(model.parameters())
+    stays, peak, _ = measured(optimizer.step)
+    number, copy = ROWS * COLUMNS, 0 if dtype is torch.float32 else dtype.itemsize
+    assert (stays, peak) == (8 * number, 8 * number + copy * number)
+    assert measured(optimizer.step)[:2] == (0, 0)
+    assert optimizer.param_groups[0]["step"] == 2
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_adam_with_master_weights(gpu: VirtualGpu) -> None:
+    from apex.optimizers import FusedAdam
+
+    model = layer(torch.float16)
+    stays, _, optimizer = measured(lambda: FusedAdam(model.parameters(), capturable=True, master_weights=True))
+    assert stays == 4 * ROWS * COLUMNS + 4 + 4  # the learning rate, and the flag of overflows
+    optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.float32
+
+
+def test_lamb_takes_norms(gpu: VirtualGpu) -> None:
+    from apex.optimizers import FusedLAMB
+
+    model = layer(torch.float32)
+    optimizer = FusedLAMB(model.parameters())
+    assert measured(optimizer.step)[0] == 8 * ROWS * COLUMNS
+    stays, peak, _ = measured(optimizer.step)
+    chunks = -(-ROWS * COLUMNS // 65536)
+    # Norms of both types and of all, of the parameter and of its update; while the last is made, what it is made of.
+    norms = 4 * (1 + 1 + 1) + 4 * (1 + 1)
+    assert (stays, peak) == (0, norms + 4 * (320 + chunks + 1 + 1))
+
+
+def test_what_a_kernel_writes_is_unknown(gpu: VirtualGpu) -> None:
+    from apex.optimizers import FusedSGD
+
+    weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
+    weight.grad = torch.ones(4, device="cuda")
+    assert not weight.any()
+    FusedSGD([weight], lr=0.1, momentum=0.9).step()
+    assert weight.tolist() == [1.0] * 4  # what an unknown number reads as
+
+
+def test_amp_is_refused_where_it_is_used(gpu: VirtualGpu) -> None:
+    import apex
+    from apex import amp
+    from apex.parallel import DistributedDataParallel
+
+    assert apex.amp is amp
+    with pytest.raises(MemprofError, match=r"uses apex\.amp\.initialize, which is not installed"):
+        amp.initialize(torch.nn.Linear(2, 2), opt_level="O1")
+    with pytest.raises(MemprofError, match=r"apex\.parallel\.DistributedDataParallel"):
+        DistributedDataParallel(torch.nn.Linear(2, 2))
