@@ -181,7 +181,7 @@ def _attribute(name: str, found: Any) -> str:
 
 def _example(code: str) -> str:
     imports = "\n\n".join(f"import {name}" for name in ("torch", "memprof") if f"{name}." in code)
-    if code.startswith("def "):  # as ruff sets the code in a page
+    if code.startswith(("def ", "@")):  # as ruff sets the code in a page
         imports, code = imports + "\n", re.sub(r"\n\n(?=\S)", "\n\n\n", code)
     return f"```python\n{imports}\n\n{code.strip()}\n```\n"
 

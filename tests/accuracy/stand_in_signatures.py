@@ -21,7 +21,18 @@ from typing import Any
 from memprof.virtual.stand_ins import registry
 
 NAMES = Path(registry.__file__).parents[2] / "catalog" / "data" / "stand_ins"
-LEFT_OUT = ("test", "tests", "testing", "benchmark", "benchmarks", "cute", "flash_attn_triton_amd", "_cpp_lib")
+LEFT_OUT = (
+    "test",
+    "_triton",
+    "components",
+    "tests",
+    "testing",
+    "benchmark",
+    "benchmarks",
+    "cute",
+    "flash_attn_triton_amd",
+    "_cpp_lib",
+)
 """Folders without what a training script imports."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 

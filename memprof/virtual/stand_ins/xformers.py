@@ -1,0 +1,167 @@
+"""xformers.ops: memory-efficient attention on half precision, and unbind.
+
+Sources: xformers/ops/fmha (__init__.py, dispatch.py, flash.py, flash3.py), ops/unbind.py and .github/workflows/
+wheels_build.yml of facebookresearch/xformers@v0.0.32.post2. Its wheels are built with FlashAttention 3 for compute
+capability 8.0 and 9.0, and take FlashAttention 2 from PyTorch. Other masks than the causal ones, single precision and
+tensors as biases are not known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.virtual.stand_ins import flash_attn_interface as fa3
+from memprof.virtual.stand_ins.flash_attn import attention as fa2
+from memprof.virtual.stand_ins.registry import stand_in
+from memprof.virtual.stand_ins.tools import kernel, not_here, on_card, refused
+
+_SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha"
+_LEAST_HEAD, _LEAST_HEAD_BACKWARD = 32, 64
+"""Of FlashAttention 3 (SUPPORTED_MIN_K in flash3.py)."""
+
+
+class _Causal:
+    """A mask without data."""
+
+    def __init__(self, *tensor_args: Any, **tensor_kwargs: Any) -> None:
+        pass
+
+    def to(self, device: Any) -> Any:
+        """Itself."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise not_here(f"xformers.ops.{type(self).__name__}.{name}")
+
+
+@stand_in(
+    "xformers.ops.fmha.attn_bias.LowerTriangularMask", "xformers.ops.fmha.LowerTriangularMask",
+    "xformers.ops.LowerTriangularMask", source=f"{_SOURCE}/attn_bias.py",
+)  # fmt: skip
+class LowerTriangularMask(_Causal):
+    """Causal, from the first key."""
+
+
+@stand_in(
+    "xformers.ops.fmha.attn_bias.LowerTriangularFromBottomRightMask",
+    source=f"{_SOURCE}/attn_bias.py",
+)
+class LowerTriangularFromBottomRightMask(_Causal):
+    """Causal, from the last key."""
+
+
+def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, op: Any) -> None:
+    """What leads to other kernels than flash attention's is refused by name."""
+    on_card(name, query, key, value)
+    size = query.shape[-1]
+    reasons = {
+        f"tensors of {query.dim()} dimensions": query.dim() not in (3, 4),
+        f"tensors of {query.dtype}": query.dtype not in (torch.float16, torch.bfloat16),
+        f"an attn_bias of type {type(bias).__name__}": not (bias is None or isinstance(bias, _Causal)),
+        f"heads of {size}": size % 8 or size > 256,
+        f"values of {value.shape[-1]} for keys of {size}": value.shape[-1] != size,
+        "op": op is not None,
+        f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}": (
+            torch.cuda.get_device_capability() < (8, 0)
+        ),
+        "fewer keys than queries, or more, under LowerTriangularMask": (
+            type(bias) is LowerTriangularMask and query.shape[1] != key.shape[1]
+        ),
+    }
+    for what, is_so in reasons.items():
+        if is_so:
+            raise refused(name, what)
+
+
+@stand_in(
+    "xformers.ops.fmha.memory_efficient_attention", "xformers.ops.memory_efficient_attention",
+    source=f"{_SOURCE}/__init__.py",
+)  # fmt: skip
+def memory_efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None, p: float = 0.0,
+    scale: Any = None, *, op: Any = None, output_dtype: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """[batch, tokens, heads, size], or without heads. The log of the sums is an output too: its gradient is zeros."""
+    name = "xformers.ops.memory_efficient_attention"
+    _checked(name, query, key, value, attn_bias, op)
+    if output_dtype not in (None, query.dtype):
+        raise refused(name, f"output_dtype={output_dtype}")
+    shape, size = query.shape, query.shape[-1]
+    if query.dim() == 3:
+        query, key, value = (tensor.unsqueeze(2) for tensor in (query, key, value))
+    third = p == 0 and size >= _LEAST_HEAD
+    third_backward = p == 0 and size >= _LEAST_HEAD_BACKWARD
+    call = fa3._Call(causal=attn_bias is not None)
+    options = fa2.Options(p, (-1, -1), None, False, False)
+    together = query.shape[0] == key.shape[0] and query.stride(-2) == 3 * size
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if k.stride(2) == 0 and v.stride(2) == 0:  # one head of keys for all queries
+            k, v = k[:, :, :1], v[:, :, :1]
+        return fa3._forward(q, k, v, call)[:2] if third else fa2._forward(q, k, v, options, False)
+
+    if not (query.requires_grad or key.requires_grad or value.requires_grad):
+        return attend(query, key, value)[0].reshape(shape)
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        out, sums, *rest = attend(q, k, v)
+        state = rest[-1] if p else None
+        return (out, sums), (q, k, v, out, sums, state)
+
+    def backward(saved: Any, gradient: torch.Tensor, of_sums: torch.Tensor) -> Any:
+        q, k, v, out = saved[:4]
+        gradient = gradient.contiguous()
+        if together:  # of one packed tensor: so are their gradients
+            d_q, d_k, d_v = q.new_empty((*q.shape[:-2], 3, *q.shape[-2:])).unbind(-3)
+        else:
+            d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        if third_backward:
+            fa3._backward(gradient, q, k, v, out, call)
+        else:
+            fa2._backward(gradient, q, k, v, out, d_q, d_k, d_v, False, None)
+        return d_q, d_k, d_v
+
+    return kernel(forward, backward, query, key, value)[0].reshape(shape)
+
+
+class _Unbind(torch.autograd.Function):
+    """The gradients are stacked, unless they lie in one tensor in this order already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int) -> Any:
+        ctx.dim = dim
+        return x.unbind(dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        found = _together(gradients, ctx.dim)
+        return torch.stack(gradients, dim=ctx.dim) if found is None else found, None
+
+
+def _together(tensors: Any, dim: int) -> torch.Tensor | None:
+    first = tensors[0]
+    step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else 0
+    alike = all(
+        one.shape == first.shape
+        and one.stride() == first.stride()
+        and one.storage_offset() == first.storage_offset() + number * step
+        and one.untyped_storage()._cdata == first.untyped_storage()._cdata
+        for number, one in enumerate(tensors)
+    )
+    if len(tensors) < 2 or not alike:
+        return None
+    shape, strides = list(first.shape), list(first.stride())
+    shape.insert(dim, len(tensors))
+    strides.insert(dim, step)
+    return first.as_strided(shape, strides)
+
+
+@stand_in("xformers.ops.unbind", source="facebookresearch/xformers@v0.0.32.post2:xformers/ops/unbind.py")
+def unbind(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+    """As torch.unbind."""
+    made: tuple[torch.Tensor, ...] = _Unbind.apply(x, dim)
+    return made

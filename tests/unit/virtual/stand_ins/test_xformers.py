@@ -1,0 +1,75 @@
+"""Bytes of xformers' memory-efficient attention, on the kernels that its wheels choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memprof.catalog import find_gpu
+from memprof.errors import MemprofError
+from memprof.virtual import VirtualGpu
+from tests.unit.virtual.stand_ins.test_flash_attention import backward, half, measured, single, tensor
+
+BATCH, TOKENS, HEADS = 2, 1000, 16
+SUMS = single(BATCH, HEADS, TOKENS)
+
+
+@pytest.mark.parametrize("card", ["h100-80gb", "a100-80gb"])
+def test_flash_attention_3_and_its_sums(card: str) -> None:
+    with VirtualGpu(find_gpu(card), workspaces=False):
+        import xformers
+        from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+        assert xformers.__version__ == "0.0.32.post2"
+        q, k, v = (tensor(BATCH, TOKENS, HEADS, 128) for _ in range(3))
+        stays, _, out = measured(lambda: memory_efficient_attention(q, k, v, attn_bias=LowerTriangularMask()))
+        size = half(BATCH, TOKENS, HEADS, 128)
+        assert (out.shape, stays) == (q.shape, size + SUMS)
+        # Gradients, zeros for that of the sums, two sums of rows, an accumulator, locks: blocks of 64 rows.
+        rows = 2 * single(BATCH, HEADS, 1024) + single(BATCH, HEADS, 1024, 128) + single(16, BATCH, HEADS)
+        assert backward(out) == 3 * size + SUMS + rows
+
+
+def test_small_heads_and_dropout_take_flash_attention_2() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        from xformers.ops import memory_efficient_attention
+
+        q, k, v = (tensor(BATCH, TOKENS, HEADS, 40) for _ in range(3))
+        stays, _, out = measured(lambda: memory_efficient_attention(q, k, v))
+        size = half(BATCH, TOKENS, HEADS, 40)
+        assert stays == size + SUMS
+        scratch = single(BATCH, HEADS, 1024) + single(BATCH, 1024, HEADS, 64)
+        assert backward(out) == 3 * size + SUMS + scratch
+        stays, _, out = measured(lambda: memory_efficient_attention(q, k, v, p=0.1))
+        assert stays == size + SUMS + 16  # the state of the random numbers
+
+
+def test_gradients_of_a_packed_tensor_are_one() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        from xformers.ops import memory_efficient_attention, unbind
+
+        packed = tensor(BATCH, TOKENS, HEADS, 3, 64)
+        out = memory_efficient_attention(*unbind(packed, 3))
+        gradient = torch.empty_like(out)
+        out.backward(gradient)
+        assert packed.grad is not None and packed.grad.shape == packed.shape
+
+
+def test_without_a_gradient_sums_are_dropped_and_what_is_not_known_is_refused() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        from xformers.ops import memory_efficient_attention
+        from xformers.ops.fmha import BlockDiagonalMask
+
+        q = torch.empty(BATCH, TOKENS, 64, device="cuda", dtype=torch.float16)
+        stays, _, out = measured(lambda: memory_efficient_attention(q, q, q))
+        assert (out.shape, stays) == (q.shape, half(BATCH, TOKENS, 64))
+        bias = torch.zeros(BATCH, TOKENS, TOKENS, device="cuda", dtype=torch.float16)
+        for given, what in [
+            ({"attn_bias": bias}, "attn_bias of type Tensor"), ({"op": object()}, "with op"),
+        ]:  # fmt: skip
+            with pytest.raises(MemprofError, match=what):
+                memory_efficient_attention(q, q, q, **given)
+        with pytest.raises(MemprofError, match=r"tensors of torch\.float32"):
+            memory_efficient_attention(q.float(), q.float(), q.float())
+        with pytest.raises(MemprofError, match=r"xformers\.ops\.fmha\.BlockDiagonalMask"):
+            BlockDiagonalMask.from_seqlens([1, 2])
