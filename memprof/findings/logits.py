@@ -17,7 +17,7 @@ from memprof.findings.evidence import (
     would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.ledger.categories import Category
+from memprof.ledger.categories import Category, is_half_of
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
@@ -88,6 +88,7 @@ def logits_storages(context: Context) -> list[int]:
         and len(storage.shape) > 1
         and computes[storage.phase]
         and storage.shape not in weights
+        and not (trace.op(storage) == "aten._to_copy" and is_half_of(storage, weights))
         and index not in trace.owners
         and not storage.hidden
     ]

@@ -82,7 +82,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     def is_logits(storage: Storage, time: int) -> bool:
         """Whether `storage`, which is made at `time` or of what was, is of the logits or the loss."""
         span = span_at(time)
-        if span is None or (storage.shape in weights and trace.op(storage) == "aten._to_copy"):
+        cast = trace.op(storage) == "aten._to_copy"
+        if span is None or (cast and (storage.shape in weights or is_half_of(storage, weights))):
             return False  # the latter is the head's weight, cast by autocast
         # A head that is no module of its own (an einsum, a module of the program's): one value for each word. And what
         # a program makes of logits that it was given, as `.float()` does.
@@ -142,6 +143,14 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
         return Category.UNATTRIBUTED
 
     return [of(index, storage) for index, storage in enumerate(trace.storages)]
+
+
+def is_half_of(storage: Storage, weights: set[tuple[int, ...]]) -> bool:
+    """Whether it may be one of the weights, of these shapes, in half precision and transposed.
+
+    So compiled code casts them under autocast.
+    """
+    return storage.shape[::-1] in weights and storage.dtype in ("bfloat16", "float16")
 
 
 def _is_bucket(trace: Trace, storage: Storage) -> bool:

@@ -42,6 +42,14 @@ PROGRAMS = (
         findings=frozenset({"logits-explosion", "fragmentation"}),
     ),
     Program(
+        name="nanoGPT train compiled",
+        repository="karpathy/nanoGPT",
+        commit="3adf61e1",
+        command="train.py --eval_iters=2 --gradient_accumulation_steps=2",
+        data=folders.nanogpt,
+        findings=frozenset({"logits-explosion", "fragmentation"}),
+    ),
+    Program(
         name="nanoGPT bench",
         repository="karpathy/nanoGPT",
         commit="3adf61e1",

@@ -10,6 +10,7 @@ import json
 import multiprocessing.process
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -33,6 +34,7 @@ _LONGEST_WAIT = 5.0
 _IDLE = 0.05
 """Seconds of a processor that waiting takes at most."""
 _PYTHON = re.compile(r"(.*[/\\])?python[\d.]*(\.exe)?")
+_SHOW = "nvidia-smi"
 _OPTION = re.compile("-(?=[^-])([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
 """Of Python: letters that take no value, and one that does."""
 
@@ -85,6 +87,10 @@ class Children:
             if options.get("env") is not None:
                 options["env"] = self._told(options["env"])
             command = args[0] if args else options.get("args")
+            if command == [_SHOW] and shutil.which(_SHOW) is None:  # as programs do for their log
+                command = ["echo", f"{_SHOW} is not on this machine: memprof runs the program on a virtual card"]
+                args = (command, *args[1:])
+                options.pop("args", None)
             if isinstance(command, (list, tuple)) and not options.get("shell"):
                 command, environment = _heard(command, options.get("env") or os.environ)
                 if environment is not None:

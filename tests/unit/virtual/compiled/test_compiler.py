@@ -180,6 +180,17 @@ def test_a_whole_models_forward_is_one_stage_that_has_its_logits(gpu: VirtualGpu
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:barrier:UserWarning")
+def test_a_head_that_is_cast_is_no_logits(gpu: VirtualGpu) -> None:
+    """Autocast's copy of its weight is laid out as the product wants it: hidden size by words."""
+    compiled = torch.compile(Speaker().cuda())
+    ids = torch.arange(1000, device="cuda").reshape(4, 250)
+    with torch.autocast("cuda", torch.bfloat16):
+        compiled(ids).float().sum().backward()
+    trace = gpu.trace
+    kept = [c for c, s in zip(categorize(trace, spans(trace)), trace.storages, strict=True) if s.shape == (WIDTH, 1000)]
+    assert kept and "logits and loss" not in {category.value for category in kept}
+
+
 def test_a_model_that_is_compiled_in_pieces_has_its_modules() -> None:
     """DistributedDataParallel has Dynamo compile a graph for each bucket (torch/_dynamo/backends/distributed.py)."""
     with VirtualGpu(CARD, cards=2) as gpu:

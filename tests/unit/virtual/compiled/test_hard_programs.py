@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memprof
@@ -346,3 +347,30 @@ def test_a_backward_pass_as_one_graph_runs_as_without_and_is_told(gpu: VirtualGp
         torch.compile(lambda x: model(x).sum().backward())(batch())
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert told(gpu, "(compiled autograd)")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:barrier:UserWarning")
+def test_layers_that_are_compiled_and_sharded_gather_and_let_go_as_eager_ones() -> None:
+    """fully_shard's hooks are around the compiled forward: the gathered weights are whole for one layer at a time."""
+    found = []
+    for compiles in (True, False):
+        torch._dynamo.reset()
+        with VirtualGpu(CARD, cards=2) as gpu:
+            torch.distributed.init_process_group("nccl", rank=0, world_size=2)
+            model = nn.Sequential(Block(), Block()).cuda()
+            for layer in model:
+                if compiles:
+                    layer.compile()
+                fully_shard(layer)
+            fully_shard(model)
+            for _ in range(2):
+                since = len(gpu.trace.storages)
+                model(batch()).sum().backward()
+                model.zero_grad()
+            trace = gpu.trace
+            assert not eager_lines(gpu)
+        made = [trace.storages[at] for at in range(since, len(trace.storages))]
+        found.append([(s.num_bytes, trace.op(s)) for s in made if "chunk_cat" in trace.op(s) or "fsdp" in trace.op(s)])
+        fused = [trace.op(s) for s in made if s.num_bytes == LARGE]
+        assert ("aten.gelu_backward" in fused) != compiles, fused
+    assert found[0] == found[1] and found[0]

@@ -117,3 +117,15 @@ def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         with VirtualGpu(CARD):
             assert os.environ["PYTHONPATH"] == (f"{probe.FOLDER}:{path}" if path else probe.FOLDER)
         assert dict(os.environ) == before
+
+
+def test_what_a_machine_with_a_card_would_show_is_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts log it (modded-nanogpt's train_gpt.py); asked for figures it is missing where it is."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with VirtualGpu(find_gpu("a100-80gb")):
+        done = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=True)
+        assert "nvidia-smi is not on this machine" in done.stdout
+        with pytest.raises(FileNotFoundError):
+            subprocess.run(["nvidia-smi", "-q"], check=False)
+    with pytest.raises(FileNotFoundError):
+        subprocess.run(["nvidia-smi"], check=False)
