@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-from specs import AFTER, AS_WRITTEN, BEFORE, CONFIGURATIONS, ONE_TOKEN, PER_TOKEN
+from specs import AFTER, AS_WRITTEN, BEFORE, CONFIGURATIONS, ONE_TOKEN, PER_TOKEN, ROWS
 
 from memprof import virtual_gpu
 from memprof.findings.lives import Lives
@@ -15,6 +17,7 @@ from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.units import GIB, format_bytes
+from memprof.workload import npt_layers
 from memprof.workload.npt import ModulatedDelta
 
 
@@ -124,6 +127,40 @@ def claims(before: Run, after: Run, per_token: Run) -> list[Claim]:
 def configurations() -> list[tuple[str, Run]]:
     """The whole run in each of the report's configurations, with the low-rank form."""
     return [(name, run(spec)) for name, spec in CONFIGURATIONS.items()]
+
+
+class Row(NamedTuple):
+    """A row of the report's table of memory beside the same run here."""
+
+    name: str
+    report: str
+    document: Document
+    about: str
+
+
+def rows() -> Iterator[Row]:
+    """The report's six rows."""
+    for name, (figure, spec, about) in ROWS.items():
+        with keeping_deltas() if name == "Basic Optimization" else contextlib.nullcontext():
+            document = profile(spec)[1]
+        yield Row(name, figure, document, about)
+
+
+@contextlib.contextmanager
+def keeping_deltas() -> Iterator[None]:
+    """Inside, components are made as the report's were: autograd keeps what a loop over tokens computes."""
+    make = npt_layers.make_component
+
+    def made(*args: Any, **options: Any) -> Any:
+        component = make(*args, **options)
+        component.recompute = False
+        return component
+
+    npt_layers.make_component = made
+    try:
+        yield
+    finally:
+        npt_layers.make_component = make
 
 
 def main_runs() -> tuple[Run, Run, Run]:

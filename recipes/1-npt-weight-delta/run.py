@@ -6,7 +6,15 @@ import textwrap
 
 import audit
 
+from memprof.report.documents.report import Verdict
 from memprof.units import format_bytes
+
+
+def in_words(verdict: Verdict) -> str:
+    """The verdict in words, with what was in use where it does not fit."""
+    if verdict.fits:
+        return "fits"
+    return f"out of memory in {verdict.oom_stage}, with {format_bytes(verdict.in_use_bytes or 0)} in use"
 
 
 def main() -> None:
@@ -28,6 +36,13 @@ def main() -> None:
     for claim in audit.claims(before, after, per_token):
         print(f"* {claim.text}: {claim.verdict.upper()}")
         print(textwrap.fill(claim.right, 100, initial_indent="  ", subsequent_indent="  "))
+    print("\nThe report's table of memory: 512 tokens, on A100 80 GB\n")
+    print(f"{'row':<20}{'report':<24}{'device used':>12}  verdict")
+    for row in audit.rows():
+        verdict = row.document.verdict
+        used = format_bytes(verdict.required_bytes)
+        print(f"{row.name:<20}{row.report:<24}{used:>12}  {in_words(verdict)}")
+        print(textwrap.fill(row.about, 100, initial_indent="  ", subsequent_indent="  "))
     print("\nThe report's configurations, with the low-rank form and 512 tokens\n")
     for name, run in audit.configurations():
         peak = run.document.peak

@@ -12,12 +12,18 @@ import math
 import textwrap
 
 import audit
+import longer
 import losses
 import rotary
 from specs import CHUNK, SMALL_CHUNK, SMALL_TOKENS
 
 from memprof.report.documents.report import Document
-from memprof.units import format_bytes
+from memprof.units import GIB, format_bytes
+
+TWO_CARDS = (
+    "With fsdp each card has half of parameters, gradients and states, and a sequence of its own; with ulysses all of "
+    "them, and half of one sequence."
+)
 
 
 def main() -> None:
@@ -37,6 +43,19 @@ def main() -> None:
     ):
         peak = format_bytes(document.peak.allocated_bytes)
         show(name, format_bytes(audit.loss_bytes(document)), f"{peak} in {document.peak.stage}", says(document))
+    print("\nThe report's stages, 131,072 tokens, in GiB\n")
+    print(f"{'after':<20}{'report':>8}{'here':>8}")
+    for reading in longer.readings(audit.ROTARY_CACHES, found.loop):
+        print(f"{reading.after:<20}{reading.report:>8}{reading.num_bytes / GIB:>8.2f}  {longer.holds(reading)}")
+        print(fill(reading.why))
+    print("\nKinds of attention, 131,072 tokens, checkpointed layers, chunked-loss: forward and backward\n")
+    for kind, document in longer.kinds():
+        print(row_of(kind, document))
+    print("\nTwo cards, 131,072 tokens, checkpointed layers, chunked-loss, with AdamW: the rank that takes most\n")
+    print(row_of("one card", found.training))
+    for plan, document in longer.cards():
+        print(row_of(plan, document))
+    print(fill(TWO_CARDS))
     print(f"\nChunks of {CHUNK:,} tokens, if all logits are above 10 GiB\n")
     for length in audit.lengths():
         how = "one piece" if length.largest_bytes >= length.logits_bytes else "chunks"
@@ -71,6 +90,12 @@ def main() -> None:
 def fill(text: str) -> str:
     """A paragraph of 100 columns, indented."""
     return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+def row_of(name: str, document: Document) -> str:
+    """One run: its peak and its verdict."""
+    peak = document.peak
+    return f"{name:<14}{format_bytes(peak.allocated_bytes):>14} in {peak.stage:<10} {says(document)}"
 
 
 def show(loss: str, logits: str, peak: str, verdict: str) -> None:

@@ -33,3 +33,18 @@ SMALL = {
 }
 """The same architecture, small enough to be run for real."""
 SMALL_TOKENS, SMALL_CHUNK = 1024, 128
+
+GEOMETRY = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 80,
+    "intermediate_size": 9216,
+    "vocab_size": VOCABULARY,
+}
+"""The report's own model, as its public program has it (models named 4B in nngabe/nsa_optim, config.py)."""
+ATTENTIONS = ("eager", "sdpa", "sliding", "linear", "nsa")
+"""Of the runs side by side; the report's program knows dense attention and one that it calls nsa."""
+PLANS = ("fsdp", "ulysses=2")
+"""Two cards as the report recommends them, and the sequence parallelism that it leaves to the future."""

@@ -44,6 +44,24 @@ def test_the_report_s_loop_keeps_the_log_softmax_of_every_chunk(output):
     assert "FORWARD WITHOUT GRADIENTS ONLY" in output.claim("chunked loss: one chunk at a time")
 
 
+def test_the_report_s_stages(output):
+    table = output.partition("The report's stages")[2].partition("Kinds of attention")[0]
+    rows = re.findall(r"^(\S.*?) +~?([\d.]+) +([\d.]+)  (holds|differs)\b", table, re.MULTILINE)
+    assert [report for _, report, *_ in rows] == ["8.72", "9.35", "25.87", "62.97", "66"]
+    assert [verdict for *_, verdict in rows] == ["holds", "holds", "differs", "differs", "differs"]
+    for _, report, here, _ in rows[:4]:  # the last was read of a program that is not there any more
+        assert float(here) == pytest.approx(float(report), rel=0.04)
+
+
+def test_attention_side_by_side_and_two_cards(output):
+    table = output.partition("Kinds of attention")[2].partition("Chunks of")[0]
+    peaks = {name: float(gib.replace(",", "")) for name, gib in re.findall(r"^(\S.*?) +([\d,.]+) GiB in", table, re.M)}
+    assert list(peaks) == ["eager", "sdpa", "sliding", "linear", "nsa", "one card", "fsdp", "ulysses=2"]
+    assert peaks["eager"] > 8 * 1024 and peaks["sdpa"] < peaks["sliding"] < peaks["nsa"] < 94.97
+    # Half of parameters, gradients and both states, 15 GiB, and of one sequence the half of all that it takes.
+    assert peaks["one card"] - peaks["fsdp"] > 9 and peaks["ulysses=2"] < peaks["fsdp"]
+
+
 def test_threshold_is_automatic(output):
     found = re.findall(r"^ *([\d,]+) tokens: logits of +([\d.]+) GiB, in ([\w ]+?) +\(", output, re.MULTILINE)
     assert found == [("4,096", "1.16", "one piece"), ("40,000", "11.32", "chunks"), ("131,072", "37.09", "chunks")]

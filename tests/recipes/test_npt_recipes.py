@@ -44,6 +44,19 @@ class TestWeightDelta:
         per_token, low_rank = (int(number.replace(",", "")) for number in re.findall(r"\(([\d,]+)x\)", found))
         assert per_token > 400 and low_rank > 4000
 
+    def test_the_report_s_six_rows(self, weight_delta):
+        table = weight_delta.partition("The report's table of memory")[2].partition("configurations")[0]
+        rows = re.findall(r"^(\S.*?)  +[~>].*?([\d,.]+) GiB  (fits|out of memory in .*? in use)", table, re.MULTILINE)
+        used = {name: float(gib.replace(",", "")) for name, gib, _ in rows}
+        assert list(used) == [
+            "Original", "Basic Optimization", "+ CPU Offload", "+ FP16", "+ Fewer Layers", "Small Model",
+        ]  # fmt: skip
+        assert [verdict == "fits" for *_, verdict in rows] == [False, False, True, True, True, True]
+        assert "with 78.45 GiB in use" in rows[1][2]  # the report: ~79 GB, and dies
+        for name, figure in (("+ FP16", 40), ("+ Fewer Layers", 35), ("Small Model", 2)):
+            assert abs(used[name] - figure) < 0.15 * figure
+        assert used["+ CPU Offload"] < 78 / 2
+
     def test_other_claims(self, weight_delta):
         assert "AT BATCH 1 128.00 KiB at batch 4, 32.00 KiB at batch 1" in weight_delta.claim("modulation")
         assert "HOLDS the same in float64 to 12 digits" in weight_delta.claim("h W + ((h A) * m) B")
