@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 
 from tests.hostile.documents import TINY, write_capture
+from tests.hostile.harmless import SECONDS, WAIT
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
+MOST = SECONDS * WAIT
 
 STREAMS = {
     "full": ">/dev/full", "closed": ">&-", "no stderr": "2>&-", "no streams": ">&- 2>&- <&-", "no stdin": "<&-",
@@ -66,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("name", "command"), _some([(s, c) for s in STREAMS for c in COMMANDS], 17))
 def test_streams(folder: Path, name: str, command: str) -> None:
     line = f"{sys.executable} -m memprof {command} {STREAMS[name]}"
-    done = subprocess.run(["bash", "-c", line], cwd=folder, env=_environment(), capture_output=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=_environment(), capture_output=True, timeout=MOST)
     by_click = name == "gone" and "--help" in command  # whose answer it is
     assert by_click or done.returncode == SAID.get(name, 0), done.stderr
     assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
@@ -78,7 +81,7 @@ def test_environments(folder: Path, name: str, command: str) -> None:
     odd = {key: value.format(folder=folder) for key, value in ENVIRONMENTS[name].items()}
     done = subprocess.run(
         [sys.executable, "-m", "memprof", command, "run.memprof"], cwd=folder, env=_environment(**odd),
-        capture_output=True, timeout=60,
+        capture_output=True, timeout=MOST,
     )  # fmt: skip
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
     assert len(done.stdout.split()) > 50
@@ -95,7 +98,9 @@ def test_places(folder: Path, how: str) -> None:
     }
     if how == "nobody" and (os.getuid() or subprocess.run(["which", "setpriv"], capture_output=True).returncode):
         pytest.skip("only root becomes somebody else")
-    done = subprocess.run(["bash", "-c", before[how]], cwd=folder, env=_environment(), capture_output=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", before[how]], cwd=folder, env=_environment(), capture_output=True, timeout=MOST
+    )
     assert b"Traceback" not in done.stderr, done.stderr
 
 
@@ -107,10 +112,22 @@ def test_factories_that_leave(folder: Path, code: str, at: str) -> None:
     (folder / "model.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "memprof", "profile", "--model", "model.py:build"], cwd=folder, env=_environment(),
-        capture_output=True, timeout=60,
+        capture_output=True, timeout=MOST,
     )  # fmt: skip
     assert done.returncode == 2, done
     assert done.stderr.startswith(b"memprof: ") and b"Traceback" not in done.stderr and not done.stdout
+
+
+def _used(process: int) -> float:
+    """Seconds of a processor that a process has used until now."""
+    words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _of_others() -> float:
+    """The same of all processes that were waited for."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
 
 
 def _left(session: int) -> list[int]:
@@ -132,21 +149,23 @@ def test_ctrl_c_at_any_moment_of_a_search(folder: Path) -> None:
     search = "profile --model tiny.json --batch-size 8 --gpu-vram 0.45 --fix auto"
     command = [sys.executable, "-m", "memprof", *search.split()]
     where: dict[str, Any] = {"cwd": folder, "env": _environment()}
-    begin = time.monotonic()
+    before = _of_others()
     done = subprocess.run(command, **where, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=300)
-    whole = time.monotonic() - begin
+    whole = _of_others() - before
     for moment in range(MOMENTS):
         process = subprocess.Popen(
             command, **where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
-        # From where Python has begun with memprof; before that the answer is Python's.
-        time.sleep(1 + (whole - 1.5) * moment / MOMENTS)
+        # From where Python has begun with memprof; before that the answer is Python's. By the processor's clock.
+        until = 0.5 + (whole - 0.5) * moment / MOMENTS
+        while process.poll() is None and _used(process.pid) < until:
+            time.sleep(0.01)
         if process.poll() is None:
-            begin = time.monotonic()
+            used = _of_others() + _used(process.pid)
             os.killpg(process.pid, signal.SIGINT)
-            answer, said = process.communicate(timeout=30)
-            seconds = time.monotonic() - begin
+            answer, said = process.communicate(timeout=MOST)
+            seconds = _of_others() - used
             # A shell shows both as 130. Where all was said, only Python had to end.
             codes = {130, -signal.SIGINT} | ({done.returncode} if answer == done.stdout else set())
             assert process.returncode in codes and b"Traceback" not in said, (moment, process.returncode, said[-900:])
