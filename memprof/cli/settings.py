@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "long-context": {"context-length": 131_072, "dtype": "bfloat16", "batch-size": 1, "fix": _LONG},
 }
 """Options that a name stands for; a command takes those that it has."""
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 2
 _MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
 """What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start."""
 
@@ -165,12 +168,16 @@ def write_named(path: Path, command: str, values: Mapping[str, Any]) -> None:
         import yaml
 
         text = yaml.safe_dump({command: dict(values)}, sort_keys=False, allow_unicode=True)
+    made = False
     try:
         with path.open("x", encoding="utf-8") as file:
+            made = True
             file.write(text)
     except FileExistsError:
         raise UsageError("--save-config replaces no file", value=path, hint="name another, or remove it") from None
     except OSError as error:
+        if made:
+            path.unlink()
         raise UsageError("--save-config cannot write", value=f"{path}: {error.strerror}") from None
 
 
@@ -198,7 +205,8 @@ def defaults(
             if name not in (known[key] if of_command else everywhere):
                 raise unknown_name(f"option in {path}", name, known[key] if of_command else everywhere)
             if not isinstance(setting, str | int | float):
-                raise UsageError(f"{name} has no value that an option has", value=f"{path}: {setting}")
+                # Aliases of YAML make a short file a value that has no end.
+                raise UsageError(f"{name} has no value that an option has", value=f"{path}: {_SHORT.repr(setting)}")
             if name in known[command] and key in (name, command):
                 found[name] = setting
     return found

@@ -1,10 +1,13 @@
 """Defaults from memprof.toml or pyproject.toml: taken upwards, said once, outdone by the command line, checked."""
 
+from pathlib import Path
+
 import pytest
 
 from memprof.cli import settings
 from memprof.cli.main import app
-from memprof.cli.settings import _ON_THE_COMMAND_LINE
+from memprof.cli.settings import _ON_THE_COMMAND_LINE, write_named
+from memprof.errors import UsageError
 
 TABLE = """
 gpu = "t4"
@@ -202,3 +205,25 @@ def test_presets(memprof, folder):
     assert "says nothing to this command" in memprof("gpus", "--preset", "small").stderr
     assert "cannot be read" in memprof("gpus", "--config", folder / "none.yaml").stderr
     assert "From preset small: --model=gpt2" in memprof("profile", "--preset", "small").stdout
+
+
+def test_a_config_of_aliases_without_end_is_one_error(memprof, folder):
+    value = "&a0 [x, x, x, x, x, x, x, x, x, x]"
+    for level in range(1, 12):
+        value = f"&a{level} [{value}{f', *a{level - 1}' * 9}]"
+    Path("bomb.yaml").write_text(f"gpu: {value}\n")
+    done = memprof("gpus", "--config", "bomb.yaml")
+    assert done.exit_code == 2 and "gpu has no value that an option has" in done.stderr
+    assert len(done.stderr) < 500
+
+
+def test_a_config_that_could_not_be_written_is_not_there(folder):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(UsageError, match="cannot write"):
+            write_named(Path("config.yaml"), "gpus", {"json": True})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not Path("config.yaml").exists()
