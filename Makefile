@@ -54,6 +54,7 @@ format: $(VENV)/.stamp-dev
 
 docs: $(VENV)/.stamp-dev
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m docs.pictures
 
 accuracy: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.benchmarks.accuracy --write

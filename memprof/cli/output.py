@@ -92,7 +92,43 @@ class Told(Explained, Tabled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Told):
+class Paged(Told):
+    """The same for what has moments, and so a page.
+
+    Raises:
+        UsageError: nothing can be written there, or plotly is not installed.
+    """
+
+    html: Path | None = option(
+        None, OUTPUT, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
+    )
+    page: Path | None = dataclasses.field(default=None, init=False)
+    """The same, also once the script has gone to another folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.html is not None:
+            from memprof.report.page.library import check_plotly
+            from memprof.report.page.page import PAGE
+            from memprof.trace.files import check_place
+
+            check_plotly("--html")
+            check_place(self.html, PAGE, force=self.force)
+            object.__setattr__(self, "page", self.html.absolute())
+
+    def write_page(self, document: Document) -> None:
+        """Write the page, if that was asked for: after the report, which must not be lost if it cannot be."""
+        if self.page is not None:
+            from memprof.report.page.page import write_page
+
+            with _after_the_report():
+                write_page(document, self.page, force=self.force)
+            if not self.quiet:
+                say(f"Page: {self.html}", err=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Paged):
     """The same for what can be kept.
 
     Raises:
@@ -145,8 +181,8 @@ def print_json(result: _HasJson | dict[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def print_document(document: Document, output: Told) -> None:
-    """The report of a run on stdout, as JSON or for people, and its tables."""
+def print_document(document: Document, output: Paged) -> None:
+    """The report of a run on stdout, as JSON or for people, its tables and its page."""
     if output.as_json:
         print_json(document)
     else:
@@ -155,6 +191,7 @@ def print_document(document: Document, output: Told) -> None:
 
         show(view(document, explain=output.explain, quiet=output.quiet))
     output.write_tables(document)
+    output.write_page(document)
 
 
 def exit_code(document: Document) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import Reading, again
-from memprof.cli.output import Told, exit_code, print_document, print_json
+from memprof.cli.output import Paged, exit_code, print_document, print_json
 from memprof.cli.streams import say
 
 EXAMPLES = """
@@ -19,7 +19,7 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown(Told):
+class Shown(Paged):
     """How the report is made anew."""
 
     alloc_conf: str | None = again("alloc_conf", unset="those of the run")

@@ -80,7 +80,8 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
     bridge, streams = build_bridge(ledger), StreamMemory.of(ledger)
     usable = device.usable_bytes
     context = Context(ledger=ledger, usable_bytes=usable, card=device.name, fixes=fixes, streams=streams, **known)
-    return ledger, build_document(ledger, find_all(context), settings, bridge, streams)
+    document = build_document(ledger, find_all(context), settings, bridge, streams)
+    return ledger, dataclasses.replace(document, ledger=ledger)
 
 
 def with_settings(trace: Trace, alloc_conf: str) -> Trace:

@@ -11,7 +11,7 @@ from memprof.spec import BITSANDBYTES_FORMATS, BITSANDBYTES_OPTIMIZERS, TORCHAO_
 
 EXTRAS = {
     "peft": "adapters", "bitsandbytes": "quantization", "torchao": "quantization", "accelerate": "quantization",
-    "pyarrow": "parquet",
+    "pyarrow": "parquet", "plotly": "html",
 }  # fmt: skip
 """Package -> the extra of memprof that brings it."""
 

@@ -89,8 +89,9 @@ MEANINGS = {
     "--at": "which moment", "--by": "what blocks are grouped by", "--replay": "addresses are compared",
     "--tolerance": "by how much totals may differ",
     # What is written, and how.
-    "--json": "as JSON", "--csv": "as tables", "--explain": "what it rests on", "--top": "rows of tables",
-    "--save": "a capture is kept", "--to": "a file for another viewer", "--log": "a line for each look",
+    "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--explain": "what it rests on",
+    "--top": "rows of tables", "--save": "a capture is kept", "--to": "a file for another viewer",
+    "--log": "a line for each look",
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
     "--config": "options from a file", "--save-config": "options into a file", "--preset": "options by a name",
     "--help": "help",

@@ -26,6 +26,7 @@ from memprof.report.documents.ranks import RankRow
 from memprof.report.documents.shown import Shown
 from memprof.trace.events import CPU, FailureKind, PhaseKind, Trace
 from memprof.trace.facts import AllocatorFacts, DeviceFacts, ProgramFacts, RankFacts, Target, target_to_json
+from memprof.trace.plain import json_name
 from memprof.units import format_bytes
 
 _LENT = (
@@ -162,6 +163,8 @@ class Document(Shown):
     """Of a program whose ranks ran together, a row each; all but the verdict and the findings is about `rank`."""
     streams: StreamMemory | None = None
     """Of a run that took memory on several streams; left out of other documents in JSON."""
+    ledger: Ledger | None = field(default=None, compare=False, metadata=json_name(None))
+    """What it was made of, for pictures of every moment; None: of JSON, or of a run of which totals were asked."""
 
     @property
     def on_cpu(self) -> bool:

@@ -44,7 +44,7 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     """The whole report; with `explain`, what it rests on too; `quiet`: the verdict alone."""
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
-    parts: list[RenderableType] = [_heading(document), _stages(document), _verdict(document), *_faults(document)]
+    parts: list[RenderableType] = [render_heading(document), _stages(document), _verdict(document), *_faults(document)]
     if document.ranks:
         parts.append(render_ranks(document.ranks, _unit(document), on_cpu=document.on_cpu))
     if document.cards:
@@ -74,7 +74,8 @@ def _unit(document: Document) -> Unit:
     return unit_for(document.peak.allocated_bytes)
 
 
-def _heading(document: Document) -> RenderableType:
+def render_heading(document: Document) -> RenderableType:
+    """What was run, and on which card."""
     device, target = document.device, document.target
     kind = "simulated on a virtual" if document.source == "simulated" else "measured on"
     size = "" if device.total_bytes is None else f" ({gib(device.total_bytes)} GiB)"

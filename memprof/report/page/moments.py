@@ -1,0 +1,202 @@
+"""Every moment of a run as plain columns: what lives from when to when, of which kind, and what is held for it.
+
+A moment is an event of the trace. From these columns the page sums up any moment and any stretch of the run by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memprof.allocator.rounding import round_size
+from memprof.findings import Evidence
+from memprof.ledger.ledger import Ledger
+from memprof.ledger.stages import at_stage
+from memprof.trace.events import NONE, EventKind, Storage, without_numbers
+from memprof.trace.plain import Plain
+
+
+class Words:
+    """A table of words in which each stands once."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def place(self, word: str | None) -> int:
+        """Where `word` stands; -1 of None."""
+        if word is None:
+            return NONE
+        if word not in self._places:
+            self._places[word] = len(self.words)
+            self.words.append(word)
+        return self._places[word]
+
+
+@dataclass(slots=True)
+class Kinds:
+    """Storages that are alike in everything: a column a quality; what is a word is a place in `Moments.words`."""
+
+    requested: list[int] = field(default_factory=list)
+    """Bytes of one."""
+    rounded: list[int] = field(default_factory=list)
+    """The same as the allocator rounds it: what the ledger counts to its category."""
+    category: list[int] = field(default_factory=list)
+    shape: list[int] = field(default_factory=list)
+    dtype: list[int] = field(default_factory=list)
+    module: list[int] = field(default_factory=list)
+    """Its path; -1: outside every module."""
+    op: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    name: list[int] = field(default_factory=list)
+    """Of the parameter, gradient or state that it is; -1: none of these."""
+    group: list[int] = field(default_factory=list)
+    """Kinds of one group are one row of the report: they differ in the number of their layer alone."""
+
+
+@dataclass(slots=True)
+class Moments(Plain):
+    """One run on one card. An event's index is its time; sizes are bytes."""
+
+    events: int
+    """How many there are."""
+    words: list[str]
+    kinds: Kinds
+    begin: list[int]
+    """A life each: the event of its allocation."""
+    end: list[int]
+    """The event that frees it, after which it is not there; `events` if none does."""
+    kind: list[int]
+    extra: list[int]
+    """Bytes that its block has beyond `rounded`: the ledger counts them as fragmentation."""
+    fragmentation: int
+    """The place of that category's name."""
+    reserved_at: list[int]
+    """Events after which another amount is reserved; the first is 0."""
+    reserved: list[int]
+    stages: list[tuple[int, int, int, int, int]]
+    """Place of the name with its step, begin, end (exclusive), place of the layer's stack and its number, or -1."""
+    peak: int
+    peak_reserved: int
+    refused: int
+    """The event of the request that the card refuses; -1: none."""
+    tried_bytes: int
+    """Of that request."""
+
+
+def moments_of(ledger: Ledger) -> Moments:
+    """The moments of a ledger's run.
+
+    Raises:
+        AssertionError: the lives do not sum to what is allocated after every event.
+    """
+    trace, timeline = ledger.trace, ledger.run.timeline
+    table = _Table(ledger)
+    begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
+    blocks, living = list[int](), dict[int, int]()
+    refused, last = frozenset(trace.refused), len(trace.events)
+    before = now = 0
+    for time, (happened, ref) in enumerate(trace.events):
+        after = ledger.allocated[time]
+        if happened is EventKind.ALLOC:
+            storage = trace.storages[ref]
+            if storage.device == trace.device and storage.num_bytes and ref not in refused:
+                kind = table.kind(ref, storage)
+                living[ref] = len(begin)
+                begin.append(time)
+                end.append(last)
+                kinds.append(kind)
+                blocks.append(after - before)
+                extras.append(blocks[-1] - table.kinds.rounded[kind])
+                now += blocks[-1]
+        elif happened is EventKind.FREE and ref in living:
+            life = living.pop(ref)
+            end[life] = time
+            now -= blocks[life]
+        if now != after:
+            raise AssertionError(f"the lives do not sum to what is allocated after event {time}")
+        before = after
+    changes = [0, *(time for time in range(1, last) if timeline.reserved[time] != timeline.reserved[time - 1])]
+    place = table.words.place
+    full = ledger.out_of_memory
+    return Moments(
+        events=last,
+        words=table.words.words,
+        kinds=table.kinds,
+        begin=begin,
+        end=end,
+        kind=kinds,
+        extra=extras,
+        fragmentation=place("fragmentation"),
+        reserved_at=changes,
+        reserved=[timeline.reserved[time] for time in changes],
+        stages=[
+            (place(at_stage(span.name, span.step)), span.begin, span.end, place(span.stack or None), span.index)
+            for span in ledger.spans
+        ],
+        peak=ledger.peak_event,
+        peak_reserved=ledger.peak_reserved_event,
+        refused=NONE if full is None else full.event,
+        tried_bytes=0 if full is None else full.tried_bytes,
+    )
+
+
+class _Table:
+    """Kinds as they are met."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.words, self.kinds = Words(), Kinds()
+        self._ledger = ledger
+        self._places: dict[tuple[object, ...], int] = {}
+        self._groups: dict[tuple[object, ...], int] = {}
+
+    def kind(self, ref: int, storage: Storage) -> int:
+        """The kind of a storage."""
+        trace = self._ledger.trace
+        owner = trace.owners.get(ref)
+        name = None if owner is None else owner.name or None
+        module = trace.module_path(storage)
+        alike = (
+            storage.num_bytes, storage.shape, storage.dtype, self._ledger.categories[ref], storage.op, storage.source,
+            trace.phases[storage.phase].kind,
+        )  # fmt: skip
+        key = (*alike, module, name)
+        found = self._places.get(key)
+        if found is not None:
+            return found
+        place, kinds = self.words.place, self.kinds
+        self._places[key] = found = len(kinds.group)
+        rounds = self._ledger.run.rounds
+        kinds.requested.append(storage.num_bytes)
+        kinds.rounded.append(round_size(storage.num_bytes) if rounds else storage.num_bytes)
+        kinds.category.append(place(self._ledger.categories[ref].value))
+        kinds.shape.append(place("x".join(map(str, storage.shape))))
+        kinds.dtype.append(place(storage.dtype))
+        kinds.module.append(place(module))
+        kinds.op.append(place(trace.op(storage)))
+        kinds.source.append(place(trace.source_line(storage)))
+        kinds.name.append(place(name))
+        in_any_layer = tuple(None if path is None else without_numbers(path) for path in (module, name))
+        kinds.group.append(self._groups.setdefault((*alike, *in_any_layer), len(self._groups)))
+        return found
+
+
+def kinds_shown_by(moments: Moments, evidence: Evidence) -> list[int]:
+    """The kinds that a finding's evidence is about: all that are as it says of a tensor. None of them, if it names
+    neither line nor operator."""
+    if evidence.source is None and evidence.op is None:
+        return []
+    words, kinds = moments.words, moments.kinds
+    shape = None if evidence.shape is None else "x".join(map(str, evidence.shape))
+    asked = zip(
+        (kinds.shape, kinds.dtype, kinds.op, kinds.source),
+        (shape, evidence.dtype, evidence.op, evidence.source),
+        strict=True,
+    )
+    said = [(column, value) for column, value in asked if value is not None]
+    module = None if evidence.module is None else without_numbers(evidence.module)
+    return [
+        kind
+        for kind, at in enumerate(kinds.module)
+        if (module is None or (at != NONE and without_numbers(words[at]) == module))
+        and all(column[kind] != NONE and words[column[kind]] == value for column, value in said)
+    ]

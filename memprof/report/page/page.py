@@ -1,0 +1,134 @@
+"""A report as one page of HTML: everything is in the file, and nothing is asked of a network.
+
+The page's data and plotly are compressed and in base64: a browser inflates them in milliseconds, the file is a third
+as long, and no word of a foreign program can end the element that it stands in. The script writes words as text, never
+as HTML.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from memprof.errors import UsageError
+from memprof.findings import Finding
+from memprof.remedy_catalog import REMEDIES
+from memprof.report.documents.report import Document
+from memprof.report.page.library import plotly_script
+from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.report import render_heading, view
+from memprof.trace.files import Form, write_whole
+from memprof.trace.plain import to_plain
+
+_OURS = "<!DOCTYPE html>\n<!-- a page of memprof -->"
+PAGE = Form("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
+_WIDE = 10_000
+"""Columns of a text that the browser breaks into lines."""
+_SCRIPTS = ("moments.js", "figures.js", "ladder.js", "page.js")
+"""In this order they are one function."""
+
+
+def write_page(document: Document, path: Path, *, force: bool = False) -> None:
+    """Write the page of a report.
+
+    Args:
+        force: replace a file that memprof has not written, too.
+
+    Raises:
+        UsageError: the report is of JSON, which has no moments; another file is at `path`; plotly is not installed.
+        MemprofError: the file cannot be written.
+    """
+    write_whole(path, page_of(document).encode(), PAGE, force=force)
+
+
+def page_of(document: Document) -> str:
+    """The page itself.
+
+    Raises:
+        UsageError: the report is of JSON, which has no moments, or plotly is not installed.
+    """
+    title, data = _heading(document)[0], page_data(document)
+    return f"""{_OURS}
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>
+{_file("page.css")}</style>
+</head>
+<body>
+{_file("page.html")}<script type="application/octet-stream" id="data">{_packed(json.dumps(data).encode())}</script>
+<script type="application/octet-stream" id="library">{_packed(plotly_script())}</script>
+<script>
+"use strict";
+(async () => {{
+{"".join(map(_file, _SCRIPTS))}}})().catch(error => {{
+  document.getElementById("verdict").textContent =
+    `This page could not be shown: ${{error}}. It needs a browser of 2023 or newer (DecompressionStream).`;
+  throw error;
+}});
+</script>
+</body>
+</html>
+"""
+
+
+def page_data(document: Document) -> dict[str, Any]:
+    """What the page's script is given, as plain JSON values.
+
+    Raises:
+        UsageError: the report is of JSON, which has no moments.
+    """
+    ledger = document.ledger
+    if ledger is None:
+        raise UsageError(
+            "a report in JSON has no moments to show",
+            value="--html",
+            hint="keep the capture (--save), and show that: memprof show run.memprof --html run.html",
+        )
+    moments = moments_of(ledger)
+    device = document.device
+    return {
+        "heading": _heading(document),
+        "verdict": text_of(view(document, quiet=True), width=_WIDE).strip(),
+        "fits": document.verdict.fits if document.failure is None else False,
+        "capacity": {"total": device.total_bytes, "usable": device.usable_bytes, "name": device.name},
+        "context": document.peak.device_used_bytes - document.peak.reserved_bytes,
+        "on_cpu": document.on_cpu,
+        "moments": moments.to_json(),
+        "findings": [_finding(moments, finding) for finding in document.findings],
+        "ladder": to_plain(document.ladder),
+        "text": str(document),
+    }
+
+
+def _heading(document: Document) -> list[str]:
+    return text_of(render_heading(document), width=_WIDE).strip().splitlines()
+
+
+def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
+    remedies = [name.partition("=")[0] for name in finding.remedies]
+    return {
+        "severity": finding.severity.value,
+        "title": finding.title,
+        "evidence": [{"text": one.text, "kinds": kinds_shown_by(moments, one)} for one in finding.evidence],
+        "remedies": [
+            {"name": name, "changes": REMEDIES[remedy].changes if remedy in REMEDIES else ""}
+            for name, remedy in zip(finding.remedies, remedies, strict=True)
+        ],
+    }
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

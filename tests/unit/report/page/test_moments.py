@@ -1,0 +1,57 @@
+"""The columns of every moment add up to the ledger, whatever the run did."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+
+from memprof.findings import Evidence
+from memprof.ledger.ledger import alive_at, build_ledger
+from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
+from memprof.trace.events import PhaseKind
+from tests.unit.ledger.conftest import Builder
+from tests.unit.report.runs import traces
+
+MIB = 1 << 20
+
+
+def categories_at(moments: Moments, event: int) -> Counter[str]:
+    sums = Counter[str]()
+    for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):
+        if begin <= event < end:
+            sums[moments.words[moments.kinds.category[kind]]] += moments.kinds.rounded[kind]
+            sums[moments.words[moments.fragmentation]] += extra
+    return sums
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces())
+def test_they_sum_to_the_ledger_at_its_peak_and_to_what_is_allocated_everywhere(trace):
+    ledger = build_ledger(trace)
+    moments = moments_of(ledger)
+    assert +categories_at(moments, ledger.peak_event) == +Counter(
+        {category.value: num_bytes for category, num_bytes in ledger.by_category().items()}
+    )
+    for event in range(0, len(trace.events), 5):
+        assert categories_at(moments, event).total() == ledger.allocated[event]
+        living = [kind for begin, end, kind in zip(moments.begin, moments.end, moments.kind, strict=True)
+                  if begin <= event < end]  # fmt: skip
+        assert len(living) == sum(trace.storages[index].num_bytes > 0 for index in alive_at(trace, event))
+
+
+def test_layers_are_one_group_and_evidence_finds_its_kinds():
+    made = Builder()
+    made.phase(PhaseKind.FORWARD, step=1)
+    for layer in range(3):
+        made.enter(f"layers.{layer}")
+        made.alloc(5 * MIB, "aten.mm", source="net.py:3 forward")
+        made.exit()
+    made.alloc(MIB + 1, "aten.mul", source="net.py:9 forward")
+    moments = moments_of(build_ledger(made.trace))
+    assert moments.kinds.group == [0, 0, 0, 1]
+    assert moments.kinds.rounded == [5 * MIB] * 3 + [MIB + 512]
+    assert kinds_shown_by(moments, Evidence("", module="layers.*", op="aten.mm")) == [0, 1, 2]
+    assert kinds_shown_by(moments, Evidence("", source="net.py:9 forward")) == [3]
+    assert kinds_shown_by(moments, Evidence("", source="net.py:9 forward", op="aten.mm")) == []
+    assert kinds_shown_by(moments, Evidence("", module="layers.*")) == []
