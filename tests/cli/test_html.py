@@ -177,6 +177,37 @@ def test_the_curve_keeps_its_peak_and_has_other_modes(page, made):
         assert max(page.run(curve)) * unit == made.report["peak"][name]
 
 
+def test_the_map_shows_what_is_free_at_the_peak(page, made):
+    from memprof.flows.saved import load
+
+    ledger = load(made.folder / "run.memprof").ledger
+    reserved = ledger.run.timeline.reserved[ledger.peak_event]
+    said = page.run("({...document.getElementById('segments-said').dataset})")
+    assert said == {"reserved": str(reserved), "free": str(reserved - ledger.peak_bytes)}
+    trace = "document.getElementById('segments').data[0]"
+    drawn, colours = page.run(f"[{trace}.x, {trace}.marker.color]")
+    hole = page.run("getComputedStyle(document.documentElement).getPropertyValue('--hole')")
+    free = sum(length for length, colour in zip(drawn, colours, strict=True) if colour == hole)
+    assert free / sum(drawn) == pytest.approx((reserved - ledger.peak_bytes) / reserved, abs=0.02)
+
+
+def test_two_cards_are_two_rows(browser, memprof, script):
+    made = script("""
+        import torch
+        torch.zeros(3 << 20, device="cuda:0")
+        kept = torch.zeros(5 << 20, device="cuda:1")
+    """)
+    report = memprof("run", "--gpus", 2, "--gpu-vram", 4, "--json", "--html", "two.html", made).json
+    browser.open(Path("two.html"))
+    rows = browser.run("[...document.querySelectorAll('#several tbody tr')].map(row => [...row.cells].map("
+                       "cell => cell.dataset.value || cell.textContent))")  # fmt: skip
+    assert [(row[0], int(row[1]), int(row[3])) for row in rows] == [
+        (card["device"], card["peak_allocated_bytes"], card["device_used_bytes"]) for card in report["cards"]
+    ]
+    assert [row[7] for row in rows] == ["", "decides the verdict, shown here"]
+    assert browser.problems == []
+
+
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_its_window(browser, made, width, scheme):

@@ -12,7 +12,7 @@ from memprof.findings import Evidence
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.stages import at_stage
 from memprof.trace.events import NONE, EventKind, Storage, without_numbers
-from memprof.trace.plain import Plain
+from memprof.trace.plain import Plain, json_name
 
 
 class Words:
@@ -81,6 +81,8 @@ class Moments(Plain):
     """The event of the request that the card refuses; -1: none."""
     tried_bytes: int
     """Of that request."""
+    kind_of: dict[int, int] = field(repr=False, metadata=json_name(None))
+    """Of each storage, by its index in the trace."""
 
 
 def moments_of(ledger: Ledger) -> Moments:
@@ -92,7 +94,7 @@ def moments_of(ledger: Ledger) -> Moments:
     trace, timeline = ledger.trace, ledger.run.timeline
     table = _Table(ledger)
     begin, end, kinds, extras = list[int](), list[int](), list[int](), list[int]()
-    blocks, living = list[int](), dict[int, int]()
+    blocks, living, kind_of = list[int](), dict[int, int](), dict[int, int]()
     refused, last = frozenset(trace.refused), len(trace.events)
     before = now = 0
     for time, (happened, ref) in enumerate(trace.events):
@@ -100,7 +102,7 @@ def moments_of(ledger: Ledger) -> Moments:
         if happened is EventKind.ALLOC:
             storage = trace.storages[ref]
             if storage.device == trace.device and storage.num_bytes and ref not in refused:
-                kind = table.kind(ref, storage)
+                kind = kind_of[ref] = table.kind(ref, storage)
                 living[ref] = len(begin)
                 begin.append(time)
                 end.append(last)
@@ -137,6 +139,7 @@ def moments_of(ledger: Ledger) -> Moments:
         peak_reserved=ledger.peak_reserved_event,
         refused=NONE if full is None else full.event,
         tried_bytes=0 if full is None else full.tried_bytes,
+        kind_of=kind_of,
     )
 
 

@@ -154,10 +154,14 @@ function radio(holder, names, key, changed) {
 }
 
 function tell(event, pointer) {
-  const tip = $("tip"), lines = [
+  showTip([
     `Event ${number(event, 0)}${stageAt(event) && `, ${stageAt(event)}`}`,
     `${size(allocated[event])} allocated${data.on_cpu ? "" : `, ${size(reserved[event])} reserved`}`, happened(event),
-  ];
+  ], pointer);
+}
+
+function showTip(lines, pointer) {
+  const tip = $("tip");
   tip.replaceChildren(...lines.filter(Boolean).map(line => element("div", line)));
   tip.hidden = false;
   const right = pointer.clientX + 14, below = pointer.clientY + 14;
@@ -193,6 +197,7 @@ function theme(name) {
   document.documentElement.dataset.theme = name;
   drawTimeline();
   drawHolders(now);
+  drawSegments();
   drawLadder();
 }
 
@@ -233,7 +238,9 @@ function build() {
     header.append(button);
     $("tensors").tHead.rows[0].append(header);
   }
+  $("beyond").hidden = moments.refused < 0;
   findings();
+  severalTable();
   ladderTable();
 }
 
@@ -248,6 +255,7 @@ document.head.append(element("script", await inflated("library")));
 Plotly = window.Plotly;
 drawTimeline();
 drawHolders(now);
+drawSegments();
 drawLadder();
 $("timeline").on("plotly_relayout", change => {
   if ("xaxis.range[0]" in change) zoom(change["xaxis.range[0]"], change["xaxis.range[1]"]);
@@ -260,6 +268,19 @@ $("holders").on("plotly_treemapclick", ({points}) => {
   const node = tree.get(points[0].id);
   choose(node && node.kinds.size ? {label: points[0].id.split("\u0000").filter(Boolean).join(" / "), kinds: node.kinds} : null);
 });
+if (!$("segments-section").hidden) {
+  const pieceOf = ({points}) => pieces[points[0].pointNumber];
+  $("segments").on("plotly_hover", hovered => tellPiece(pieceOf(hovered), hovered.event));
+  $("segments").on("plotly_unhover", () => { $("tip").hidden = true; });
+  $("segments").on("plotly_click", clicked => {
+    const {kind} = pieceOf(clicked);
+    if (kind < 0) return;
+    if (state.event !== data.segments.event) select(data.segments.event);
+    const alike = kinds.group.flatMap((group, one) => group === kinds.group[kind] ? [one] : []);
+    choose({label: `${tensorOf(kind)} ${anyLayer(moduleOf(kind))}`, kinds: new Set(alike)});
+    $("all-tensors").scrollIntoView();
+  });
+}
 dark.addEventListener("change", () => theme(dark.matches ? "dark" : "light"));
 addEventListener("beforeprint", () => theme("light"));
 addEventListener("afterprint", () => theme(dark.matches ? "dark" : "light"));

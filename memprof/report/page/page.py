@@ -21,6 +21,7 @@ from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document
 from memprof.report.page.library import plotly_script
 from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
+from memprof.report.page.segments import segments_at_peak
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import render_heading, view
 from memprof.trace.files import Form, write_whole
@@ -30,7 +31,7 @@ _OURS = "<!DOCTYPE html>\n<!-- a page of memprof -->"
 PAGE = Form("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
 _WIDE = 10_000
 """Columns of a text that the browser breaks into lines."""
-_SCRIPTS = ("moments.js", "figures.js", "ladder.js", "page.js")
+_SCRIPTS = ("moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
 """In this order they are one function."""
 
 
@@ -105,6 +106,9 @@ def page_data(document: Document) -> dict[str, Any]:
         "moments": moments.to_json(),
         "findings": [_finding(moments, finding) for finding in document.findings],
         "ladder": to_plain(document.ladder),
+        "cards": to_plain(document.cards),
+        "ranks": to_plain(document.ranks),
+        "segments": None if document.on_cpu else segments_at_peak(ledger, moments).to_json(),
         "text": str(document),
     }
 

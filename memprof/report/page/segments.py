@@ -1,0 +1,44 @@
+"""The allocator's segments at a moment, as plain columns: what is in each block, and which are free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memprof.allocator.pools import pool_name
+from memprof.ledger.ledger import Ledger
+from memprof.report.page.moments import Moments
+from memprof.trace.plain import Plain
+
+FREE = -1
+"""Instead of a kind: nothing is in the block."""
+WAITING = -2
+"""Its tensor is gone, and it waits for the work of another stream."""
+
+
+@dataclass(slots=True)
+class Segments(Plain):
+    """All segments, the largest first, each with its blocks in the order of their addresses; sizes are bytes."""
+
+    event: int
+    size: list[int] = field(default_factory=list)
+    pool: list[str] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """Of each segment: size and kind of its first block, of its second, and so on."""
+
+
+def segments_at_peak(ledger: Ledger, moments: Moments) -> Segments:
+    """The segments when most is allocated. They take another replay of the run."""
+    layout, storages = ledger.run.layout_at(ledger.peak_event)
+    found = Segments(ledger.peak_event)
+    for segment in sorted(layout, key=lambda one: -one.size):
+        found.size.append(segment.size)
+        found.pool.append(pool_name(segment.is_small, segment.pool_id))
+        found.stream.append(segment.stream)
+        blocks: list[int] = []
+        for block in segment.blocks:
+            storage = storages.get(block.address) if block.state == "active_allocated" else None
+            empty = FREE if block.state == "inactive" else WAITING
+            blocks += (block.size, empty if storage is None else moments.kind_of[storage])
+        found.blocks.append(blocks)
+    return found
