@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 memprof estimate --params 1.2B --dtype float16
 memprof estimate --model llama-3.1-8b --context-length 8192 --gpu rtx-4090
-memprof estimate --model-size 70B --quantize nf4 --gpus 8
+memprof estimate --model-size 70B --gpus 8 --parallel tp=8
 """
 
 CLOSED_FORM_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name != "adafactor")
@@ -51,6 +51,12 @@ class Request(Explained):
     gpu: str | None = again("gpu", default=None, unset="each of the catalog")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
     gpus: int = again("gpus", note="Training is spread over them: DDP, ZeRO stages and FSDP.")
+    parallel: str | None = again(
+        "parallel", note="In closed form, of the rank that needs most.", unset="DDP, ZeRO stages and FSDP side by side"
+    )
+    chunked_loss: bool = option(
+        False, "Memory", "Training computes its loss some tokens at a time (--fix chunked-loss)."
+    )
     exact: bool = option(False, OUTPUT, "Run the same on the virtual GPU as well, and show both, term by term.")
 
 
@@ -76,6 +82,11 @@ def estimate(request: Request) -> None:
             value=f"--quantize {request.quantize} --dtype {request.dtype}",
             hint="leave out --dtype",
         )
+    if request.parallel is not None and request.quantize is not None:
+        raise UsageError(
+            "quantized weights are not spread over cards here", value=f"--quantize {request.quantize}",
+            hint="leave out --parallel, or --quantize",
+        )  # fmt: skip
     if request.params is not None:
         subject = from_params(request.params)
     else:
@@ -93,6 +104,8 @@ def estimate(request: Request) -> None:
         lengths=request.lengths,
         empties_cache=request.empties_cache,
         gpus=request.gpus,
+        parallel=request.parallel,
+        chunked_loss=request.chunked_loss,
     )
     cards = list_gpus() if request.gpu is None else (find_gpu(request.gpu),)
     if request.gpu_vram_bytes is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from memprof.device.context import CONTEXT_BYTES
 from memprof.estimate.layers import kept_per_layer
 from memprof.estimate.methods import FORMATS
-from memprof.estimate.peaks import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, FORMAT_GROUP, setting_of
+from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, FORMAT_GROUP, setting_of
 from memprof.estimate.table import Cell, Estimate
 from memprof.spec import MANY_STEPS
 from memprof.units import format_bytes
@@ -71,7 +71,10 @@ _FORMULAS = {
     ("temporaries", "plain"): "sqrt of the second moment: {item} bytes per trained parameter",
     ("KV cache", "plain"): "2 x {layers} layers x {kv_width:,} elements x {tokens:,} tokens x {compute} bytes",
     ("library workspace", "plain"): "cuBLAS, one per thread",
-    ("communication", "plain"): "by strategy: a copy of the gradients (DDP), or the layers that are whole",
+    (
+        "communication",
+        "plain",
+    ): "by strategy: buckets of gradients (DDP); layers that are fetched or reduced; states sent",
 }
 _LOGITS = {
     "loss, backward": "(logits {compute} + log-softmax 4 + its gradients 2 x 4) x {vocab:,} x {tokens:,} tokens",
@@ -142,7 +145,7 @@ def assumptions(estimate: Estimate) -> list[str]:
         found.insert(0, estimate.subject.rule)
     if estimate.gpus > 1:
         found.append(
-            "Several cards: each has a micro-batch of its own; FSDP keeps two layers and the gradients of one whole. "
-            "These figures are not compared with the virtual GPU."
+            "Several cards: each rank has a micro-batch of its own, or a part of one (cp, ulysses). Plans of "
+            "--parallel were compared with simulated ranks (docs/accuracy.md); ZeRO-1 and ZeRO-2 were not."
         )
     return found

@@ -67,21 +67,23 @@ class Layer(Projections):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """scaled_dot_product_attention; `q`, `k` and `v` are given up."""
-        tape, g = self.tape, self.g
-        if self.setting.cache:
+        tape, g, setting = self.tape, self.g, self.setting
+        if setting.cache:
             k, v = self._cached(k), self._cached(v)
-        item = self.setting.compute_item
+        item = setting.compute_item
         cast = [tape.cast(t, item, f"{t.name}, cast") for t in (q, k, v)]
         tape.drop(q, k, v)
         q, k, v = cast
         groups = g.heads != g.kv_heads
-        masked = self.setting.masked
+        masked = setting.masked
         if groups and masked and g.kv_heads > 1:
             # With a mask transformers repeats keys and values itself (integrations/sdpa_attention.py); a single head is
             # a view.
             wide = [tape.op([t], g.attention_width, item, name=f"{t.name}, repeated") for t in (k, v)]
             tape.drop(k, v)
             k, v = wide
+        if setting.parts_heads > 1:
+            q, k, v = self._exchanged(q, k, v)
         if g.family == "gemma2":
             result = self._eager(q, k, v)
         elif item == FLOAT32 and groups and not masked:
@@ -90,6 +92,23 @@ class Layer(Projections):
             result = self._kernel(q, k, v, flash=item == 2 and not masked and g.head_dim <= FLASH_MAX_HEAD)
         tape.drop(q, k, v)
         return result
+
+    def _exchanged(self, *parts: Tensor) -> list[Tensor]:
+        """All heads of some tokens for some heads of all tokens (workload/ulysses.py); each of `parts` is given up.
+
+        Heads of keys and values are repeated where there are fewer than ranks.
+        """
+        tape, g, ranks = self.tape, self.g, self.setting.parts_heads
+        repeats = -(-ranks // g.kv_heads)
+        if g.kv_heads * repeats % ranks:
+            repeats = g.heads // g.kv_heads
+        found = []
+        for part in parts:
+            width = part.width if part.width == g.attention_width else repeats * g.kv_width
+            wide = part if width == part.width else tape.op([part], width, part.item, drops=[part])
+            sent = tape.op([wide], width, part.item, drops=[wide])
+            found.append(tape.op([sent], width, part.item, name=f"{part.name}, of all tokens", drops=[sent]))
+        return found
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Tensor:
         """Flash or memory-efficient attention: both keep their inputs, the output, and a row sum per head."""
@@ -190,6 +209,8 @@ class Layer(Projections):
         A kernel's output is laid out as its query. One that is rotated in part is joined (aten.cat) head by head.
         """
         setting, g = self.setting, self.g
+        if setting.parts_heads > 1:
+            return True
         math = setting.compute_item == FLOAT32 and g.heads != g.kv_heads and not setting.masked
         return math or g.family in ("gemma2", "gpt_neox", "phi", "phi3")
 

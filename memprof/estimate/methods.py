@@ -77,6 +77,8 @@ class Plan:
     """Batches have an attention mask."""
     empties_cache: bool = False
     """The program gives back what the allocator keeps, or keeps it in expandable segments."""
+    chunked_loss: bool = False
+    """The loss is computed some tokens at a time."""
 
     @property
     def quantized(self) -> str:
@@ -111,4 +113,6 @@ class Plan:
         fields["optimizer"] = "adamw-8bit" if self.method.kind == "adamw-8bit" else self.optimizer
         if self.fused:
             fields["optimizer_impl"] = "fused"
+        if self.chunked_loss:
+            fields["fixes"] = ("chunked-loss",)
         return {**fields, "activation_checkpointing": self.method.checkpointing}

@@ -34,6 +34,8 @@ class Setting:
     """Keys and values go into a KV cache."""
     padded: bool = False
     """Sequences of a batch have different lengths."""
+    parts_heads: int = 1
+    """Ranks that exchange parts of the sequence for parts of the heads around attention (Ulysses)."""
 
     @property
     def tokens(self) -> int:

@@ -16,15 +16,10 @@ from memprof.device.context import CONTEXT_BYTES, LARGEST_CONTEXT_BYTES
 from memprof.errors import UsageError, unknown_name
 from memprof.estimate.geometry import Subject
 from memprof.estimate.methods import COLUMNS, FORMATS, METHODS, Method, Plan
-from memprof.estimate.peaks import (
-    CUBLAS_WORKSPACE,
-    CUBLAS_WORKSPACE_HOPPER,
-    QUANTIZED_STATES,
-    STATES,
-    Moment,
-    Shards,
-    moments,
-)
+from memprof.estimate.peaks import moments
+from memprof.estimate.ranks import ALONE, Rank
+from memprof.estimate.spread import ranks_in
+from memprof.estimate.state import CUBLAS_WORKSPACE, CUBLAS_WORKSPACE_HOPPER, QUANTIZED_STATES, STATES, Moment
 from memprof.spec import DEFAULT_LORA_RANK, MANY_STEPS
 from memprof.workload.lengths import parse_lengths
 
@@ -65,6 +60,8 @@ class Cell:
     """It depends on a shape that was derived from the number of parameters."""
     strategy: str = ""
     """How the training is spread over cards; the amounts are of each."""
+    rank: Rank = ALONE
+    """Which of them."""
 
     @property
     def method(self) -> Method:
@@ -189,11 +186,11 @@ class Simulated:
     categories: Mapping[str, int]
 
 
-STRATEGIES: tuple[tuple[str, Callable[[int], Shards]], ...] = (
-    ("DDP", lambda n: Shards(replicas=n)),
-    ("ZeRO-1", lambda n: Shards(optimizer=n, replicas=n)),
-    ("ZeRO-2", lambda n: Shards(optimizer=n, gradients=n, replicas=n)),
-    ("FSDP, ZeRO-3", lambda n: Shards(parameters=n, optimizer=n, gradients=n, replicas=n)),
+STRATEGIES: tuple[tuple[str, Callable[[int], Rank]], ...] = (
+    ("DDP", lambda n: Rank(replicas=n)),
+    ("ZeRO-1", lambda n: Rank(optimizer=n, replicas=n)),
+    ("ZeRO-2", lambda n: Rank(optimizer=n, gradients=n, replicas=n)),
+    ("FSDP, ZeRO-3", lambda n: Rank(parameters=n, optimizer=n, gradients=n, replicas=n, gathers=True)),
 )
 
 
@@ -207,6 +204,21 @@ def column_of(dtype: str) -> str:
     if name not in COLUMNS + FORMATS:
         raise unknown_name("dtype", dtype, COLUMNS + FORMATS)
     return name
+
+
+def highest_cell(subject: Subject, plan: Plan, batch_size: int, context_length: int, parallel: str, gpus: int) -> Cell:
+    """Training over `gpus` cards as `parallel` spreads it: the cell of the rank with the highest peak.
+
+    An empty `parallel` is one card. Batch size and context length are those of a rank before its sequences are divided.
+
+    Raises:
+        UsageError: as `spread.ranks_in`.
+    """
+    found = (
+        Cell(plan, moments(subject, plan, batch_size, context_length, rank), subject.derived, parallel, rank)
+        for rank in ranks_in(subject, plan, parallel, gpus)
+    )
+    return max(found, key=lambda cell: cell.allocated_bytes)
 
 
 def build_estimate(
@@ -223,6 +235,8 @@ def build_estimate(
     lengths: str | None = None,
     empties_cache: bool = False,
     gpus: int = 1,
+    parallel: str | None = None,
+    chunked_loss: bool = False,
 ) -> Estimate:
     """Every method in every dtype.
 
@@ -237,6 +251,8 @@ def build_estimate(
         lengths: samples whose lengths vary, as `--lengths` has them; the longest batch is what counts.
         empties_cache: and the program gives back what the allocator keeps, or keeps it in expandable segments.
         gpus: cards to spread training over.
+        parallel: how, as `--parallel` has it; None: by each of the usual strategies.
+        chunked_loss: the loss is computed some tokens at a time.
 
     Raises:
         UsageError: a value is out of range.
@@ -255,13 +271,16 @@ def build_estimate(
     column = "bfloat16" if dtype is None else column_of(dtype)
     columns = tuple(dict.fromkeys((*COLUMNS, column)))
 
-    def cell(method: Method, column: str, shards: Shards, strategy: str = "") -> Cell | None:
+    def cell(method: Method, column: str, rank: Rank, strategy: str = "") -> Cell | None:
         plan = Plan(
-            method, column, lora_rank, lora_targets, optimizer, fused, new_tokens, lengths is not None, empties_cache
-        )
+            method, column, lora_rank, lora_targets, optimizer, fused, new_tokens, lengths is not None, empties_cache,
+            chunked_loss and method.trains,
+        )  # fmt: skip
+        if parallel is not None and strategy == parallel:
+            return highest_cell(subject, plan, batch_size, context, parallel, gpus)
         if not method.applies(column) or (subject.geometry is None and (method.kind != "weights" or plan.quantized)):
             return None
-        found = moments(subject, plan, batch_size, context, shards)
+        found = moments(subject, plan, batch_size, context, rank)
         derived = subject.derived and (method.kind != "weights" or bool(plan.quantized))
         return Cell(plan, found, derived, strategy)
 
@@ -269,14 +288,14 @@ def build_estimate(
         (method.key, name): made
         for method in METHODS
         for name in columns
-        if (made := cell(method, name, Shards())) is not None
+        if (made := cell(method, name, ALONE)) is not None
     }
     divided = [method for method in METHODS if gpus > 1 and method.trains and method.kind != "lora"]
     sharded = tuple(
         made
         for method in divided
-        for strategy, shards in STRATEGIES
-        if (made := cell(method, column, shards(gpus), strategy)) is not None
+        for strategy, rank in (STRATEGIES if parallel is None else [(parallel, lambda n: ALONE)])
+        if method.applies(column) and (made := cell(method, column, rank(gpus), strategy)) is not None
     )
     return Estimate(subject, column, batch_size, context, lora_rank, lengths, gpus, cells, sharded)
 

@@ -25,6 +25,8 @@ def simulate(
     progress: Callable[[str], None] = lambda doing: None,
     lengths: str | None = None,
     steps: int | None = None,
+    parallel: str | None = None,
+    gpus: int = 1,
 ) -> Simulated:
     """Run `plan` on a virtual card without limit.
 
@@ -35,6 +37,7 @@ def simulate(
         context_length: tokens of each.
         lengths: as `--lengths` has them; `context_length` then cuts the longest.
         steps: None: as a profile has them.
+        parallel: how it is spread over `gpus` cards; one rank of each kind is run, and the highest counts.
 
     Raises:
         MemprofError: the model cannot be built or run.
@@ -55,8 +58,15 @@ def simulate(
             steps=steps,  # type: ignore[arg-type]
             gpu_vram_bytes=UNLIMITED,
             alloc_conf="",
+            parallel=parallel,
+            gpus=gpus,
             **fields,  # type: ignore[arg-type]
         )
         _, document = profile(spec, progress)
     peak = document.peak
+    highest = max(document.ranks, key=lambda row: row.peak_allocated_bytes, default=None)
+    if highest is not None and highest.peak_allocated_bytes > peak.allocated_bytes:
+        # The report in full is of the rank that needs most, with what the allocator keeps.
+        required = document.verdict.required_bytes
+        return Simulated(highest.peak_stage, highest.peak_allocated_bytes, required, dict(highest.categories))
     return Simulated(peak.stage, peak.allocated_bytes, document.verdict.required_bytes, dict(peak.categories))

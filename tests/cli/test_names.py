@@ -25,6 +25,7 @@ ANOTHER_DEFAULT = {
     ("estimate", "--dtype"): "every dtype is shown, and one is looked at more closely",
     ("estimate", "--new-tokens"): "a prompt alone gives a token already",
     ("estimate", "--gpu"): "a closed form can ask all cards",
+    ("estimate", "--parallel"): "a closed form can ask several plans",
     ("recommend", "--host-memory"): "what is searched may put much there",
     ("run", "--steps"): "a script may grow for longer than a model",
     ("profile", "--device"): "a model is simulated first, and then measured if it fits; a script is run once",
@@ -81,6 +82,7 @@ MEANINGS = {
     "--no-workspaces": "tensors alone are counted", "--max-memory": "what reading may take",
     "--beyond": "on past a full card",
     "--empties-cache": "the program gives back what the allocator keeps",
+    "--chunked-loss": "the loss is computed some tokens at a time",
     "--present": "the cards that are here", "--env": "this installation",
     # What is tried, looked at and compared.
     "--largest": "the number that fits is searched",

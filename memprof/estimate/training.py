@@ -1,0 +1,325 @@
+"""The moments of a training step, on a card alone or on one rank of several."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from memprof.estimate.layers import Layer, kept_per_layer
+from memprof.estimate.methods import Plan
+from memprof.estimate.projections import Setting
+from memprof.estimate.ranks import Elements, Rank
+from memprof.estimate.state import CUBLAS_WORKSPACE, Moment, State, Terms, positions
+from memprof.estimate.tape import FLOAT32, Tape
+from memprof.units import GIB
+
+CHUNK_BYTES = GIB
+"""Of logits that a chunked loss has at a time (remedies/chunked_loss.py, CHUNK_BYTES)."""
+
+
+class Training:
+    """The moments of a training step in its steady state: optimizer state is there, gradients are not.
+
+    Of a pipeline's stage: of a micro-batch after the first, when they are.
+    """
+
+    def __init__(self, setting: Setting, plan: Plan, held: State, rank: Rank) -> None:
+        whole = setting.geometry
+        if rank.gathers and setting.amp:
+            # fully_shard's own mixed precision: it gathers half precision, and nothing is cast while it computes.
+            setting = dataclasses.replace(setting, amp=False, item=2)
+        setting = dataclasses.replace(
+            setting,
+            geometry=rank.geometry(whole),
+            context_length=-(-setting.context_length // rank.sequence),
+            parts_heads=rank.ulysses,
+        )
+        self.setting, self.plan, self.rank = setting, plan, rank
+        self.g = g = setting.geometry
+        self.tokens = setting.tokens
+        self.trains_weights = setting.trains_weights
+        self.elements = elements = rank.elements(whole)
+        self.held = held = self._own(held, elements, whole.num_parameters)
+        self.whole_item = setting.item
+        self.reduced_item = plan.item
+        self.static: Terms = {
+            "parameters": held.parameters // rank.parameters,
+            "optimizer state": held.optimizer // rank.optimizer,
+            "library workspace": 2 * CUBLAS_WORKSPACE,
+        }
+        self.logits_item = setting.compute_item
+        self.vocab_tokens = g.vocab * self.tokens
+        self.logits_bytes = self.logits_item * self.vocab_tokens
+        self.hidden_bytes = g.hidden * setting.stream_item * self.tokens
+        self.final = self._final_norm()
+        self.kept = self._kept()
+
+    def _own(self, held: State, elements: Elements, whole: int) -> State:
+        """What this rank computes with."""
+        if self.rank.tensor == self.rank.stages == 1:
+            return held
+        share = elements.all / whole
+        undivided = elements.undivided * self.plan.item if self.trains_weights else 0
+        return State(
+            round(held.parameters * share),
+            round(held.trained * share),
+            round(held.gradients * share) + undivided,
+            round(held.optimizer * share),
+            round(held.temporaries * share),
+        )
+
+    # -- what stands beside the step: gathered parameters, gradients that are on their way -----------------------------
+
+    def _beside(self, left: int = 0, *, layers: int = 0, fetched: int = 0, reduced: int = 0, root: int = 1) -> Terms:
+        """Of fully_shard: so many layers whole, fetched for later, and being reduced, and whether the root is. Of
+        others: what they always have. Where layers stay whole after the forward, those are that are `left`.
+
+        Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. The root, which has the embedding and the
+        head, stays whole from the forward to the end of the backward; a layer's gradients wait in the buffer of their
+        reduction until those of the next are there.
+        """
+        rank, elements = self.rank, self.elements
+        if rank.stages > 1:
+            states = self.hidden_bytes * rank.microbatches
+            return {"communication": states * (2 - rank.is_first - rank.is_last)}
+        if rank.gathers:
+            if not rank.reshard:
+                layers, fetched = left, 0
+            whole = layers * elements.layer + elements.root * root
+            on_its_way = fetched * elements.layer * self.whole_item
+            if self.trains_weights:
+                on_its_way += reduced * elements.layer * self.reduced_item
+            return {"unsharded parameters": whole * self.whole_item, "communication": on_its_way}
+        if rank.replicas == 1:
+            return {}
+        if rank.gradients == 1:
+            return {"communication": self.held.gradients}  # DistributedDataParallel's buckets, a second copy of them
+        return {"communication": 2 * elements.layer * self.plan.item if self.trains_weights else 0}
+
+    def _moment(
+        self,
+        name: str,
+        beside: Terms,
+        *,
+        activations: int = 0,
+        gradients: int = 0,
+        waiting: int = 0,
+        logits: int = 0,
+        temporaries: int = 0,
+    ) -> Moment:
+        """`gradients` were reduced, and those that are `waiting` are whole."""
+        terms = {
+            **self.static,
+            "gradients": gradients // self.rank.gradients + waiting,
+            "activations": activations,
+            "logits and loss": logits,
+            "temporaries": temporaries,
+        }
+        return Moment(name, terms | {what: size for what, size in beside.items() if size})
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+
+    def _final_norm(self) -> int:
+        tape = Tape(self.tokens, training=True)
+        layer = Layer(tape, self.setting)
+        hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
+        out = layer.norm(hidden, "input of the head")
+        tape.drop(out)
+        kept = tape.kept_bytes + (hidden.num_bytes if hidden.holders > 1 else 0)
+        if self.trains_weights:
+            kept += self.g.hidden * self.tokens * self.setting.compute_item
+        return kept
+
+    def _cast_weights(self) -> int:
+        """Half-precision copies of a layer's weights under autocast."""
+        if not self.setting.amp or self.plan.quantized:
+            return 0
+        return 2 * self.g.linear_parameters // self.g.layers
+
+    def _kept(self) -> list[int]:
+        """Bytes that each layer keeps until its backward."""
+        g, layers = self.g, self.elements.layers
+        if self.plan.method.checkpointing:
+            return [self.hidden_bytes] * layers
+        each = kept_per_layer(self.setting)[1] + self._cast_weights()
+        needs_grad = self.trains_weights or not self.rank.is_first
+        first = kept_per_layer(self.setting, hidden_needs_grad=needs_grad)[1] + self._cast_weights()
+        kept = [first] + [each] * (layers - 1)
+        if g.global_every and self.setting.masked:
+            without = dataclasses.replace(self.setting, geometry=dataclasses.replace(g, window=0))
+            each = kept_per_layer(without)[1] + self._cast_weights()
+            kept[g.global_every - 1 :: g.global_every] = [each] * (layers // g.global_every)
+        return kept
+
+    def _head_copy(self) -> int:
+        return 2 * self.g.vocab * self.g.hidden if self.setting.amp else 0
+
+    def _logits(self) -> int:
+        """The logits, which the caller holds, with what a cap on them keeps."""
+        return self.logits_bytes * (2 if self.g.softcap else 1) + self._head_copy()
+
+    # -- the moments -------------------------------------------------------------------------------------------------
+
+    def moments(self) -> Iterator[Moment]:
+        """In the order in which a step has them."""
+        rank = self.rank
+        around = positions(self.setting) + 16 * self.tokens  # token ids and labels, int64
+        if rank.stages == 1:
+            yield from self._backward(around, 0)
+        else:
+            # In the backward of the first micro-batch there are no gradients yet, in those of later ones there are; by
+            # then one fewer waits, unless the next forward has come in between.
+            waiting = self._of_micro_batch()
+            later = rank.in_flight - (rank.in_flight == rank.microbatches)
+            yield from self._backward(around + (rank.in_flight - 1) * waiting, 0)
+            yield from self._backward(around + max(later - 1, 0) * waiting, self.held.gradients)
+        temporaries = self.held.temporaries // rank.optimizer
+        beside = {} if rank.gathers else self._beside()
+        yield self._moment("optimizer step", beside, gradients=self.held.gradients, temporaries=temporaries)
+
+    def _backward(self, around: int, done: int) -> Iterator[Moment]:
+        """Of a micro-batch, with what others keep in `around`, and their gradients that are `done`."""
+        rank = self.rank
+        head = self.g.vocab * self.g.hidden // rank.tensor
+        head_grad = head * self.whole_item if self.trains_weights and rank.is_last else 0
+        if rank.is_last:
+            yield from self._loss(around, done, head_grad)
+        yield from self._layers(around, done, head_grad)
+        if self.trains_weights and rank.is_first:
+            yield from self._embedding(around, head_grad)
+
+    def _of_micro_batch(self) -> int:
+        """What one that waits for its backward keeps, of a pipeline's stage; what autocast has cast is cached for all
+        of them."""
+        kept = sum(self.kept) + 16 * self.tokens
+        if not self.plan.method.checkpointing:
+            kept -= self._cast_weights() * self.elements.layers
+        if self.rank.is_last:
+            # The logits, and their log-softmax, which the loss keeps.
+            return kept + self.final + self.logits_bytes + FLOAT32 * self.vocab_tokens
+        return kept + self.hidden_bytes
+
+    def _loss(self, around: int, done: int, head_grad: int) -> Iterator[Moment]:
+        activations = sum(self.kept) + self.final + around
+        all_layers = self.elements.layers
+        fetched = self._beside(all_layers, fetched=1)
+        if self.plan.chunked_loss:
+            yield from self._chunked(activations, done, head_grad, fetched)
+            return
+        # transformers' loss works in float32 (loss/loss_utils.py): a copy of the logits, its log-softmax, and in the
+        # backward the gradients of both.
+        loss = FLOAT32 * self.vocab_tokens
+        upcast = loss if self.logits_item < FLOAT32 else 0
+        cached = self._cast_weights() * self.g.layers if self.plan.method.checkpointing else 0
+        yield self._moment(
+            "loss, forward",
+            self._beside(all_layers),
+            activations=activations + cached + 2 * self.hidden_bytes,
+            gradients=done,
+            logits=self._logits() + upcast + loss,
+        )
+        yield self._moment(
+            "loss, backward", fetched, activations=activations, gradients=done, logits=self._logits() + 3 * loss
+        )
+        yield self._moment(
+            "head, backward",
+            fetched,
+            activations=activations + self.hidden_bytes,
+            gradients=done,
+            waiting=head_grad,
+            logits=self._logits() + self.logits_bytes + self._head_copy() * self.trains_weights,
+        )
+
+    def _chunked(self, activations: int, done: int, head_grad: int, beside: Terms) -> Iterator[Moment]:
+        """A chunk of logits as it becomes its gradient, and the sum of the head's gradients when it is cast.
+
+        remedies/head_loss.py: a chunk is planned with the logits, their float32 form and what the loss works in; at the
+        most two of these are there, the float32 one and the gradient in the logits' dtype. Of several chunks the head's
+        gradients are summed in float32.
+        """
+        head = self.g.vocab * self.g.hidden // self.rank.tensor
+        upcast = FLOAT32 * (self.logits_item < FLOAT32)
+        rows = min(CHUNK_BYTES // (self.g.vocab * (self.logits_item + upcast + FLOAT32)), self.tokens)
+        is_summed = rows < self.tokens and self.trains_weights
+        summed = FLOAT32 * head if is_summed else 0
+        for logits, waiting in (
+            ((self.logits_item + FLOAT32) * rows, summed),
+            (0 if is_summed else self.logits_item * rows, summed + head_grad),
+        ):
+            yield self._moment(
+                "loss, backward, in chunks",
+                beside,
+                activations=activations + self.hidden_bytes,
+                gradients=done,
+                waiting=waiting,
+                logits=self.g.vocab * logits + self._head_copy(),
+            )
+
+    @property
+    def _after_the_loss(self) -> int:
+        """The logits are the caller's until its backward is done; lazy ones take nothing."""
+        return 0 if self.plan.chunked_loss or not self.rank.is_last else self.logits_bytes
+
+    def _layers(self, around: int, done: int, head_grad: int) -> Iterator[Moment]:
+        """The backward of the last layer, when all activations are there, and of the first, when gradients are."""
+        tape = Tape(self.tokens, training=True)
+        hidden = tape.given(self.g.hidden, self.setting.stream_item, needs_grad=True, name="hidden states")
+        output = Layer(tape, self.setting).forward(hidden)
+        tape.drop(output)
+        kept = tape.live
+        recomputed = kept + self._cast_weights() if self.plan.method.checkpointing else 0
+        forward_peak = tape.peak
+        tape.peak = tape.live
+        grads = tape.backward(output)
+        above = max(tape.peak, forward_peak if recomputed else 0) - kept
+        # In float32 where a reduction makes them so.
+        layer_grads = grads * self.reduced_item // self.whole_item if self.trains_weights else 0
+        layers = self.elements.layers
+        places = {"last layer, backward": 0, "first layer, backward": layers - 1}
+        if self.rank.gathers:
+            # Where the gradients of the layer after it are on their way, and the one before it is fetched.
+            places |= {"last layer but one, backward": 1, "second layer, backward": layers - 2}
+        for name, behind in places.items():
+            if not 0 <= behind < layers:
+                continue
+            left = sum(self.kept[: layers - behind])
+            yield self._moment(
+                name,
+                self._beside(layers - behind, layers=1, fetched=behind < layers - 1, reduced=behind > 0),
+                activations=left + around + recomputed + above,
+                gradients=done or behind * layer_grads,
+                waiting=0 if done else head_grad,
+                logits=self._after_the_loss,
+            )
+
+    def _embedding(self, around: int, head_grad: int) -> Iterator[Moment]:
+        rank, elements = self.rank, self.elements
+        # The embedding's gradient is added to the head's, out of place, where they are one matrix.
+        tied = self.g.tied and rank.tensor == rank.stages == 1
+        extra = (1 if self.plan.chunked_loss and rank.gathers else 2) * head_grad if tied else 0
+        if not rank.gathers:
+            yield self._moment(
+                "embedding, backward",
+                self._beside(),
+                activations=around + self.hidden_bytes,
+                gradients=self.held.gradients,
+                waiting=extra,
+                logits=self._after_the_loss,
+            )
+            return
+        root = elements.root * self.reduced_item
+        own = elements.root * self.whole_item
+        yield self._moment(
+            "embedding, backward",
+            self._beside(reduced=1),
+            activations=around + self.hidden_bytes,
+            gradients=max(self.held.gradients - root, 0),
+            waiting=own + extra,
+            logits=self._after_the_loss,
+        )
+        beside = self._beside(root=0)
+        beside["communication"] = beside.get("communication", 0) + root
+        yield self._moment(
+            "reduction of the root", beside,
+            activations=around, gradients=self.held.gradients, waiting=own, logits=self._after_the_loss,
+        )  # fmt: skip
