@@ -67,5 +67,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'memprof' has no attribute {name!r}")
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext memprof` in a notebook (docs/html.md)."""
+    from memprof.notebook import register
+
+    register(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -173,6 +173,19 @@ class Document(Shown):
         asked = None if self.target is None else self.target.asked.device
         return self.source == "measured" and (asked == "cpu" if of_old else self.bridge is None)
 
+    def plot(self, kind: str = "timeline") -> Any:
+        """A figure of plotly (`memprof[html]`): memory over the run, who holds its peak, or what remedies would do.
+
+        Args:
+            kind: `timeline`, `treemap` or `ladder`.
+
+        Raises:
+            UsageError: there is no such figure, or the report has nothing for it: one of JSON has no moments.
+        """
+        from memprof.report.page.figures import figure
+
+        return figure(self, kind)
+
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}

@@ -12,6 +12,7 @@ from memprof.trace.plain import Plain
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from rich.console import RenderableType
 
 
 _REPORT = Form("report", "its path", lambda begin, end: begin.startswith(b"{") and b'"memprof_version"' in begin)
@@ -47,5 +48,15 @@ class Shown(Plain):
     def __str__(self) -> str:
         from memprof.report.terminal.console import text_of
 
-        view = importlib.import_module(type(self).__module__.replace(".documents.", ".terminal.")).view
-        return text_of(view(self))
+        return text_of(self._view())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: the text, in colour."""
+        from memprof.report.terminal.console import html_of
+
+        return html_of(self._view())
+
+    def _view(self) -> RenderableType:
+        module = importlib.import_module(type(self).__module__.replace(".documents.", ".terminal."))
+        shown: RenderableType = module.view(self)
+        return shown

@@ -1,6 +1,8 @@
-"""plotly: the one file that imports it. It draws the page's figures; all else in the page is memprof's own."""
+"""plotly: the one file that imports it. It draws the figures of the page and of notebooks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from memprof.remedy_catalog import check_package
 
@@ -25,3 +27,15 @@ def plotly_script() -> bytes:
 
     text: str = get_plotlyjs()
     return text.encode()
+
+
+def figure_of(traces: list[dict[str, Any]], layout: dict[str, Any]) -> Any:
+    """A figure of plotly's, which shows itself in a notebook and can be changed and written to a file.
+
+    Args:
+        traces: what is drawn, as plotly's JSON has it.
+        layout: axes, lines and words around it.
+    """
+    from plotly.graph_objects import Figure
+
+    return Figure({"data": traces, "layout": layout})

@@ -45,12 +45,7 @@ function stageAt(event) {
 
 // -- curves -----------------------------------------------------------------------------------------------------------
 
-const COLOURS = {
-  "parameters": "#4e79a7", "unsharded parameters": "#85b6dd", "gradients": "#f28e2b", "optimizer state": "#59a14f",
-  "activations": "#e15759", "logits and loss": "#b07aa1", "inputs": "#9c755f", "buffers": "#8cd17d",
-  "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295", "library workspace": "#a0cbe8",
-  "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
-};
+const COLOURS = data.colours;
 const MOST_BINS = 1200;
 const categoryPlaces = Object.keys(COLOURS).map(name => words.indexOf(name)).filter(place => place >= 0);
 const columnOf = new Map(categoryPlaces.map((place, column) => [place, column]));

@@ -19,6 +19,7 @@ from memprof.errors import UsageError
 from memprof.findings import Finding
 from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document
+from memprof.report.page.figures import COLOURS
 from memprof.report.page.library import plotly_script
 from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
 from memprof.report.page.segments import segments_at_peak
@@ -103,6 +104,7 @@ def page_data(document: Document) -> dict[str, Any]:
         "capacity": {"total": device.total_bytes, "usable": device.usable_bytes, "name": device.name},
         "context": document.peak.device_used_bytes - document.peak.reserved_bytes,
         "on_cpu": document.on_cpu,
+        "colours": COLOURS,
         "moments": moments.to_json(),
         "findings": [_finding(moments, finding) for finding in document.findings],
         "ladder": to_plain(document.ladder),

@@ -14,11 +14,11 @@ class Unit:
 
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name = name
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
 
     def amount(self, num_bytes: int, *, sign: bool = False) -> str:
         """`num_bytes` with two decimals, never as minus zero."""
-        value = round(num_bytes / self._num_bytes, 2) + 0.0
+        value = round(num_bytes / self.num_bytes, 2) + 0.0
         return f"{value:+,.2f}" if sign else f"{value:,.2f}"
 
 

@@ -49,6 +49,14 @@ def text_of(view: RenderableType, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
 
+def html_of(view: RenderableType, width: int = WIDTH) -> str:
+    """`view` in colour as an element of HTML, `width` columns wide; its words are escaped."""
+    console = _Console(file=io.StringIO(), width=width, record=True, force_terminal=True, legacy_windows=False)
+    console.print(view)
+    style = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+
+
 def show(view: RenderableType, *, pipe_width: int | None = WIDTH) -> None:
     """Print `view` to stdout: into a pipe `pipe_width` columns wide, or as COLUMNS says if that is None."""
     console = terminal()

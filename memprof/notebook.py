@@ -1,0 +1,73 @@
+"""`%load_ext memprof` in a notebook, and `%%memprof --gpu rtx-4090` on a cell: it runs on a virtual card."""
+
+from __future__ import annotations
+
+import argparse
+import linecache
+import shlex
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from memprof.errors import MemprofError, UsageError
+
+if TYPE_CHECKING:
+    from memprof.report.documents.report import Document
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(
+            message, value="%%memprof", hint=f"as in: %%memprof --gpu rtx-4090; {self.format_usage().strip()}"
+        )
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="%%memprof", add_help=False, allow_abbrev=False)
+    parser.add_argument("--gpu", default="h100-80gb", metavar="NAME")
+    parser.add_argument("--gpu-vram", metavar="GIB")
+    parser.add_argument("--alloc-conf", metavar="SETTINGS")
+    return parser
+
+
+def register(shell: Any) -> None:
+    """Make the magic known to IPython's `shell`."""
+
+    def memprof(line: str, cell: str) -> Document | None:
+        """Run the cell with "cuda" as a virtual card; what it gives is the report: --gpu, --gpu-vram, --alloc-conf."""
+        try:
+            return run_cell(shell, line, cell)
+        except MemprofError as error:
+            # As on the command line: a sentence, and no traceback of what is not the cell's.
+            print(f"error: {error}")  # noqa: T201
+            return None
+
+    shell.register_magic_function(memprof, "cell", "memprof")
+
+
+def run_cell(shell: Any, line: str, cell: str) -> Document:
+    """Run a cell's code in the notebook's namespace on a virtual card; the report on it.
+
+    Args:
+        shell: IPython's.
+        line: the options, as on the command line.
+        cell: the code.
+
+    Raises:
+        UsageError: an unknown card or option.
+        EmptyTraceError: the cell put nothing on the card.
+        Exception: whatever the cell raises.
+    """
+    import memprof
+
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UsageError("the options cannot be read", value=line, hint=str(error)) from None
+    asked = _parser().parse_args(words)
+    # Source lines of the report are then the cell's: `cell 3:2`.
+    name = f"cell {shell.execution_count}"
+    code = shell.transform_cell(cell)
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    compiled = compile(code, name, "exec")
+    with memprof.virtual_gpu(asked.gpu, vram=asked.gpu_vram, alloc_conf=asked.alloc_conf) as gpu:
+        exec(compiled, shell.user_ns)
+    return gpu.report()

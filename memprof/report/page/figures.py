@@ -1,0 +1,219 @@
+"""Figures of plotly for notebooks: memory over the run, who holds its peak, and the ladder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from memprof.errors import UsageError, unknown_name
+from memprof.report.page.library import check_plotly, figure_of
+from memprof.report.page.moments import Moments, moments_of
+from memprof.report.terminal.cells import unit_for
+from memprof.trace.events import NONE
+from memprof.units import format_bytes
+
+if TYPE_CHECKING:
+    from memprof.ledger.ledger import Ledger
+    from memprof.report.documents.report import Document
+
+COLOURS = {
+    "parameters": "#4e79a7", "unsharded parameters": "#85b6dd", "gradients": "#f28e2b", "optimizer state": "#59a14f",
+    "activations": "#e15759", "logits and loss": "#b07aa1", "inputs": "#9c755f", "buffers": "#8cd17d",
+    "KV cache": "#499894", "temporaries": "#edc948", "communication": "#d37295", "library workspace": "#a0cbe8",
+    "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
+}  # fmt: skip
+"""Of the categories, and of what is beside them; from the ground of a stack up."""
+_MOST_BINS = 1200
+_LEAST_SHARE = 1 / 3000
+"""Of the peak: what is less is no pixel of a treemap."""
+Figure = Any
+"""plotly's `Figure`, which has no types of its own."""
+
+
+def figure(document: Document, kind: str) -> Figure:
+    """A figure of a report.
+
+    Args:
+        kind: `timeline`, `treemap` or `ladder`.
+
+    Raises:
+        UsageError: there is no such figure, the report has nothing for it, or plotly is not installed.
+    """
+    kinds = {"timeline": _timeline, "treemap": _treemap, "ladder": _ladder}
+    if kind not in kinds:
+        raise unknown_name("figure", kind, kinds)
+    check_plotly("plot()")
+    return kinds[kind](document)
+
+
+def _ledger_of(document: Document) -> Ledger:
+    if document.ledger is None:
+        raise UsageError(
+            "a report in JSON has no moments to show",
+            value="plot()",
+            hint="load a capture, which save() of the card keeps",
+        )
+    return document.ledger
+
+
+def _plain(text: str) -> str:
+    """plotly reads a few tags of HTML in its texts."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+# -- memory over the run -----------------------------------------------------------------------------------------------
+
+
+def _timeline(document: Document) -> Figure:
+    ledger = _ledger_of(document)
+    moments = moments_of(ledger)
+    events = _drawn(ledger)
+    sums = _by_category(moments, events)
+    usable = document.device.usable_bytes
+    unit = unit_for(ledger.peak_bytes)
+    scale = float(unit.num_bytes)
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "scatter", "mode": "lines", "name": name, "stackgroup": "all", "x": events,
+            "y": [num_bytes / scale for num_bytes in sums[name]], "fillcolor": colour,
+            "line": {"shape": "hv", "width": 0, "color": colour},
+            "hovertemplate": f"%{{y:,.2f}} {unit.name}<extra>{name}</extra>",
+        }
+        for name, colour in COLOURS.items()
+        if any(sums.get(name, ()))
+    ]  # fmt: skip
+    traces.append({
+        "type": "scatter", "mode": "lines", "name": "allocated", "x": events,
+        "y": [ledger.allocated[event] / scale for event in events],
+        "line": {"shape": "hv", "width": 1, "color": "#444"},
+        "hovertemplate": f"%{{y:,.2f}} {unit.name}<extra>allocated</extra>",
+    })  # fmt: skip
+    shapes = [_line("x", ledger.peak_event, "#444")]
+    notes = [_note(ledger.peak_event, f"peak {format_bytes(ledger.peak_bytes)}")]
+    if ledger.out_of_memory is not None:
+        shapes.append(_line("x", ledger.out_of_memory.event, "#c62828"))
+        refused = f"refused: {format_bytes(ledger.out_of_memory.tried_bytes)}"
+        notes.append({**_note(ledger.out_of_memory.event, refused), "y": 0.85})
+    if usable is not None and usable < 3 * ledger.peak_bytes:
+        shapes.append({**_line("y", usable / scale, "#c62828"), "line": {"color": "#c62828", "dash": "dash"}})
+    return figure_of(
+        traces,
+        {
+            "title": {"text": _plain(f"Memory over the run: {format_bytes(ledger.peak_bytes)} at the peak")},
+            "xaxis": {"title": {"text": "event"}, "tickformat": ",d"},
+            "yaxis": {"title": {"text": unit.name}, "rangemode": "tozero"},
+            "shapes": shapes, "annotations": notes, "hovermode": "x unified",
+        },
+    )  # fmt: skip
+
+
+def _drawn(ledger: Ledger) -> list[int]:
+    """The events that are drawn: all, or of each of many bins those with the most and with the least."""
+    count, allocated = len(ledger.allocated), ledger.allocated
+    if count <= 3 * _MOST_BINS:
+        return list(range(count))
+    chosen = {0, count - 1}
+    for number in range(_MOST_BINS):
+        within = range(count * number // _MOST_BINS, count * (number + 1) // _MOST_BINS)
+        chosen |= {max(within, key=allocated.__getitem__), min(within, key=allocated.__getitem__), within[-1]}
+    return sorted(chosen | {ledger.peak_event})
+
+
+def _by_category(moments: Moments, events: list[int]) -> dict[str, list[int]]:
+    """Bytes by category after each of these rising events."""
+    changes: dict[int, list[tuple[str, int]]] = {}
+    for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):
+        category, num_bytes = moments.words[moments.kinds.category[kind]], moments.kinds.rounded[kind]
+        parts = [(category, num_bytes)] + ([("fragmentation", extra)] if extra else [])
+        changes.setdefault(begin, []).extend(parts)
+        changes.setdefault(end, []).extend((name, -one) for name, one in parts)
+    now = Counter[str]()
+    columns: dict[str, list[int]] = {name: [] for name in COLOURS}
+    event = 0
+    for until in events:
+        for time in range(event, until + 1):
+            for name, num_bytes in changes.get(time, ()):
+                now[name] += num_bytes
+        event = until + 1
+        for name, column in columns.items():
+            column.append(now[name])
+    return columns
+
+
+def _line(axis: str, at: float, colour: str) -> dict[str, Any]:
+    other = "y" if axis == "x" else "x"
+    place = {f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
+    return {
+        "type": "line", f"{axis}ref": axis, f"{other}ref": "paper", **place,
+        "line": {"color": colour, "dash": "dot", "width": 1.5},
+    }  # fmt: skip
+
+
+def _note(event: int, text: str) -> dict[str, Any]:
+    return {"x": event, "y": 1.0, "yref": "paper", "text": text, "showarrow": False, "xanchor": "left", "xshift": 4}
+
+
+# -- who holds the peak ------------------------------------------------------------------------------------------------
+
+
+def _treemap(document: Document) -> Figure:
+    ledger = _ledger_of(document)
+    moments = moments_of(ledger)
+    kinds, words = moments.kinds, moments.words
+    bytes_of, colours = Counter[tuple[str, ...]](), dict[tuple[str, ...], Counter[str]]()
+    for begin, end, kind, extra in zip(moments.begin, moments.end, moments.kind, moments.extra, strict=True):
+        if not begin <= ledger.peak_event < end:
+            continue
+        module, category = kinds.module[kind], words[kinds.category[kind]]
+        where = ["outside modules"] if module == NONE else words[module].split(".") if words[module] else ["own code"]
+        _add(bytes_of, colours, (*where, category), category, kinds.rounded[kind])
+        _add(bytes_of, colours, ("fragmentation",), "fragmentation", extra)
+    shown = [path for path, num_bytes in bytes_of.items() if num_bytes > ledger.peak_bytes * _LEAST_SHARE]
+    tree = {
+        "type": "treemap", "branchvalues": "total", "maxdepth": 3, "textinfo": "label+text", "hoverinfo": "label+text",
+        "ids": ["\0".join(path) for path in shown], "labels": [_plain(path[-1]) for path in shown],
+        "parents": ["\0".join(path[:-1]) for path in shown], "values": [bytes_of[path] for path in shown],
+        "text": [f"{format_bytes(bytes_of[path])}, {bytes_of[path] / ledger.peak_bytes:.1%}" for path in shown],
+        "marker": {"colors": [COLOURS[colours[path].most_common(1)[0][0]] for path in shown]},
+    }  # fmt: skip
+    return figure_of([tree], {"title": {"text": f"Who holds the peak of {format_bytes(ledger.peak_bytes)}"}})
+
+
+def _add(
+    bytes_of: Counter[tuple[str, ...]],
+    colours: dict[tuple[str, ...], Counter[str]],
+    path: tuple[str, ...],
+    category: str,
+    num_bytes: int,
+) -> None:
+    """Count it to a node and to all above."""
+    for depth in range(1, len(path) + 1 if num_bytes else 1):
+        bytes_of[path[:depth]] += num_bytes
+        colours.setdefault(path[:depth], Counter())[category] += num_bytes
+
+
+# -- the ladder --------------------------------------------------------------------------------------------------------
+
+
+def _ladder(document: Document) -> Figure:
+    if not document.ladder:
+        raise UsageError("the report has no ladder", value="ladder", hint="ask for one: memprof profile ... --ladder")
+    rungs = document.ladder
+    total = document.device.total_bytes
+    unit = unit_for(max(rung.device_used_bytes for rung in rungs))
+    bars = {
+        "type": "bar", "orientation": "h",
+        "y": [f"{place}. {f'+ {rung.added}' if rung.added else 'as it is'}" for place, rung in enumerate(rungs)],
+        "x": [rung.device_used_bytes / unit.num_bytes for rung in rungs],
+        "text": [format_bytes(rung.device_used_bytes) for rung in rungs], "textposition": "auto",
+        "marker": {"color": ["#59a14f" if rung.fits else "#e15759" for rung in rungs]},
+        "hovertext": [_plain(rung.cost.note) for rung in rungs], "hoverinfo": "text",
+    }  # fmt: skip
+    return figure_of(
+        [bars],
+        {
+            "title": {"text": "What the card must have, with one remedy more in each row"},
+            "yaxis": {"autorange": "reversed", "automargin": True}, "xaxis": {"title": {"text": unit.name}},
+            "shapes": [] if total is None else [_line("x", total / unit.num_bytes, "#c62828")],
+        },
+    )  # fmt: skip
