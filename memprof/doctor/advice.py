@@ -213,6 +213,10 @@ def _smaller(run: Known, tensors: tuple[Candidate, ...]) -> tuple[Advice, ...]:
             "let memprof search: the set of remedies whose step takes least among those that fit", run.command("auto")
         ),
         *_against("doctor: smaller", run),
+        Advice.python(
+            "in inference that may take many times as long: use the CPU, whose memory is the machine's",
+            'model.to("cpu")',
+        ),
         Advice("torch.cuda.empty_cache() does not help: torch gives back its cache itself before it raises this error"),
     )
     return tuple(step for step in listed if not step.remedy or step.remedy not in said)

@@ -41,8 +41,8 @@ _MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     ),
 )
 _ANCHORS = (
-    "of memory", "of-memory", " allocate", "preemptively", "allowed memory", "same device", "should be the same",
-    "Expected object of ", "xpected device ", "expected it to be", "expected them to be",
+    "of memory", "of-memory", " allocate", "preemptively", "allowed memory", "same device", "is fragmented",
+    "should be the same", "Expected object of ", "xpected device ", "expected it to be", "expected them to be",
     "buffers on device", "indices should be", "CUDA_ERROR_OUT", "device type ", "the expected device", "of meta tensor",
     "Placeholder storage", "_STATUS_", "cudaHostAlloc",
     "CachingHostAllocator", "pin memory thread", "pin_memory", "cudaErrorMemory", "CUDA error 2", "runtime error (2)",

@@ -91,7 +91,15 @@ SIGNATURES: tuple[Signature, ...] = (
         cause=Cause.LARGE_TENSOR,
         figures=read.metal_buffer,
     ),
-    _mismatch("mismatch", "tensors to be on the same device", r"[Ee]xpected all tensors to be on the same device"),
+    _mismatch(
+        "mismatch",
+        "tensors to be on the same device|tensors to be on same device|tensors on the same device"
+        "|tensors on same device",
+        r"[Ee]xpected all tensors (?:to be )?on (?:the )?same device",
+    ),
+    _signature(
+        "fragmented", "memory is fragmented", source="the program", cause=Cause.FRAGMENTATION, rank=2, one_line=True
+    ),
     _mismatch(
         "mismatch-type",
         "should be the same",

@@ -336,3 +336,25 @@ def test_advice_is_of_the_program_that_failed(text: str, word: str):
     assert any(word in step.command for step in found.steps)
     torch_s = [step.command for step in found.steps if "--fix" in step.command]
     assert bool(torch_s) == text.startswith("CUDA error")
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "command"),
+    [
+        ("RuntimeError: Expected all tensors on same device", Cause.DEVICE_MISMATCH, "other.device"),
+        ("Expected all tensors to be on same device, but found", Cause.DEVICE_MISMATCH, "other.device"),
+        ("train.py: warning: memory is fragmented", Cause.FRAGMENTATION, "expandable_segments:True"),
+    ],
+)
+def test_shorter_wordings_of_guides_and_programs(text: str, cause: Cause, command: str):
+    (found,) = diagnoses(text)
+    assert found.cause is cause
+    assert command in found.steps[0].command
+
+
+def test_the_cpu_is_a_way_for_what_is_not_in_a_hurry():
+    (found,) = diagnoses(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "7.63 GiB of which 1.20 GiB is free."
+    )
+    assert [step.command for step in found.steps].count('model.to("cpu")') == 1
