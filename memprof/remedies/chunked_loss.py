@@ -39,7 +39,7 @@ _HEADS = ("lm_head", "embed_out", "output_projection", "unembed", "output", "hea
         "threshold": "bytes of full logits below which nothing is chunked, or 'auto'; 0 if not given",
         "head": "name of the head, where the model does not tell",
     },
-    main_option="chunk_size", training_only=True,
+    main_option="chunk_size", named_values={"auto": {"threshold": "auto"}}, training_only=True,
     ladder=60, outside=10, search=50, tiers=EVERY_TIER, ladder_against=("temporaries",),
     helps={"logits and loss": 10, "doctor: logits": 10},
     words={"doctor: logits": "compute the loss in chunks: the full logits never exist"},

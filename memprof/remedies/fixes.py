@@ -57,8 +57,11 @@ def parse_fixes(text: str) -> list[Fix]:
     return fixes
 
 
-def _read(remedy: Remedy, value: str) -> int | str:
+def _read(remedy: Remedy, value: str) -> int | str | None:
+    """The value of the main option; None: it is a word for other options."""
     option = remedy.main_option
+    if value in remedy.named_values:
+        return None
     if not option:
         raise UsageError("this remedy takes no value", value=f"{remedy.name}={value}", hint=f"write {remedy.name}")
     if remedy.main_type is str:
@@ -67,13 +70,20 @@ def _read(remedy: Remedy, value: str) -> int | str:
         return int(value.replace(",", "").replace("_", ""))
     except ValueError:
         raise UsageError(
-            f"{remedy.name} takes a whole number", value=repr(value), hint=f"{option}: {remedy.options[option]}"
+            " or ".join([f"{remedy.name} takes a whole number", *remedy.named_values]),
+            value=repr(value),
+            hint=f"{option}: {remedy.options[option]}",
         ) from None
 
 
 def options_of(fixes: Sequence[Fix]) -> dict[str, Any]:
     """The options of `memprof.apply` that the fixes' values stand for."""
-    return {fix.remedy.main_option: _read(fix.remedy, fix.value) for fix in fixes if fix.value is not None}
+    found: dict[str, Any] = {}
+    for fix in fixes:
+        if fix.value is not None:
+            named = fix.remedy.named_values.get(fix.value)
+            found.update({fix.remedy.main_option: _read(fix.remedy, fix.value)} if named is None else named)
+    return found
 
 
 def worst_numerics(remedies: Sequence[str]) -> Numerics:

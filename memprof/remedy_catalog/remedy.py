@@ -72,6 +72,7 @@ class Remedy:
         options: its options, name to meaning; the defaults are those of `memprof.apply`.
         main_option: the option that the value of NAME=VALUE is for; none: it takes no value.
         main_type: of this value: a whole number, or text in which "+" stands for a comma.
+        named_values: words that NAME=VALUE takes too, each with the options that it stands for.
         required: options without which it cannot be applied.
         conflicts: remedies that it does not go with, each with the reason.
         packages: what is needed beside torch: each of them, and of "one or other" either.
@@ -109,6 +110,7 @@ class Remedy:
     options: Mapping[str, str] = field(default_factory=dict)
     main_option: str = ""
     main_type: type[int | str] = int
+    named_values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     conflicts: Mapping[str, str] = field(default_factory=dict)
     packages: tuple[str, ...] = ()

@@ -36,6 +36,14 @@ def test_other_remedies_replace_fields(text, changes):
     assert edited(text) == SPEC.edit(**changes)
 
 
+def test_a_word_stands_for_other_options():
+    assert options_of(parse_fixes("chunked-loss=auto,micro-batch=2")) == {"threshold": "auto", "micro_batch_size": 2}
+    assert edited("chunked-loss=auto") == SPEC.edit(fixes=("chunked-loss=auto",))
+    for remedy in REMEDIES.values():
+        for options in remedy.named_values.values():
+            assert options.keys() <= remedy.options.keys()
+
+
 def test_options_are_those_of_the_catalog():
     with_value = [remedy for remedy in REMEDIES.values() if remedy.main_option]
     assert len(with_value) == 8
