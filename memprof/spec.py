@@ -418,8 +418,6 @@ class TargetSpec:
             raise UsageError("--no-double-quant is for 4-bit weights", hint="add --quantize nf4 or fp4")
         if self.quantize is None:
             return
-        if self.npt is not None:
-            raise UsageError("--quantize does not go with --npt", value=self.quantize, hint="leave out one of them")
         check_quantized(self.quantize, self)
 
     def edit(self, **changes: object) -> TargetSpec:
@@ -458,10 +456,12 @@ def check_quantized(name: str, spec: TargetSpec) -> None:
         UsageError: they would be trained, or their layers have no backward, or the run is to be measured.
     """
     value = f"--quantize {name}"
-    if spec.mode is Mode.TRAIN and spec.adapter is None:
-        raise UsageError(
-            "quantized weights are not trained", value=value, hint="add --adapter lora, or --mode inference"
-        )
+    if spec.mode is Mode.TRAIN and spec.adapter is None and spec.npt is None:
+        hint = "add --adapter lora, --npt low-rank or --mode inference"
+        raise UsageError("quantized weights are not trained", value=value, hint=hint)
+    if spec.npt is not None and name not in BITSANDBYTES_FORMATS:
+        hint = f"--quantize {'|'.join(BITSANDBYTES_FORMATS)}"
+        raise UsageError("NPT components stand beside bitsandbytes' layers alone", value=value, hint=hint)
     if spec.mode is Mode.TRAIN and name not in TRAINABLE_FORMATS:
         raise UsageError(
             "transformers has no backward through weights stored like this",

@@ -70,7 +70,10 @@ def add_npt(model: nn.Module, spec: TargetSpec) -> list[str]:
     names = []
     for number, (attention, owner, name) in zip(numbers, places, strict=True):
         base = getattr(owner, name)
-        component = make_component(spec, *_dimensions(base), dtype=base.weight.dtype, device=base.weight.device)
+        dtype = base.weight.dtype
+        if not dtype.is_floating_point or dtype.itemsize == 1:  # quantized: its products are in the model's
+            dtype = getattr(model, "dtype", dtype)
+        component = make_component(spec, *_dimensions(base), dtype=dtype, device=base.weight.device)
         setattr(owner, name, NptProjection(base, component, _AttentionOutput(attention)))
         names += [f"{path}.{number}.{child}" for child, module in layers[number].named_modules() if module is component]
     return [found.removesuffix(".npt") for found in names]

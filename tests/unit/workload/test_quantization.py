@@ -53,6 +53,19 @@ def test_qlora_trains_the_adapter_alone():
     assert any("prepare_model_for_kbit_training" in sentence for sentence in trace.assumptions)
 
 
+@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+def test_npt_trains_beside_a_base_in_few_bits(quantize):
+    pytest.importorskip("bitsandbytes")
+    options = {"npt": "low-rank", "npt_layers": "0-3", "dtype": "bfloat16"}
+    plain, (trace, document) = profile(**options)[1], profile(quantize=quantize, **options)
+    assert document.failure is None and not trace.mismatches
+    # Four components of rank 16 for 896 x 4864, in the model's dtype and not the weights'.
+    assert document.target.num_trainable_parameters == 4 * 16 * (896 + 4864)
+    made = [s for i, s in enumerate(trace.storages) if ".npt." in getattr(trace.owners.get(i), "name", "")]
+    assert {s.dtype for s in made if s.shape in ((896, 16), (16, 4864))} == {"bfloat16"}
+    assert plain.peak.categories["parameters"] - document.peak.categories["parameters"] > 0.9 * LINEAR
+
+
 @pytest.mark.parametrize("name", QUANTIZED_OPTIMIZERS)
 def test_optimizer_state(name):
     pytest.importorskip("torchao" if name.startswith("torchao") else "bitsandbytes")
@@ -69,7 +82,7 @@ def test_optimizer_state(name):
         ({"quantize": "nf4"}, "quantized weights are not trained"),
         ({"double_quant": False}, "--no-double-quant is for 4-bit weights"),
         ({"quantize": "int8", "double_quant": False, "adapter": "lora"}, "--no-double-quant is for 4-bit weights"),
-        ({"quantize": "nf4", "npt": "low-rank"}, "does not go with --npt"),
+        ({"quantize": "fp8", "npt": "low-rank"}, "beside bitsandbytes' layers alone"),
         ({"optimizer": "adamw-8bit", "optimizer_impl": "fused"}, "one implementation"),
     ],
 )
