@@ -11,7 +11,7 @@ import argparse
 import textwrap
 
 import audit
-from specs import AFTER, BEFORE, MERGED
+from specs import AFTER, BEFORE, COUNTS, MERGED
 
 from memprof.flows.profile import profile
 from memprof.units import format_bytes
@@ -23,10 +23,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Case study 4.")
     parser.add_argument("--no-clock", action="store_true", help="time nothing")
     clock = not parser.parse_args().no_clock
-    print("128 rank-1 updates of rank 64 in one layer of Llama-3.1-8B, 2 x 128 tokens, float32, training\n")
-    for name, spec in (("sequential", BEFORE), ("batched", AFTER), ("merged", MERGED)):
-        peak = profile(spec)[1].peak
-        print(f"{name:<12}{format_bytes(peak.allocated_bytes):>12} at the peak, in {peak.stage}")
+    print("Rank-1 updates of rank 64 in one layer of Llama-3.1-8B, 2 x 128 tokens, float32, training: the peak\n")
+    print(f"{'updates':<9}{'at rest':>12}" + "".join(f"{name:>14}" for name in ("sequential", "batched", "merged")))
+    for count in COUNTS:
+        peaks = [profile(spec.edit(npt_num_ranks=count))[1].peak for spec in (BEFORE, AFTER, MERGED)]
+        sizes = [audit.parameter_bytes() * count // audit.NUM_RANKS, *(peak.allocated_bytes for peak in peaks)]
+        print(f"{count:<9}{format_bytes(sizes[0]):>12}" + "".join(f"{format_bytes(size):>14}" for size in sizes[1:]))
     print("\nWhat holds of the report\n")
     for claim in audit.claims():
         print(f"* {claim.text}: {claim.verdict.upper()}")

@@ -23,3 +23,6 @@ AFTER = BEFORE.edit(npt_combine="batched", npt_init="fast")
 
 MERGED = AFTER.edit(npt_combine="merged")
 """What is better than it."""
+
+COUNTS = (32, 64, 128)
+"""Rank-1 updates: what the report recommends to begin with, and what it had."""

@@ -81,6 +81,16 @@ class TestHighNumRanks:
     def test_the_page_shows_it(self, high_num_ranks, check_page):
         check_page(4, high_num_ranks)
 
+    def test_each_number_of_updates_has_a_row(self, high_num_ranks):
+        rows = re.findall(
+            r"^(32|64|128) +([\d.]+) MiB +([\d.]+) GiB +([\d.]+) GiB +([\d.]+) GiB$", high_num_ranks, re.M
+        )
+        assert [(int(count), float(rest)) for count, rest, *_ in rows] == [(32, 176), (64, 352), (128, 704)]
+        peaks = [[float(gib) for gib in row[2:]] for row in rows]
+        assert all(merged < min(others) for *others, merged in peaks)
+        columns = list(zip(*peaks, strict=True))
+        assert all(sorted(column) == list(column) for column in columns)
+
     def test_claims(self, high_num_ranks):
         output = high_num_ranks
         assert (4096 + 4096 + 14336) * 64 * 128 * 4 == 704 * 2**20
