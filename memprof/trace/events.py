@@ -302,6 +302,16 @@ class Holder(NamedTuple):
     """The length of the only data loader in the functions that were running then; None if that is not known."""
 
 
+class GraphEnd(NamedTuple):
+    """Where a graph of torch.compile ends although its function goes on."""
+
+    source: str
+    """`file:line function` of the program."""
+    why: str
+    num_bytes: int
+    """What the graph leaves in memory there for what follows."""
+
+
 class FailureKind(enum.StrEnum):
     """Why a run could not go on, as far as that decides what to do about it."""
 
@@ -385,6 +395,7 @@ class Trace:
     """Of a program that names no phases of its own."""
     holders: list[Holder] = field(default_factory=list)
     """Of what piled up."""
+    graph_ends: list[GraphEnd] = field(default_factory=list)
     others: list[Trace] = field(default_factory=list)
     """Of a program whose ranks ran together: the other ranks; what is the same in them is shared."""
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.nightly,  # half a minute of a C++ compiler for each
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's C++ needs a compiler"),
 ]
-COMPILED = ("perceptron", "gpt2", "llama", "qwen3", "bert", "lora", "t5", "rnn", "gru")
+COMPILED = ("perceptron", "gpt2", "llama", "qwen3", "bert", "lora", "t5", "rnn", "gru", "bart")
 
 
 def without_numbers(changes: list[Change]) -> list[tuple[bool, int, int]]:

@@ -91,7 +91,7 @@ class Compiler:
         self._origins = Origins(machine.recorder, lambda: self._folder)
         self._graphs = Graphs(machine.recorder, assume)
         self._graphs_for_all = False
-        self._telling = Telling(self._lifted, assume)
+        self._telling = Telling(self._lifted, machine.recorder, assume)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patch (owner, name, replacement) of `torch.compile`; `nn.Module.compile` calls it."""

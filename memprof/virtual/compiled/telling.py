@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.trace.events import GraphEnd
 from memprof.units import format_bytes
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.watch.recorder import Recorder
@@ -27,11 +28,13 @@ class Telling:
 
     Args:
         lifted: by which guards are looked at as the program runs them.
+        recorder: whose trace has where graphs end.
         assume: told what the run rests on.
     """
 
-    def __init__(self, lifted: Lifting, assume: Callable[[str], None]) -> None:
+    def __init__(self, lifted: Lifting, recorder: Recorder, assume: Callable[[str], None]) -> None:
         self._lifted = lifted
+        self._recorder = recorder
         self._assume = assume
         self._told: set[tuple[Any, str]] = set()
         self._break: Any = None
@@ -94,8 +97,10 @@ class Telling:
             return
         self._told.add((at, ""))
         why = str(reason.reason).strip().partition("\n")[0].rstrip(".")
+        end = GraphEnd(f"{at} {frames[-1].name}", why[:_LONGEST], _left(module))
+        self._recorder.trace.graph_ends.append(end)
         self._assume(
-            f"A graph ends at {at} ({why[:_LONGEST]}): {format_bytes(_left(module))} are left there in memory for what "
+            f"A graph ends at {at} ({end.why}): {format_bytes(end.num_bytes)} are left there in memory for what "
             "follows, with which nothing before it is fused."
         )
 

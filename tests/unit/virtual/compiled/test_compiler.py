@@ -242,6 +242,27 @@ def test_code_between_two_graphs_runs_as_it_is_written(gpu: VirtualGpu) -> None:
     assert not eager_lines(gpu)
 
 
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_break_that_leaves_much_in_memory_is_a_finding(gpu: VirtualGpu, breaks: bool) -> None:
+    model = Block().cuda()
+
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(model.up(x))
+        if breaks:
+            torch._dynamo.graph_break()
+        return model.down(hidden)
+
+    step(batch()).sum().backward()
+    found = [finding for finding in analyze(gpu.trace).findings if finding.id == "graph-breaks"]
+    assert len(found) == breaks
+    if breaks:
+        (finding,) = found
+        line = step.__wrapped__.__code__.co_firstlineno + 4
+        assert "end at a line, and leave up to 64.00 MiB there" in finding.title
+        assert f"{Path(__file__).name}:{line}: Call to `torch._dynamo.graph_break()`" in finding.evidence[0].text
+
+
 def test_recomputed_inside_a_graph(gpu: VirtualGpu) -> None:
     model = Block(dropout=0.1).cuda()
     compiled = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False))

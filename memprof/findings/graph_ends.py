@@ -1,0 +1,33 @@
+"""Graphs of torch.compile that end within their function, and what they leave there."""
+
+from __future__ import annotations
+
+from memprof.findings.evidence import file_and_line, percent
+from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.units import MIB, format_bytes
+
+MIN_BYTES = 64 * MIB
+MIN_SHARE = 0.05
+"""Of the peak: below, fusing across the break would change little."""
+MOST_SHOWN = 4
+
+
+@rule(115)
+def find(context: Context) -> list[Finding]:
+    """`num_bytes` is None: what one graph would have computed as it went, or kept all the same, is not known."""
+    ledger = context.ledger
+    ends = sorted((end for end in ledger.trace.graph_ends if end.num_bytes), key=lambda end: -end.num_bytes)
+    most = max((end.num_bytes for end in ends), default=0)
+    if most < max(MIN_BYTES, MIN_SHARE * ledger.peak_bytes):
+        return []
+    places = "a line" if len(ends) == 1 else f"{len(ends)} lines"
+    title = (
+        f"Compiled graphs end at {places}, and leave up to {format_bytes(most)} there "
+        f"({percent(most, ledger.peak_bytes)} of the peak)"
+    )
+    evidence = [
+        Evidence(f"{format_bytes(end.num_bytes)} at {file_and_line(end.source)}: {end.why}", source=end.source)
+        for end in ends[:MOST_SHOWN]
+    ]
+    text = "what lies on both sides is not fused; how much less one graph would take is not known"
+    return [Finding("graph-breaks", Severity.NOTE, title, None, (*evidence, Evidence(text)), ())]
