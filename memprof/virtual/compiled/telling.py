@@ -85,7 +85,7 @@ class Telling:
         self._told.add(key)
         self._assume(
             f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno}) is compiled again ({reason[:_LONGEST]}), "
-            "which costs time and no memory of the card; more of the kind is not told."
+            "which costs time, and memory of the card where it runs in CUDA graphs; more of the kind is not told."
         )
 
     def _broken(self, reason: Any, module: Any) -> None:
