@@ -146,6 +146,6 @@ def assumptions(estimate: Estimate) -> list[str]:
     if estimate.gpus > 1:
         found.append(
             "Several cards: each rank has a micro-batch of its own, or a part of one (cp, ulysses). Plans of "
-            "--parallel were compared with simulated ranks (docs/accuracy.md); ZeRO-1 and ZeRO-2 were not."
+            "--parallel were compared with simulated ranks (memprof help accuracy); ZeRO-1 and ZeRO-2 were not."
         )
     return found

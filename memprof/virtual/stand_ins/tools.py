@@ -135,7 +135,7 @@ def not_here(name: str) -> MemprofError:
     return limits.not_yet(f"uses {name}, which is not installed and has no stand-in", _HINT)
 
 
-_HINT = "install the package, or add a stand-in (docs/stand-ins.md); --no-stand-ins runs without those that there are"
+_HINT = "install the package, or add a stand-in (memprof help stand-ins); --no-stand-ins does without all"
 
 
 class _Absent(type):
