@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import typer
 
 from memprof.cli import settings
 from memprof.cli.main import app
@@ -143,6 +144,17 @@ def test_flags_of_every_command_are_accepted(memprof, folder):
     lines = [f"{name} = false" if flag else f"{name} = '1'" for name, flag in names.items()]
     write(folder, "\n".join(line for line in lines if line.split()[0] not in _ON_THE_COMMAND_LINE))
     assert memprof("models").exit_code == 0
+
+
+def test_no_file_names_a_place_to_write_to():
+    """A folder of others must not replace files by being entered."""
+    paths = {
+        option.opts[-1].removeprefix("--")
+        for command in typer.main.get_command(app).commands.values()
+        for option in command.params
+        if option.param_type_name == "option" and option.metavar in ("FILE", "FOLDER")
+    }
+    assert {"save", "csv", "html", "to", "log"} <= paths <= set(_ON_THE_COMMAND_LINE)
 
 
 @pytest.mark.parametrize("name", ["mine.yaml", "mine.toml"])
