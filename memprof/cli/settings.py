@@ -45,6 +45,8 @@ _SHORT.maxlevel = 2
 _MARK = re.compile(rb"tool[\"'\s]*\.\s*[\"']?memprof|^\s*\[?\s*[\"']?tool[\"']?\s*[]=]", re.MULTILINE)
 """What a pyproject.toml with the table has somewhere; to parse one takes longer than the rest of the start."""
 
+_MOST_BYTES = 1 << 20
+"""Of a file of options."""
 PANEL = "Settings"
 OPTIONS = {
     "config": typer.Option(
@@ -123,9 +125,13 @@ def read_named(path: Path) -> Mapping[str, Any]:
         UsageError: it cannot be read, or is no table.
     """
     try:
+        if not path.is_file():  # a device or a pipe may have no end
+            raise UsageError("no such file", value=f"--config {path}", hint="give a YAML or TOML file")
+        if path.stat().st_size > _MOST_BYTES:
+            raise UsageError("the file of --config is too large for options", value=path)
         data = path.read_bytes()
-    except OSError as error:
-        raise UsageError("the file of --config cannot be read", value=f"{path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError("the file of --config cannot be read", value=f"{path}: {error}") from None
     table = _parse(path, data) if path.suffix == ".toml" else _parse_yaml(path, data)
     if not isinstance(table, dict):
         hint = "write lines such as context-length: 4096, or profile: and such lines below it"

@@ -215,7 +215,7 @@ def test_a_bad_config_is_one_error(memprof, folder, text, problem):
 def test_presets(memprof, folder):
     assert "unknown --preset" in memprof("estimate", "--params", "1B", "--preset", "smal").stderr
     assert "says nothing to this command" in memprof("gpus", "--preset", "small").stderr
-    assert "cannot be read" in memprof("gpus", "--config", folder / "none.yaml").stderr
+    assert "no such file" in memprof("gpus", "--config", folder / "none.yaml").stderr
     assert "From preset small: --model=gpt2" in memprof("profile", "--preset", "small").stdout
 
 
