@@ -63,8 +63,8 @@ def run_cell(shell: Any, line: str, cell: str) -> Document:
     except ValueError as error:
         raise UsageError("the options cannot be read", value=line, hint=str(error)) from None
     asked = _parser().parse_args(words)
-    # Source lines of the report are then the cell's: `cell 3:2`.
-    name = f"cell {shell.execution_count}"
+    # Source lines of the report are then the cell's: `cell 3:2`. What counts cells is ahead of them in some releases.
+    name = f"cell {len(shell.user_ns['In']) - 1}"
     code = shell.transform_cell(cell)
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     compiled = compile(code, name, "exec")

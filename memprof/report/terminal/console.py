@@ -54,7 +54,9 @@ def html_of(view: RenderableType, width: int = WIDTH) -> str:
     console = _Console(file=io.StringIO(), width=width, record=True, force_terminal=True, legacy_windows=False)
     console.print(view)
     style = "font-family: monospace; line-height: normal; white-space: pre; overflow-x: auto"
-    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+    shown = console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+    # What has no colour of its own is written in rich's black, and a notebook may be dark.
+    return shown.replace("color: #000000; text-decoration-color: #000000", "")
 
 
 def show(view: RenderableType, *, pipe_width: int | None = WIDTH) -> None:

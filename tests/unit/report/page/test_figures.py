@@ -58,6 +58,6 @@ def test_a_figure_that_is_not_there_is_said(document):
 
 def test_a_report_shows_itself_in_a_notebook_with_foreign_words_as_text(document):
     shown = document._repr_html_()
-    assert "At the peak" in shown
+    assert "At the peak" in shown and "#000000" not in shown
     hostile = dataclasses.replace(document, device=dataclasses.replace(document.device, name="<img src=x>"))
     assert "<img" not in hostile._repr_html_() and "&lt;img" in hostile._repr_html_()
