@@ -1,10 +1,11 @@
 """Attention of each query to some of the keys, as operators of their own: what a fused kernel computes, and allocates.
 
 A fused kernel reads queries, keys and values, and writes the output and a float32 logsumexp of each query's scores; the
-backward computes the scores again. Here the same is computed in plain PyTorch, some queries at a time, in a workspace
-of `WORKSPACE_BYTES` at most that a kernel holds in registers and shared memory. What is kept from forward to backward
-is the kernel's: query, key, value, output, logsumexp and chosen blocks (as flash-linear-attention's kernels keep them,
-fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual card, each operator is one kernel without workspace.
+backward computes the scores again. Here the same is computed in plain PyTorch, some queries at a time, in pieces of
+`WORKSPACE_BYTES`, a few at once, that a kernel holds in registers and shared memory. What is kept from forward to
+backward is the kernel's: query, key, value, output, logsumexp and chosen blocks (as flash-linear-attention's kernels
+keep them, fla/ops/nsa/parallel.py). On meta tensors, and so on the virtual card, each operator is one kernel without
+workspace.
 
 Shapes: batch B, heads of queries H, heads of keys K (H = K x G), queries T, keys S, width D. A query's position is its
 row plus `offset`, for after a cache there are fewer queries than keys.
@@ -23,7 +24,7 @@ from memprof.units import MIB
 from memprof.workload.quantization import import_quietly
 
 WORKSPACE_BYTES = 64 * MIB
-"""Of scores and gathered keys at a time, where they are computed in plain PyTorch."""
+"""Of one set of scores, or of gathered keys and values, where they are computed in plain PyTorch."""
 
 
 class Attend(torch.autograd.Function):
