@@ -22,8 +22,10 @@ EXAMPLES = """
 memprof recommend --gpu-vram 8
 memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090
 memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
+memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
 """
 
+SCRIPTS_OVER_CARDS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan")
 _SEARCHED = "what gives up least and fits"
 
 
@@ -59,9 +61,14 @@ class Request(Explained):
     )  # fmt: skip
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
+    gpus: int = again("gpus", note="A training is spread over them: how, and the least number that does.")
     host_memory_bytes: int = again("host_memory_bytes", default=HOST_BYTES, unset="256")
     snippet: str | None = option(
-        None, OUTPUT, "Print this script alone: {choices}.", metavar="NAME", choices=("pytorch", "transformers")
+        None,
+        OUTPUT,
+        "Print this script alone: {choices}.",
+        metavar="NAME",
+        choices=("pytorch", "transformers", *SCRIPTS_OVER_CARDS),
     )
 
     @property
@@ -93,12 +100,17 @@ class Request(Explained):
         """
         if self.model is None:
             for name in (
-                "adapter", "dtype", "amp", "quantize", "effective_batch", "batch_size", "lengths", "snippet",
+                "adapter", "dtype", "amp", "quantize", "effective_batch", "batch_size", "lengths", "snippet", "gpus",
             ):  # fmt: skip
                 value = getattr(self, name)
-                if value is not None:
+                if value not in (None, 1):
                     flag = "--" + name.replace("_", "-")
                     raise UsageError(f"{flag} needs a model", value=value, hint="add --model NAME or --model-size 4B")
+        if self.lengths is not None and self.gpus > 1:
+            raise UsageError(
+                "the lengths of a data set are looked at on one card", value=f"--gpus {self.gpus} --lengths",
+                hint="leave out --gpus: each card meets the same lengths; or give --context-length the longest",
+            )  # fmt: skip
         if self.lengths_column is not None and self.lengths is None:
             raise UsageError("--lengths-column needs --lengths", value=self.lengths_column, hint="add --lengths FILE")
         if self.batches is not None and self.lengths is None:
@@ -161,6 +173,10 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     question = Question(
         Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half
     )
+    if spec.gpus > 1:
+        from memprof.flows.recommend.over_cards import recommend_over_cards
+
+        return recommend_over_cards(spec, question, progress)
     if request.lengths is not None:
         return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column, request.batches)
     return search(spec, question, progress)[0]

@@ -18,7 +18,10 @@ from memprof.report.terminal.recommendation import print_recommendation
         (["--adapter", "lora", "--gpu-vram", "8"], "needs a model"),
         (["--model", "gpt2", "--adapter", "lorra", "--gpu-vram", "8"], "unknown --adapter"),
         (["--model", "gpt2", "--adapter", "lora", "--mode", "inference", "--gpu-vram", "8"], "is for training"),
-        (["--model", "gpt2", "--quantize", "nf4", "--gpu-vram", "8"], "add --adapter lora, or --mode inference"),
+        (
+            ["--model", "gpt2", "--quantize", "nf4", "--gpu-vram", "8"],
+            "add --adapter lora, --npt low-rank or --mode inference",
+        ),
         (["--model", "gpt2", "--adapter", "lora", "--quantize", "fp4", "--gpu-vram", "8"], "give --quantize nf4"),
         (["--model", "gpt2", "--lora-rank", "4", "--gpu-vram", "8"], "add --adapter lora"),
         (["--model", "gpt2", "--lengths", "none.txt", "--gpu-vram", "8"], "no such file"),

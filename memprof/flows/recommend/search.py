@@ -341,17 +341,21 @@ def _choices(runs: Simulator, tried: tuple[Tried, ...], chosen: Tried | None) ->
     rest.sort(key=lambda one: (not one.outcome.fits, one.outcome.seconds, one.outcome.needed_bytes))
     ordered = [*([chosen] if chosen is not None else []), *rest]
     points = [(one.outcome.needed_bytes, one.outcome.seconds) for one in ordered]
-    return tuple(_choice(runs, one, _on_front(point, points)) for one, point in zip(ordered, points, strict=True))
+    return tuple(
+        choice_of(runs, one, pareto=on_front(point, points)) for one, point in zip(ordered, points, strict=True)
+    )
 
 
-def _on_front(point: tuple[int, float], points: list[tuple[int, float]]) -> bool:
+def on_front(point: tuple[int, float], points: list[tuple[int, float]]) -> bool:
+    """Whether no other needs less memory and less time."""
     return not any(
         other != point and other[0] <= point[0] and other[1] <= point[1] * (1 - TIE if other[0] == point[0] else 1)
         for other in points
     )
 
 
-def _choice(runs: Simulator, tried: Tried, pareto: bool) -> Choice:
+def choice_of(runs: Simulator, tried: Tried, *, pareto: bool) -> Choice:
+    """The row of what was run."""
     plan, outcome, step = tried.plan, tried.outcome, tried.outcome.step
     settings = {
         "precision": plan.precision if plan.precision not in ("half", "amp") else f"{plan.precision} ({plan.half})",
@@ -374,6 +378,7 @@ def _choice(runs: Simulator, tried: Tried, pareto: bool) -> Choice:
         step_seconds=None if step is None else step.seconds,
         compute_seconds=None if step is None else step.compute_seconds,
         bus_seconds=None if step is None else step.bus_seconds,
+        link_seconds=None if step is None else step.link_seconds,
         given_up=plan.given_up,
         pareto=pareto,
         dies_in=outcome.dies_in,

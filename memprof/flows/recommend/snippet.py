@@ -22,7 +22,7 @@ _FED_WITH_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditional
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class LoadedModel:
     """How a script gets the model."""
 
     auto_class: str
@@ -37,7 +37,7 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
 
     `spec` is the run that was made with `plan`; a step has `accumulation` micro-batches.
     """
-    model = _model(spec)
+    model = loaded_model(spec)
     if model is None:
         return {}
     if plan.goal is Goal.INFER:
@@ -51,7 +51,8 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
 # -- parts of a script ------------------------------------------------------------------------------------------------
 
 
-def _model(spec: TargetSpec) -> _Model | None:
+def loaded_model(spec: TargetSpec) -> LoadedModel | None:
+    """How a script gets the model of `spec`; None for one of the user's own, or that takes no tokens."""
     if spec.model_is_size:
         return _of_entry(resolve_size(spec.model))
     if has_model(spec.model):
@@ -61,7 +62,7 @@ def _model(spec: TargetSpec) -> _Model | None:
     path = Path(spec.model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        return _Model("AutoModelForCausalLM", spec.model)
+        return LoadedModel("AutoModelForCausalLM", spec.model)
     config = json.loads(file.read_text(encoding="utf-8"))
     names = config.get("architectures") or ["AutoModelForCausalLM"]
     trust = ""
@@ -70,18 +71,18 @@ def _model(spec: TargetSpec) -> _Model | None:
     if not str(names[0]).endswith(_FED_WITH_TOKENS) or "Whisper" in str(names[0]):
         return None
     if path.is_dir() and any((*path.glob("*.safetensors"), *path.glob("*.bin"))):
-        return _Model(str(names[0]), str(path))
-    return _Model(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")
+        return LoadedModel(str(names[0]), str(path))
+    return LoadedModel(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")
 
 
-def _of_entry(entry: ModelEntry) -> _Model | None:
+def _of_entry(entry: ModelEntry) -> LoadedModel | None:
     name = _CLASSES.get(entry.task)
     if name is None:
         return None
     if not entry.synthesized:
-        return _Model(name, entry.hf_id)
+        return LoadedModel(name, entry.hf_id)
     config = pprint.pformat(entry.load_config(), width=100, sort_dicts=False)
-    return _Model(name, "", f"transformers.AutoConfig.for_model(**{config})")
+    return LoadedModel(name, "", f"transformers.AutoConfig.for_model(**{config})")
 
 
 def _head(spec: TargetSpec, imports: list[str]) -> list[str]:
@@ -94,7 +95,7 @@ def _head(spec: TargetSpec, imports: list[str]) -> list[str]:
     return [*lines, 'device = "cuda" if torch.cuda.is_available() else "cpu"']
 
 
-def _load(plan: Plan, spec: TargetSpec, model: _Model) -> list[str]:
+def _load(plan: Plan, spec: TargetSpec, model: LoadedModel) -> list[str]:
     arguments = [f"dtype=torch.{spec.dtype or 'float32'}"]
     lines: list[str] = []
     if spec.attention is not None:
@@ -167,7 +168,7 @@ def _apply(names: list[str]) -> list[str]:
     return [f"{kept}memprof.apply(model, [{listed}], undoable=False)"]
 
 
-def _pytorch(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> str:
+def _pytorch(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
     scaled = spec.amp == "float16"
     lines = [
         *_head(spec, _imports(plan)),
@@ -205,7 +206,7 @@ def _pytorch(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
     return "\n".join(lines) + "\n"
 
 
-def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> str:
+def _trainer(plan: Plan, spec: TargetSpec, model: LoadedModel, accumulation: int) -> str:
     # What Trainer has an argument for is said there.
     own = CHECKPOINTING if plan.activations is Activations.CHECKPOINTED else ""
     fixes = [name for name in spec.fixes if name != own]
@@ -247,7 +248,7 @@ def _trainer(plan: Plan, spec: TargetSpec, model: _Model, accumulation: int) -> 
     return "\n".join(lines) + "\n"
 
 
-def _inference(plan: Plan, spec: TargetSpec, model: _Model) -> str:
+def _inference(plan: Plan, spec: TargetSpec, model: LoadedModel) -> str:
     lines = [
         *_head(spec, _imports(plan)),
         f"batch, length = {spec.batch_size}, {spec.context_length}",

@@ -51,6 +51,10 @@ class Choice:
     given_up: str
     pareto: bool
     dies_in: str
+    link_seconds: float | None = None
+    """Of the step, what is sent between cards."""
+    parallel: str | None = None
+    """How it is spread over cards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """What would do where nothing fits the card."""
+    """What would do where nothing fits the card; of several cards, the least number of them."""
 
     what: str
     name: str
@@ -204,7 +208,10 @@ class Recommendation(Plain):
     max_positions: int | None = None
     """Tokens that the model was made for."""
     alternatives: tuple[Alternative, ...] = ()
+    gpus: int = 1
     snippets: dict[str, str] = field(default_factory=dict)
+    launch: dict[str, str] = field(default_factory=dict)
+    """Of snippets over several cards: the line that starts each."""
     lengths: Lengths | None = None
     largest: tuple[Largest, ...] = ()
     runs: int = 0

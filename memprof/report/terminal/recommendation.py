@@ -37,11 +37,24 @@ def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet
 
 
 def _scripts(answer: Recommendation) -> str:
-    titles = {"pytorch": "Plain PyTorch", "transformers": "Hugging Face Trainer"}
     return "".join(
-        f"{titles[name]} (memprof recommend ... --snippet {name})\n\n{script}\n"
+        f"{_TITLES[name]} (memprof recommend ... --snippet {name})\n"
+        + (f"start with: {answer.launch[name]}\n" if name in answer.launch else "")
+        + f"\n{script}\n"
         for name, script in answer.snippets.items()
     )
+
+
+_TITLES = {
+    "pytorch": "Plain PyTorch",
+    "transformers": "Hugging Face Trainer",
+    "fully-shard": "Plain PyTorch: train.py",
+    "accelerate": "accelerate: train_accelerate.py",
+    "accelerate-yaml": "accelerate: accelerate.yaml",
+    "torchtitan": "torchtitan 0.2: train.toml",
+    "device-map": "Layers over the cards: infer.py",
+    "tensor-parallel": "Each matrix over the cards: infer_tp.py",
+}
 
 
 def _view(answer: Recommendation, *, explain: bool) -> RenderableType:
@@ -63,6 +76,7 @@ def _view(answer: Recommendation, *, explain: bool) -> RenderableType:
 def _title(answer: Recommendation) -> str:
     device = answer.device
     card = f"{device.name} ({gib(device.total_bytes or 0)} GiB)"
+    card = f"{answer.gpus} x {card}" if answer.gpus > 1 else card
     if answer.model is None:
         return f"What fits {card}"
     goal = "inference" if answer.goal == "infer" else f"training ({answer.goal})"
@@ -101,12 +115,12 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
         ]
     else:
         parts.append(section(Text("Nothing fits", style="bold red"), Text(answer.reason), below=1))
-        if answer.alternatives:
-            lines = [
-                Text(f"{one.what}: {one.name}; {gib(one.needed_bytes)} GiB{' (an estimate)' if one.estimate else ''}")
-                for one in answer.alternatives
-            ]
-            parts.append(section("What would do", *lines, below=1))
+    if answer.alternatives:
+        lines = [
+            Text(f"{one.what}: {one.name}; {gib(one.needed_bytes)} GiB{' (an estimate)' if one.estimate else ''}")
+            for one in answer.alternatives
+        ]
+        parts.append(section("How few cards do" if chosen is not None else "What would do", *lines, below=1))
     parts += _choices(answer, explain=explain)
     return parts
 
@@ -114,6 +128,8 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
 def _batches(chosen: Choice, answer: Recommendation) -> str:
     if answer.goal == "infer":
         return f"{chosen.micro_batch} at a time"
+    if answer.gpus > 1 and chosen.accumulation == 1:
+        return f"micro-batch {chosen.micro_batch} of a rank: the whole step at once"
     if chosen.accumulation == 1:
         return f"micro-batch {chosen.micro_batch}: the whole step at once"
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
@@ -132,7 +148,10 @@ def _need(chosen: Choice) -> str:
 def _limits(chosen: Choice, answer: Recommendation) -> Iterator[str]:
     if chosen.host_bytes > 0.1 * chosen.needed_bytes:
         yield f"{gib(chosen.host_bytes)} GiB in host memory at the most"
-    yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.bus_seconds)} of it transfers"
+    if answer.gpus > 1:
+        yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.link_seconds)} of it between cards"
+    else:
+        yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.bus_seconds)} of it transfers"
     if answer.batch:
         on = ", on gradients of others" if chosen.accumulation > 1 else ""
         yield f"the largest {_batch_word(answer)} that fits{on}: {_bound(answer.batch)}"
@@ -172,13 +191,22 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
             gib(row.needed_bytes),
             gib(row.margin_bytes),
             _seconds(row.step_seconds),
-            _seconds(row.bus_seconds),
+            _seconds(row.link_seconds if answer.gpus > 1 else row.bus_seconds),
             _verdict(row),
             row.name,
         )
         for row in rows
     ]
-    headers = ("", f">{_batch_word(answer)}", ">needs", ">margin", ">step", ">of it bus", ">verdict", "configuration")
+    headers = (
+        "",
+        f">{_batch_word(answer)}",
+        ">needs",
+        ">margin",
+        ">step",
+        ">of it links" if answer.gpus > 1 else ">of it bus",
+        ">verdict",
+        "configuration",
+    )
     left_out = len(answer.choices) - len(rows)
     more = f" {left_out} that another beats in both are left out (--explain)." if left_out else ""
     what = "Memory against time" if not explain else "All that were run"

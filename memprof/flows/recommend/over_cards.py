@@ -1,0 +1,243 @@
+"""The configuration over several cards (`memprof recommend --gpus N`): how to shard, micro-batch, checkpointing.
+
+Ways are put in order by the closed form (ways.py), the quickest that should fit are run, a rank of each, and ranked by
+what these runs say of a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from memprof.errors import MemprofError, UsageError
+from memprof.estimate.geometry import Subject
+from memprof.flows.cards import device_facts, virtual_card
+from memprof.flows.recommend import card_scripts
+from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers
+from memprof.flows.recommend.search import Question, Tried, choice_of, on_front
+from memprof.flows.recommend.simulator import Simulator
+from memprof.flows.recommend.ways import Way, plans_over, subject_of, ways_of
+from memprof.report.documents.recommendation import Alternative, Choice, Recommendation
+from memprof.spec import HOST_BYTES, TargetSpec
+from memprof.units import format_bytes
+
+FITTING = 3
+"""Ways that fit are compared."""
+MOST_RUNS = 5
+"""Of one kind of runs; those of the largest models take twenty seconds each."""
+SLACK = 1.03
+"""What by the closed form is over the card by less is run: its bands are in docs/accuracy.md."""
+MOST_CARDS = 1024
+MOST_FEWEST = 3
+"""Runs that the least number of cards may take."""
+_CARDS_OF_A_MACHINE = 8
+"""Beyond two machines whole ones are counted."""
+
+
+class OverCards:
+    """Searches the ways to run a goal over cards."""
+
+    def __init__(self, spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> None:
+        self.gpus = spec.gpus
+        self.runs = Simulator(virtual_card(spec), progress)
+        self.question = question
+        # Each process makes the whole model in host memory before its shards; whether it has room there is not judged
+        # unless it is asked.
+        is_judged = spec.host_memory_bytes not in (None, HOST_BYTES)
+        base = spec if is_judged else spec.edit(host_memory_bytes=None)
+        self.base = base_spec(question.goal, base.edit(gpus=1))
+        if question.micro_batch is None and question.effective_batch is None:
+            self.batch = -(-question.batch // self.gpus) * self.gpus
+        else:
+            self.batch = question.effective_batch or (question.micro_batch or 1) * self.gpus
+        kinds = tiers(question.goal, self.runs.gpu, question.precision, question.half)
+        self.tiers = [tier for tier in kinds if tier.optimizer == "adamw"]
+        self.subject: Subject | None = subject_of(spec)
+        self.tried: dict[Way, Tried] = {}
+
+    def ways(self, tier: Plan, gpus: int, batch: int | None = None) -> list[Way]:
+        """Every way, the quickest first."""
+        found = ways_of(tier, self.base, self.subject, self.runs.gpu, gpus, batch or self.batch)
+        size = self.question.micro_batch
+        return [way for way in found if size is None or way.micro_batch == size]
+
+    def might_fit(self, way: Way) -> bool:
+        """By the closed form; what it does not know might."""
+        return way.estimated_bytes is None or way.estimated_bytes <= SLACK * self.runs.gpu.total_bytes
+
+    def run(self, way: Way) -> Tried | None:
+        """The way, run; None if it cannot be."""
+        if way not in self.tried:
+            spec = way.spec(self.base)
+            outcome = self.runs.try_run(spec, way.label(), way.accumulation)
+            if outcome is None:
+                return None
+            self.tried[way] = Tried(way.plan, way.micro_batch, way.accumulation, outcome)
+        return self.tried[way]
+
+    def search(self) -> tuple[Way, Tried] | None:
+        """The quickest way that fits, of the kinds of runs that give up least."""
+        for tier in self.tiers:
+            ways = self.ways(tier, self.gpus)
+            likely = [way for way in ways if self.might_fit(way)]
+            fitting: dict[Way, Tried] = {}
+            for way in self._worth_running(likely):
+                tried = self.run(way)
+                if tried is not None and tried.outcome.fits:
+                    fitting[way] = tried
+                    if len(fitting) == FITTING:
+                        break
+            if not likely and ways:
+                least = min(ways, key=lambda way: way.estimated_bytes or 0)
+                needed = format_bytes(least.estimated_bytes or 0)
+                self.runs.failures[tier.label()] = (
+                    f"needs {needed} of each card by the closed form, with {least.label()}"
+                )
+            if fitting:
+                chosen = min(fitting, key=lambda way: fitting[way].outcome.seconds)
+                return chosen, fitting[chosen]
+        return None
+
+    def _worth_running(self, likely: list[Way]) -> list[Way]:
+        """The quickest, at most two of each plan, with one of plain shards, for which every library has a word."""
+        found: list[Way] = []
+        for way in likely:
+            if sum(other.parallel == way.parallel for other in found) < 2:
+                found.append(way)
+        found, rest = found[:MOST_RUNS], found[MOST_RUNS:]
+        if not any(way.parallel == "fsdp" for way in found):
+            found[-1:] = [way for way in rest if way.parallel == "fsdp"][:1] or found[-1:]
+        return found
+
+    def fewest(self, tier: Plan, what: str) -> Alternative | None:
+        """The least number of cards on which this kind of runs fits, with one sequence at a time on each: the first
+        that should by the closed form and does, run."""
+        failed = 0
+        number = 1
+        while number <= MOST_CARDS and failed < MOST_FEWEST:
+            way = self._leanest(tier, number)
+            if way is not None and self.might_fit(way):
+                tried = self.run(way)
+                if tried is not None and tried.outcome.fits:
+                    name = f"{number} x {self.runs.gpu.name}, {way.label()}"
+                    return Alternative(what, name, tried.outcome.needed_bytes, estimate=False)
+                failed += 1
+            number += 1 if number < 2 * _CARDS_OF_A_MACHINE else _CARDS_OF_A_MACHINE
+        return None
+
+    def _leanest(self, tier: Plan, gpus: int) -> Way | None:
+        ways = [way for way in self.ways(tier, gpus, gpus) if way.micro_batch == 1]
+        return min(ways, key=lambda way: way.estimated_bytes or way.estimated_seconds, default=None)
+
+
+def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> Recommendation:
+    """The configuration for `spec`'s model over `spec.gpus` cards, with what else was run, and code to paste.
+
+    Raises:
+        UsageError: the goal is not spread over cards here, or no plan divides the batch.
+        MemprofError: the model cannot be found, or no way applies to it.
+    """
+    if question.goal is Goal.INFER:
+        raise UsageError(
+            "inference is not searched over cards", value=f"--mode inference --gpus {spec.gpus}",
+            hint=f"memprof profile --mode inference --gpus {spec.gpus} --parallel tp={spec.gpus} runs one plan",
+        )  # fmt: skip
+    if question.goal is Goal.QLORA:
+        raise UsageError(
+            "quantized weights are not spread over cards here", value=f"--gpus {spec.gpus} --quantize nf4",
+            hint="leave out --quantize, or --gpus",
+        )  # fmt: skip
+    if spec.context_length is None:
+        spec = spec.edit(context_length=_context(spec))
+    search = OverCards(spec, question, progress)
+    if not any(search.ways(tier, search.gpus) for tier in search.tiers):
+        raise UsageError(
+            f"no plan over {search.gpus} cards divides the sequences of a step", value=search.batch,
+            hint=f"--effective-batch {search.gpus}",
+        )  # fmt: skip
+    found = search.search()
+    if not search.tried and search.runs.refusal is not None:
+        raise search.runs.refusal
+    rows = _rows(search, found)
+    chosen = rows[0] if found is not None else None
+    kind = found[0].plan if found is not None else search.tiers[-1]
+    alternatives = [search.fewest(kind, "the least number of these cards")]
+    first = search.tiers[0]
+    if kind.given_up and not first.given_up:
+        alternatives.append(search.fewest(first, "the least number that gives up no precision"))
+    example = next(iter(search.tried.values()), None)
+    if example is None:
+        raise MemprofError("nothing could be run", value=spec.model, hint="; ".join(search.runs.failures.values()))
+    target = example.outcome.target
+    scripts, launch = card_scripts.scripts(search, found, spec) if found is not None else ({}, {})
+    return Recommendation(
+        device=device_facts(search.runs.gpu, search.base.host_memory_bytes),
+        goal=question.goal.value,
+        model=target.model,
+        num_parameters=target.num_parameters,
+        context_length=target.context_length or 0,
+        effective_batch=search.batch,
+        gpus=search.gpus,
+        chosen=chosen,
+        reason=_reason(search, found),
+        choices=rows,
+        max_positions=target.max_positions,
+        alternatives=tuple(one for one in alternatives if one is not None),
+        snippets=scripts,
+        launch=launch,
+        runs=len(search.runs),
+        not_applied=dict(search.runs.failures),
+        card_note=search.runs.gpu.note,
+        assumptions=_assumptions(spec, search),
+    )
+
+
+_LENGTH = 2048
+
+
+def _context(spec: TargetSpec) -> int:
+    from memprof.workload.models import find_source
+
+    return min(_LENGTH, find_source(spec).max_positions or _LENGTH)
+
+
+def _rows(search: OverCards, found: tuple[Way, Tried] | None) -> tuple[Choice, ...]:
+    """Those over the cards that were asked for, the chosen one first, then by the time of a step."""
+    ways = {way: tried for way, tried in search.tried.items() if way.spread.size == search.gpus}
+    ordered = sorted(
+        ways.items(),
+        key=lambda pair: (found is None or pair[0] != found[0], not pair[1].outcome.fits, pair[1].outcome.seconds),
+    )
+    points = [(tried.outcome.needed_bytes, tried.outcome.seconds) for _, tried in ordered]
+    return tuple(
+        dataclasses.replace(
+            choice_of(search.runs, tried, pareto=on_front(point, points)),
+            name=f"{way.parallel}: {tried.plan.label()}",
+            parallel=way.parallel,
+        )
+        for (way, tried), point in zip(ordered, points, strict=True)
+    )
+
+
+def _reason(search: OverCards, found: tuple[Way, Tried] | None) -> str:
+    if found is None:
+        return "no way to spread it over these cards fits"
+    plan = found[0].plan
+    fitting = sum(tried.outcome.fits for way, tried in search.tried.items() if way.spread.size == search.gpus)
+    what = "gives up no precision" if not plan.given_up else f"gives up: {plan.given_up}"
+    quickest = (
+        "the only one that was run and fits" if fitting == 1 else f"the quickest of {fitting} that were run and fit"
+    )
+    return f"{quickest}; it {what}"
+
+
+def _assumptions(spec: TargetSpec, search: OverCards) -> tuple[str, ...]:
+    return (
+        "Times are lower bounds at published rates: compute, then what is sent between cards, over NVLink where the "
+        "board has it, else over the host's link. They rank configurations; real kernels reach a part of these rates.",
+        "Which ways are run says the closed form (memprof estimate --parallel); one rank of each kind is run.",
+        f"Plans that were looked at: {', '.join(plans_over(search.gpus))}. For very long contexts see cp and ulysses.",
+        "Each process makes the model in host memory before it is sharded; whether the host has room for all of them "
+        "is not judged unless --host-memory says how much each may have.",
+        f"{search.batch} sequences in an optimizer step of all cards.",
+    )
