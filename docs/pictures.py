@@ -32,7 +32,7 @@ def main() -> None:
         )
         browser = Browser()
         try:
-            browser.open(page, width=1000, height=1180)
+            browser.open(page, width=1000, height=1240)
             browser.wait("document.querySelectorAll('#holders .slice').length > 20")
             browser.picture(ROOT / "docs" / "html.png", whole=False)
         finally:

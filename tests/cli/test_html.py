@@ -158,7 +158,10 @@ def test_the_table_filters_and_sorts(page):
 
 
 def test_a_findings_evidence_shows_its_tensors(page, made):
-    assert made.report["findings"]
+    titles = [finding["title"] for finding in made.report["findings"]]
+    assert titles and page.run("[...document.querySelectorAll('#found a')].map(one => one.textContent)") == titles
+    targets = "[...document.querySelectorAll('#found a')].map(one => document.querySelector(one.hash).textContent)"
+    assert all(title in text for title, text in zip(titles, page.run(targets), strict=True))
     links = page.run("document.querySelectorAll('#findings a').length")
     assert links
     everything = len(shown(page))

@@ -172,7 +172,10 @@ function showTip(lines, pointer) {
 function findings() {
   $("wrong").hidden = !data.findings.length;
   for (const finding of data.findings) {
-    const item = element("li"), title = element("div"), list = element("ul");
+    const item = element("li"), title = element("div"), list = element("ul"), line = element("li");
+    item.id = `finding-${$("findings").children.length + 1}`;
+    line.append(element("a", finding.title, {href: `#${item.id}`}));
+    $("found").append(line);
     title.append(element("span", finding.severity, {className: `severity ${finding.severity}`}), `: ${finding.title}`);
     for (const evidence of finding.evidence) {
       const one = element("li");
