@@ -31,6 +31,7 @@ from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, opt
 from memprof.units import parse_gib
 
 OUTPUT = "Output"
+FILES = "Files"
 _Refused: Any = typer.BadParameter.__bases__[0]
 """Arguments that cannot be parsed; some releases of typer have a click of their own."""
 _MOST = 10**12
@@ -356,7 +357,7 @@ def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:
             found.setdefault(getattr(parameter, "rich_help_panel", None) or title, []).append(parameter)
     if found.keys() <= {"Arguments", OUTPUT, settings.PANEL}:  # nothing of its own but --debug, --help and their like
         return {"Options" if title == OUTPUT else title: rows for title, rows in found.items()}
-    last = ("Remedies", settings.PANEL, OUTPUT)
+    last = ("Remedies", settings.PANEL, FILES, OUTPUT)
     return dict(sorted(found.items(), key=lambda panel: last.index(panel[0]) if panel[0] in last else -1))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memprof.cli import settings
 from memprof.cli.exits import Exit
-from memprof.cli.options import OUTPUT, again
+from memprof.cli.options import FILES, OUTPUT, again
 from memprof.cli.streams import say
 from memprof.errors import MemprofError
 from memprof.spec import option
@@ -60,7 +60,7 @@ class Tabled(Output):
 
     csv: Path | None = option(
         None,
-        OUTPUT,
+        FILES,
         "Write every table into this folder too, each a CSV file; those of an earlier run there are replaced.",
         metavar="FOLDER",
     )
@@ -100,7 +100,7 @@ class Paged(Told):
     """
 
     html: Path | None = option(
-        None, OUTPUT, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
+        None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
     )
     page: Path | None = dataclasses.field(default=None, init=False)
     """The same, also once the script has gone to another folder."""
@@ -135,7 +135,7 @@ class Saved(Paged):
         UsageError: nothing can be written there.
     """
 
-    save: Path | None = option(None, OUTPUT, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
+    save: Path | None = option(None, FILES, "Keep the capture in a file, for `memprof show`.", metavar="FILE")
     place: Path | None = dataclasses.field(default=None, init=False)
     """The same, also once the script has gone to another folder."""
 

@@ -116,7 +116,7 @@ def test_help_is_readable_at_80_columns(memprof, monkeypatch):
     panels = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert panels == [
         "Model", "Batch", "Precision", "Training", "Adapters", "NPT", "Compiling", "Memory", "Card", "Remedies",
-        "Settings", "Output", "Examples",
+        "Settings", "Files", "Output", "Examples",
     ]  # fmt: skip
     command = commands()["profile"]
     shown = panels_of(command, command.context_class(command))

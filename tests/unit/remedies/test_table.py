@@ -37,6 +37,7 @@ ALSO_OTHER_WORDS = {"bfloat16", "float16", "lora", "qlora", "freeze", "micro-bat
 """A dtype's, an adapter's, a goal's, an option's name; rows that go through a model together."""
 MAY_NAME_THEM = {
     "flows/recommend/plans.py": "four remedies are dimensions of its search: each is a field of a plan",
+    "estimate/methods.py": "a term of the closed form, with an option of its own",
     "__init__.py": "an example",
 }
 MAY_NAME_SETTINGS = {
