@@ -23,10 +23,12 @@ function ladderTable() {
   $("rungs").tHead.replaceChildren(element("tr"));
   $("rungs").tHead.rows[0].append(...RUNGS.map(([, label, isNumber]) => element("th", label, {className: isNumber ? "number" : ""})));
   fill($("rungs"), RUNGS, data.ladder.map(rung => {
-    const seconds = rung.cost.extra_seconds, slower = seconds ? `${number(seconds, 3)} s more a step; ` : "";
+    const seconds = rung.cost.extra_seconds ?? 0, amount = number(Math.abs(seconds), 3);
+    const slower = Number(amount) ? `a step takes ${amount} s ${seconds > 0 ? "more" : "less"}; ` : "";
+    const barely = rung.fits && capacity.total && rung.device_used_bytes > capacity.total ? "only just" : "yes";
     return [
       rung.remedies.join(", ") || "none", {text: size(rung.device_used_bytes), value: rung.device_used_bytes},
-      size(rung.saved_bytes), rung.fits === null ? "not known" : rung.fits ? "yes" : "no", slower + rung.cost.note,
+      size(rung.saved_bytes), rung.fits === null ? "not known" : rung.fits ? barely : "no", slower + rung.cost.note,
     ];
   }));
 }
