@@ -82,6 +82,8 @@ def estimate(request: Request) -> None:
             value=f"--quantize {request.quantize} --dtype {request.dtype}",
             hint="leave out --dtype",
         )
+    if request.parallel is not None and request.gpus == 1:
+        raise UsageError("a plan is over several cards", value=f"--parallel {request.parallel}", hint="add --gpus 8")
     if request.parallel is not None and request.quantize is not None:
         raise UsageError(
             "quantized weights are not spread over cards here", value=f"--quantize {request.quantize}",

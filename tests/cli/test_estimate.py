@@ -113,3 +113,10 @@ def test_a_broken_configuration(memprof, tmp_path):
     result = memprof("estimate", "--model", path)
     assert result.exit_code == 2
     assert "'hidden_size' is missing" in result.stderr
+
+
+def test_a_plan_is_over_several_cards(memprof):
+    refused = memprof("estimate", "--model", "llama-3.1-8b", "--parallel", "fsdp")
+    assert refused.exit_code == 2 and "add --gpus 8" in refused.stderr
+    result = memprof("estimate", "--model", "llama-3.1-8b", "--gpus", 2, "--parallel", "tp=2", "--gpu", "h100-80gb")
+    assert result.exit_code == 0 and "of the rank that needs most" in result.stdout

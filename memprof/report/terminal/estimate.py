@@ -128,7 +128,9 @@ def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
 
 def _sharded(estimate: Estimate) -> Iterator[str]:
     strategies = list(dict.fromkeys(cell.strategy for cell in estimate.sharded))
-    yield f"{estimate.dtype} on each of {estimate.gpus} cards, each with a micro-batch of its own:"
+    is_side_by_side = any(cell.strategy == "DDP" for cell in estimate.sharded)
+    whose = "each with a micro-batch of its own" if is_side_by_side else "of the rank that needs most"
+    yield f"{estimate.dtype} on each of {estimate.gpus} cards, {whose}:"
     yield f"{'':{_TITLE}}" + "".join(f"{name:>14}" for name in strategies)
     for method in dict.fromkeys(cell.method for cell in estimate.sharded):
         sizes = [gib(cell.device_bytes) for cell in estimate.sharded if cell.method == method]
