@@ -96,7 +96,8 @@ def _small(command: str) -> list[str]:
     if words[0] == "profile" and "--lengths" in words and "--steps" not in words:
         words += ["--steps", "3"]  # of 200
     if words[0] == "recommend":
-        least = ["--dtype", "bfloat16"] if "inference" in words else ["--effective-batch", "1", "--amp", "bfloat16"]
+        cards = words[words.index("--gpus") + 1] if "--gpus" in words else "1"
+        least = ["--dtype", "bfloat16"] if "inference" in words else ["--effective-batch", cards, "--amp", "bfloat16"]
         words += least
     if "oom" in words:  # not every snapshot has an error
         words[1] = "oom.pickle"

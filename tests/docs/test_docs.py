@@ -51,7 +51,7 @@ def _commands(program: str) -> list[str]:
         lines = [line for block in BLOCK.finditer(text) if block[1] == "bash" for line in block[2].splitlines()]
         lines += re.findall(r"<!-- (?:slow )?output of: ([^\n;]+?)(?:;[^\n]*)? -->", text)
         for line in lines:
-            command = line.partition(" #")[0].strip()
+            command = line.partition(" #")[0].partition(" > ")[0].strip()
             if command.startswith(f"{program} "):
                 found.setdefault(command)
     return list(found)

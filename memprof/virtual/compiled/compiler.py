@@ -322,6 +322,7 @@ class Compiler:
         if timed:
             self._assume(_BY_TIME.format(", ".join(timed)))
         own = Patches()
+        _forget_triton()
         try:
             own.set_all(tracing.patches(self._machine))
             own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
@@ -335,6 +336,16 @@ class Compiler:
                 yield
         finally:
             own.undo()
+            _forget_triton()
+
+
+def _forget_triton() -> None:
+    """Let torch see anew what Triton can do: it keeps the answer for good, and here the card is there for a while."""
+    from torch.utils import _triton
+
+    for function in vars(_triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def _set_cache(folder: str | None) -> None:

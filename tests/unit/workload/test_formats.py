@@ -50,7 +50,7 @@ def test_no_configuration_and_an_empty_one():
     [
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, ["compressed-tensors"]),
         ({"quant_method": "hqq"}, ["hqq"]),
-        ({"bits": 4}, ["None"]),
+        ({"bits": 4}, ["no quant_method"]),
         ({**GPTQ, "bits": 3}, ["gptq", "bits 3"]),
         ({**GPTQ, "sym": False, "group_size": 100}, ["sym False", "group_size 100"]),
         ({**GPTQ, "dynamic": {"+:x": {"bits": 8}}, "lm_head": True}, ["dynamic", "lm_head True"]),

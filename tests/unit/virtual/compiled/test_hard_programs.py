@@ -42,6 +42,18 @@ def allocations(gpu: VirtualGpu, run: Callable[[], Any]) -> list[int]:
     return [size for size in moves(gpu.trace, since) if size > 0]
 
 
+def test_what_torch_held_of_triton_without_the_card_is_forgotten() -> None:
+    """It is asked for once in a process: before the virtual card by a library, after it by a test."""
+    from torch.utils._triton import has_triton
+
+    has_triton.cache_clear()
+    without = has_triton()
+    with VirtualGpu(CARD) as gpu:
+        assert allocations(gpu, lambda: torch.compile(double)(batch())) == [SMALL, SMALL]
+        assert not eager_lines(gpu)
+    assert has_triton() is without
+
+
 def told(gpu: VirtualGpu, words: str) -> list[str]:
     return [line for line in gpu.trace.assumptions if words in line]
 
