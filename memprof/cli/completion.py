@@ -30,6 +30,24 @@ _ZSH_ANSWER = '\nif [[ $zsh_eval_context[-1] == loadautofunc ]]; then\n  {} "$@"
 """What zsh loads when it is first asked answers then, too."""
 
 
+def names_of(option: str, choices: tuple[str, ...]) -> Callable[[], list[str]] | None:
+    """What may follow an option, by its name; None: nothing that is known."""
+    known = {"gpu": _cards, "model": _models}.get(option)
+    return (lambda: list(choices)) if choices else known
+
+
+def _cards() -> list[str]:
+    from memprof.catalog.gpus import list_gpus
+
+    return [gpu.key for gpu in list_gpus()]
+
+
+def _models() -> list[str]:
+    from memprof.catalog.models import list_models
+
+    return [model.key for model in list_models()]
+
+
 def install_itself(command: Any) -> None:
     """Let typer's option of `command` install as it is said here."""
     for parameter in command.params:

@@ -23,6 +23,7 @@ import typer
 import typer.core
 
 from memprof.cli import settings
+from memprof.cli.completion import names_of
 from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
 from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
@@ -445,7 +446,7 @@ def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.
         metavar=about.metavar,
         rich_help_panel=about.panel,
         hidden=not about.panel,
-        autocompletion=(lambda: about.choices) if about.choices else None,
+        autocompletion=names_of(name, about.choices),
     )
     kind = str if about.parse or kind is bool else kind
     annotation = Annotated[bool, info] if is_flag else Annotated[kind | None, info]
