@@ -22,7 +22,7 @@ from memprof.cli.streams import give_up, prepare, say
 
 COMMANDS = (
     "profile", "run", "estimate", "recommend", "show", "analyze", "compare", "export", "doctor", "models", "gpus",
-    "verify", "vocab", "monitor", "help", "recipes",
+    "verify", "vocab", "monitor", "cache", "help", "recipes",
 )  # fmt: skip
 """In the order of --help. Each is a module here, with a function of its name, or an `app` with commands of its own; its
 `EXAMPLES` stand in its --help, its `SETTINGS`, if it has any, are click's for the command's context."""

@@ -100,6 +100,7 @@ class Shared:
     )
     top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
     force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
+    cache: bool = option(True, OUTPUT, "Simulate again what was kept of an earlier call (`memprof cache`).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +211,7 @@ class Command(typer.core.TyperCommand):
         with _parsing(ctx, args):
             args = respell(args, OLD_SPELLINGS.get(str(self.name), {}))
             words = self._from_settings(ctx, args)
+            settings.words = (str(self.name), *words, *args)
             left = super().parse_args(ctx, [*words, *args])
             if ctx.params.get("save_config") is not None and not ctx.resilient_parsing:
                 self._save_settings(ctx, [*words, *args])
@@ -480,7 +482,7 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
         else:
             given[name] = about.parse(value) if about.parse else value
     if "gpu" in options and options["gpu"].unset == PRESENT and not given.keys() & {"gpu", "gpu_vram_bytes"}:
-        from memprof.flows.cards import present_card
+        from memprof.flows.present import present_card
 
         given |= present_card()
     made = kind(**given)

@@ -194,6 +194,15 @@ def print_document(document: Document, output: Paged) -> None:
     output.write_page(document)
 
 
+def say_kept(seconds: float, *, quiet: bool) -> None:
+    """Say on stderr that an answer is one of so many seconds ago."""
+    if not quiet:
+        units = ((86_400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
+        size, unit = next((size, unit) for size, unit in units if seconds >= 2 * size or size == 1)
+        ago = f"{seconds / size:.0f} {unit} ago; nothing has changed since"
+        say(f"memprof: from the cache, simulated {ago} (--no-cache runs it again)", err=True)
+
+
 def exit_code(document: Document) -> int:
     """FAILED also where too little was seen for a verdict, or a real run dies of an error."""
     if document.failure is not None or document.verdict.fits is None:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from memprof.cli import settings
 from memprof.cli.options import Remedies, again
-from memprof.cli.output import Saved, exit_code, print_document
+from memprof.cli.output import Saved, exit_code, print_document, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.errors import RunFailedError, UsageError
 from memprof.spec import DEVICES, HOST_BYTES, TargetSpec
 
 if TYPE_CHECKING:
+    from memprof.flows.kept import Place
     from memprof.report.documents.report import Document
     from memprof.trace.events import Trace
 
@@ -32,6 +34,7 @@ class How(Remedies):
         "device", default="auto", choices=("auto", *DEVICES),
         note="auto: cuda if there is one and the run fits what is free there, else virtual.",
     )  # fmt: skip
+    cache: bool = again("cache")
 
 
 def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -> None:
@@ -53,9 +56,16 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
     named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix)]
     check_installed(spec, named)
     failed: RunFailedError | None = None
+    is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
+    place = _place(spec, how, is_named=is_named) if how.cache else None
+    # A capture has every event, and so has a page: of those no answer is kept.
+    kept = None if place is None or output.save or output.html else _kept(place)
+    if kept is not None:
+        print_document(kept[0], output)
+        say_kept(kept[1], quiet=output.quiet)
+        raise typer.Exit(exit_code(kept[0]))
     with long_work(quiet=output.quiet) as progress:
         try:
-            is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
             trace, document = _run(spec, how, progress, is_named=is_named)
         except RunFailedError as error:
             if error.document is None:
@@ -65,7 +75,27 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
     output.keep(trace)
     if failed is not None:
         raise failed
+    if place is not None:
+        place.keep(document)
     raise typer.Exit(exit_code(document))
+
+
+def _place(spec: TargetSpec, how: How, *, is_named: bool) -> Place | None:
+    """Where the answer is kept; None where it is none that can be."""
+    from memprof.flows.kept import is_without_cuda, place_of
+
+    if how.device == "auto":
+        simulated = is_named or spec.parallel is not None or spec.gpus > 1 or is_without_cuda()
+    else:
+        simulated = how.device == "virtual"
+    asked = {"fix": how.fix, "ladder": how.ladder, "largest": how.largest}
+    return place_of("profile", spec, asked, settings.words) if simulated else None
+
+
+def _kept(place: Place) -> tuple[Document, float] | None:
+    from memprof.report.documents.report import Document
+
+    return place.find(Document)
 
 
 def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> tuple[Trace, Document]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
+from memprof.cli import settings
 from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, again, spec_of
-from memprof.cli.output import Explained, print_json
+from memprof.cli.output import Explained, print_json, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
 from memprof.spec import BITSANDBYTES_FORMATS, HOST_BYTES, Mode, TargetSpec, option
 
 if TYPE_CHECKING:
+    from memprof.flows.kept import Place
     from memprof.report.documents.recommendation import Recommendation
 
 EXAMPLES = """
@@ -63,6 +66,7 @@ class Request(Explained):
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
     gpus: int = again("gpus", note="A training is spread over them: how, and the least number that does.")
     host_memory_bytes: int = again("host_memory_bytes", default=HOST_BYTES, unset="256")
+    cache: bool = again("cache")
     snippet: str | None = option(
         None,
         OUTPUT,
@@ -154,10 +158,37 @@ def recommend(request: Request) -> None:
     """
     request.check()
     spec = request.spec()
-    with long_work(quiet=request.quiet) as progress:
-        answer = _answer(spec, request, progress)
+    place = _place(spec, request) if request.cache else None
+    kept = None if place is None else _kept(place)
+    if kept is not None:
+        answer, seconds = kept
+        say_kept(seconds, quiet=request.quiet or request.snippet is not None)
+    else:
+        with long_work(quiet=request.quiet) as progress:
+            answer = _answer(spec, request, progress)
     _print(answer, request)
+    if place is not None and kept is None:
+        place.keep(answer)
     raise typer.Exit(Exit.DONE if answer.found else Exit.DOES_NOT_FIT)
+
+
+_HOW_IT_IS_SAID = ("as_json", "quiet", "explain", "snippet", "cache")
+
+
+def _place(spec: TargetSpec, request: Request) -> Place | None:
+    """Where the answer is kept; None where it is none that can be."""
+    from memprof.flows.kept import place_of
+
+    asked = {name: value for name, value in dataclasses.asdict(request).items() if name not in _HOW_IT_IS_SAID}
+    if request.model is None:  # the catalog is searched
+        asked["model"], spec = "", spec.edit(model="gpt2")
+    return place_of("recommend", spec, asked, settings.words)
+
+
+def _kept(place: Place) -> tuple[Recommendation, float] | None:
+    from memprof.report.documents.recommendation import Recommendation
+
+    return place.find(Recommendation)
 
 
 def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommendation:

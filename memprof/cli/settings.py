@@ -76,6 +76,8 @@ class Taken:
 
 taken: tuple[Taken, ...] = ()
 """By the command that runs now, the weakest first."""
+words: tuple[str, ...] = ()
+"""The command that runs, with all its options."""
 
 
 def read() -> tuple[Path, Mapping[str, Any]] | None:

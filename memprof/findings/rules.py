@@ -19,8 +19,8 @@ def import_rules() -> None:
 import_rules()
 
 
-def find_all(context: Context) -> list[Finding]:
-    """What all rules find: errors first, then the most expensive first; those without bytes come last of their kind."""
+def ask_all(context: Context) -> list[Finding]:
+    """As `memprof.findings.find_all`."""
     findings = [finding for place in sorted(RULES) for finding in RULES[place](context)]
     # The sort is stable, so that equal ones stay in the order of the rules.
     return sorted(findings, key=lambda finding: (finding.severity is not Severity.ERROR, -(finding.num_bytes or 0)))

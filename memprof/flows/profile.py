@@ -20,12 +20,12 @@ from memprof.flows.account import analyze
 from memprof.flows.cards import (
     RunAllocator,
     allocator_settings,
-    card_like,
     device_facts,
     measured_device_facts,
     virtual_card,
 )
 from memprof.flows.each_rank import in_order
+from memprof.flows.present import card_like
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec

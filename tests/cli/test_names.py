@@ -94,6 +94,7 @@ MEANINGS = {
     "--json": "as JSON", "--csv": "as tables", "--html": "as a page", "--explain": "what it rests on",
     "--top": "rows of tables", "--save": "a capture is kept", "--to": "a file for another viewer",
     "--log": "a line for each look",
+    "--no-cache": "an earlier answer is not taken", "--clear": "earlier answers are removed",
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
     "--config": "options from a file", "--save-config": "options into a file", "--preset": "options by a name",
     "--help": "help",

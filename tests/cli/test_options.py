@@ -11,7 +11,7 @@ from memprof.cli.main import COMMANDS, app
 from memprof.cli.options import Remedies, add, panels_of
 from memprof.device.cards import NvmlCard, Reading
 from memprof.errors import MemprofError, UsageError
-from memprof.flows import cards
+from memprof.flows import present
 from memprof.flows import profile as flow
 from memprof.spec import TargetSpec, option, options_of
 
@@ -150,7 +150,7 @@ def test_debug_of_what_is_started_is_not_ours(memprof, command, tmp_path):
     ],
 )
 def test_the_default_card_is_the_one_that_is_here(monkeypatch, here, taken):
-    monkeypatch.setattr(cards, "read_cards", lambda: Reading(here))
+    monkeypatch.setattr(present, "read_cards", lambda: Reading(here))
     spec = made()
     assert (spec.gpu, spec.gpu_vram_bytes) == taken
     spec = made("--gpu", "t4")

@@ -161,7 +161,7 @@ def test_python_blocks_run(code, capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("command", _commands("memprof"))
 def test_commands_parse(command):
-    _check(shlex.split(command)[1:])
+    _check(shlex.split(command.partition(" > ")[0])[1:])
 
 
 @pytest.mark.parametrize("mention", _mentions("memprof"))

@@ -9,7 +9,8 @@ from torch import nn
 
 from memprof.errors import MemprofError
 from memprof.flows import profile as flow
-from memprof.flows.cards import card_like, measured_device_facts
+from memprof.flows.cards import measured_device_facts
+from memprof.flows.present import card_like
 from memprof.ledger.categories import Category, categorize
 from memprof.ledger.stages import spans
 from memprof.measured import MeasuredDevice

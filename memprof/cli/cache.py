@@ -1,0 +1,66 @@
+"""`memprof cache`: the answers that are kept, and how to be rid of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from memprof.cli.output import Listed, print_json
+from memprof.cli.streams import say
+from memprof.units import format_bytes
+
+EXAMPLES = """
+memprof cache
+memprof cache --clear
+memprof cache --json
+"""
+
+
+def cache(
+    output: Listed,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove them.")] = False,
+) -> None:
+    """Show what is kept of simulated runs: where, how much, and which questions were answered.
+
+    What `memprof profile` and `memprof recommend` answered is kept where it depends on nothing but what was asked, what
+    is installed and files that are looked at again; models that are code are run each time. MEMPROF_CACHE names another
+    folder, or `off`.
+    """
+    from memprof.cache.store import MOST_BYTES, VARIABLE, Store, cache_folder
+
+    folder = cache_folder()
+    store = None if folder is None else Store(folder)
+    removed = store.clear() if clear and store is not None else 0
+    entries = [] if store is None else store.entries()
+    total = sum(entry.num_bytes for entry in entries)
+    if output.as_json:
+        rows = [
+            {"asked": asked, "bytes": entry.num_bytes, "used": entry.used}
+            for entry in entries
+            if store is not None and (asked := _asked(store.read(entry.path)))
+        ]
+        folder_name = None if folder is None else str(folder)
+        print_json(
+            {"folder": folder_name, "bytes": total, "most_bytes": MOST_BYTES, "removed": removed, "answers": rows}
+        )
+        return
+    if store is None:
+        say(f"nothing is kept: {VARIABLE} is off, or there is no home folder")
+        return
+    if clear:
+        say(f"{_answers(removed)} removed from {folder}")
+        return
+    say(f"{folder}: {_answers(len(entries))}, {format_bytes(total)} of at most {format_bytes(MOST_BYTES)}")
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        say(f"  {used}  {format_bytes(entry.num_bytes):>10}  {_asked(store.read(entry.path)) or 'damaged: not used'}")
+
+
+def _asked(entry: dict[str, object] | None) -> str | None:
+    return None if entry is None else f"memprof {entry.get('said', '')}"
+
+
+def _answers(count: int) -> str:
+    return f"{count} answer" if count == 1 else f"{count} answers"

@@ -1,0 +1,129 @@
+"""Answers that were given before: only to questions whose answer depends on nothing but what can be looked at again.
+
+Those are simulated runs of the catalog's models, of sizes and of local configurations. Code of the user's, of the hub
+and of compilers may read anything, so that it is run each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memprof.cache.inputs import circumstances, loaded_files, unchanged
+from memprof.cache.store import Store, cache_folder
+from memprof.catalog import has_model, read_config_file
+from memprof.errors import MemprofError
+from memprof.spec import TargetSpec
+from memprof.trace.plain import Plain, to_plain
+
+_FORM = 1
+"""Of what is kept."""
+_LARGEST_FILE = 16 << 20
+"""Bytes of a file that is read to see whether it is the same."""
+_NO_CUDA = re.compile(r"^cuda\b[^=]*=\s*None\s*$", re.MULTILINE)
+
+_Answer = TypeVar("_Answer", bound=Plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the answer to one question is kept."""
+
+    store: Store
+    key: str
+    said: str
+    """The question, for people."""
+
+    def find(self, kind: type[_Answer]) -> tuple[_Answer, float] | None:
+        """The answer, and how many seconds ago it was given; None if there is none, or something has changed since."""
+        entry = self.store.find(self.key)
+        if entry is None or not isinstance(entry.get("files"), list) or not unchanged(entry["files"]):
+            return None
+        try:
+            return kind.from_json(entry["answer"]), max(time.time() - float(entry["given"]), 0.0)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def keep(self, answer: Plain) -> None:
+        """Keep an answer, if it comes back as it is."""
+        files = loaded_files()
+        if files is None:
+            return
+        plain = json.loads(json.dumps(answer.to_json()))
+        try:
+            same = json.loads(json.dumps(type(answer).from_json(plain).to_json())) == plain
+        except ValueError:
+            return
+        if same:
+            self.store.keep(self.key, {"said": self.said, "given": time.time(), "files": files, "answer": plain})
+
+
+def place_of(command: str, spec: TargetSpec, asked: dict[str, Any], words: Sequence[str]) -> Place | None:
+    """The place of an answer; None if it may depend on what cannot be looked at, or nothing is to be kept.
+
+    Args:
+        command: that gives it.
+        spec: of what is run.
+        asked: what else it depends on.
+        words: the question as it was asked.
+    """
+    folder = cache_folder()
+    if folder is None or spec.device != "virtual" or spec.compile or spec.trust_remote_code:
+        return None
+    files = [*_configuration(spec), *_lengths(spec.lengths), *_lengths(asked.get("lengths"))]
+    if None in files:
+        return None
+    question = [_FORM, command, to_plain(spec), to_plain(asked), files, circumstances()]
+    text = json.dumps(question, sort_keys=True, default=str)
+    return Place(Store(folder), hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(), shlex.join(words))
+
+
+def is_without_cuda() -> bool:
+    """Whether the installed torch is built without CUDA, which is told by a file of it: importing it takes a second."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    try:
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return _NO_CUDA.search(text) is not None
+
+
+def _configuration(spec: TargetSpec) -> list[list[str] | None]:
+    """The file that the model is read from, and its digest; None in it if that is not all there is of it."""
+    if spec.model_is_size or has_model(spec.model):
+        return []
+    path = Path(spec.model).expanduser()
+    if spec.model.endswith(".py") or not path.exists():
+        return [None]
+    try:
+        file, config = read_config_file(path)
+    except MemprofError:
+        return [None]
+    return [None if "auto_map" in config else _looked_at(file)]
+
+
+def _lengths(text: str | None) -> list[list[str] | None]:
+    """Files that `--lengths` may name: options stand behind a comma, which a file's name may have too."""
+    parts = (text or "").split(",")
+    names = [",".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return [_looked_at(Path(name).expanduser()) for name in names if name and os.path.lexists(Path(name).expanduser())]
+
+
+def _looked_at(file: Path) -> list[str] | None:
+    try:
+        if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
+            return None
+        return [str(file.resolve()), hashlib.sha256(file.read_bytes()).hexdigest()]
+    except OSError:
+        return None
