@@ -64,6 +64,16 @@ class ModelEntry:
     # A mapping is not hashable, and the other fields tell two entries apart.
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
+    def called(self, name: str) -> tuple[str, str]:
+        """How `name`, one of its names, is to be said, and the repository that it stands for.
+
+        An alias may be of other weights of the same shape, such as "llama-3.3-70b".
+        """
+        folded, known = _fold(name), (self.hf_id, *(alias for alias in self.aliases if "/" in alias))
+        exact = (one for one in known if folded == _fold(one))
+        alike = (one for one in known if _fold(one.rpartition("/")[2]).startswith(folded))
+        return (self.key if folded == _fold(self.key) else name), next(iter((*exact, *alike)), self.hf_id)
+
     def load_config(self) -> dict[str, Any]:
         """The configuration: `AutoConfig.for_model(config.pop("model_type"), **config)` builds it.
 

@@ -98,9 +98,10 @@ def _unknown_model(name: str) -> UsageError:
 def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     config = entry.load_config()
     dtype, why = _dtype(entry.checkpoint_dtype, spec)
-    notes = [entry.note if entry.synthesized else f"Model: {entry.hf_id} as {entry.architecture}.", *why]
+    name, repository = (entry.key, "") if spec.model_is_size else entry.called(spec.model)
+    notes = [entry.note if entry.synthesized else f"Model: {repository or entry.hf_id} as {entry.architecture}.", *why]
     classes = functools.partial(_classes, entry.architecture)
-    return _hugging_face(entry.key, classes, entry.architecture, entry.task, config, dtype, notes, spec)
+    return _hugging_face(name, classes, entry.architecture, entry.task, config, dtype, notes, spec)
 
 
 def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:

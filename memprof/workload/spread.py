@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,6 +225,14 @@ class Spread:
     def autocasts(self) -> bool:
         """Whether mixed precision is autocast's: fully_shard has its own."""
         return not self.plan.sharded
+
+
+@contextlib.contextmanager
+def quiet_sharding() -> Iterator[None]:
+    """torch warns of the model's output, a view, which nothing here changes in place."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        yield
 
 
 _STAY_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})

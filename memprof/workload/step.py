@@ -90,6 +90,10 @@ class Workload:
         with contextlib.ExitStack() as stack:
             if self.source.task != "custom":
                 stack.enter_context(quiet_transformers())
+            if self._spread is not None:
+                from memprof.workload.spread import quiet_sharding
+
+                stack.enter_context(quiet_sharding())
             if self.spec.sdpa_backend is not None:
                 stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
             self._run(device, progress)

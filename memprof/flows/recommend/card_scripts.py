@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memprof.catalog import has_model, resolve_size
+from memprof.catalog import find_model, has_model, resolve_size
 from memprof.flows.recommend.plans import Activations, Goal
 from memprof.flows.recommend.snippet import LoadedModel, loaded_model
 from memprof.spec import DEFAULT_LORA_RANK, TargetSpec
+from memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from memprof.flows.recommend.over_cards import OverCards
@@ -34,25 +36,34 @@ for name, _ in model.named_modules():
 parallelize_module(model, mesh["tensor"], shared)"""
 
 _TITAN = {
-    "llama-3.1-8b": ("llama3", "8B"), "llama-3.1-70b": ("llama3", "70B"), "llama-3.3-70b": ("llama3", "70B"),
-    "llama-3.1-405b": ("llama3", "405B"), "qwen3-0.6b": ("qwen3", "0.6B"), "qwen3-1.7b": ("qwen3", "1.7B"),
-    "qwen3-4b": ("qwen3", "4B"), "qwen3-8b": ("qwen3", "8B"), "qwen3-14b": ("qwen3", "14B"),
-    "qwen3-32b": ("qwen3", "32B"),
+    "llama-3.1-8b": ("llama3", "8B"), "llama-3.1-70b": ("llama3", "70B"), "llama-3.1-405b": ("llama3", "405B"),
+    "qwen3-0.6b": ("qwen3", "0.6B"), "qwen3-1.7b": ("qwen3", "1.7B"), "qwen3-4b": ("qwen3", "4B"),
+    "qwen3-8b": ("qwen3", "8B"), "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"),
 }  # fmt: skip
 """Models of torchtitan 0.2, the last with configurations in TOML (torchtitan/models/*/__init__.py of v0.2.2)."""
 
 
-def scripts(search: OverCards, found: tuple[Way, Tried], spec: TargetSpec) -> tuple[dict[str, str], dict[str, str]]:
-    """Texts and launch lines by kind: of what was chosen, and for a library of the quickest that fits and that it can
-    do; none for a model of the user's own."""
+@dataclass(frozen=True, slots=True)
+class Scripts:
+    """By kind: texts, the lines that start them, and for what they are written, where that is not what was chosen."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    launch: dict[str, str] = field(default_factory=dict)
+    written_for: dict[str, str] = field(default_factory=dict)
+
+
+def scripts(search: OverCards, found: tuple[Way, Tried], spec: TargetSpec) -> Scripts:
+    """Of what was chosen, and for a library of the best that fits and that it can do; none for a model of the user's
+    own."""
     model = loaded_model(spec)
     if model is None:
-        return {}, {}
+        return Scripts()
     way, tried = found
+    written_for = {}
     texts = {FULLY_SHARD: fully_shard_script(way, tried.outcome.spec, model)}
     launch = {FULLY_SHARD: _torchrun(way, "train.py")}
     fitting = [(way, tried)] + [
-        pair for pair in sorted(search.tried.items(), key=lambda pair: pair[1].outcome.seconds)
+        pair for pair in sorted(search.tried.items(), key=lambda pair: search.rank(pair[1]))
         if pair[1].outcome.fits and pair[0].spread.size == way.spread.size
     ]  # fmt: skip
     for of, run in fitting:
@@ -61,15 +72,25 @@ def scripts(search: OverCards, found: tuple[Way, Tried], spec: TargetSpec) -> tu
             texts[ACCELERATE_YAML] = accelerate_yaml(of)
             texts[ACCELERATE] = accelerate_script(of, run.outcome.spec, model)
             launch[ACCELERATE] = "accelerate launch --config_file accelerate.yaml train_accelerate.py"
+            if of != way:
+                written_for |= dict.fromkeys((ACCELERATE_YAML, ACCELERATE), _said(of, run, search))
             break
     name = resolve_size(spec.model).key if spec.model_is_size else spec.model
-    if has_model(name) and name in _TITAN:
+    name = find_model(name).key if has_model(name) else name
+    if name in _TITAN:
         for of, run in fitting:
             if of.plan.goal is Goal.FULL and not of.plan.chunked_loss and of.plan.precision != "float32":
                 texts[TORCHTITAN] = torchtitan_toml(of, run.outcome.spec, *_TITAN[name])
                 launch[TORCHTITAN] = _torchrun(of, "-m torchtitan.train --job.config_file train.toml")
+                if of != way:
+                    written_for[TORCHTITAN] = _said(of, run, search)
                 break
-    return texts, launch
+    return Scripts(texts, launch, written_for)
+
+
+def _said(way: Way, tried: Tried, search: OverCards) -> str:
+    verdict = "fits" if search.has_room(tried) else "fits only just"
+    return f"{way.label()}; needs {format_bytes(tried.outcome.needed_bytes)}, {verdict}"
 
 
 def _torchrun(way: Way, what: str) -> str:
@@ -79,8 +100,8 @@ def _torchrun(way: Way, what: str) -> str:
     return f"torchrun {nodes}--nproc-per-node {cards // machines} {what}"
 
 
-def _environment(spec: TargetSpec) -> list[str]:
-    lines = ["import os", ""]
+def _environment(spec: TargetSpec, *others: str) -> list[str]:
+    lines = [*others, "import os", ""]
     if spec.alloc_conf:
         lines += [f'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {spec.alloc_conf!r}  # before torch', ""]
     return lines
@@ -140,15 +161,15 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
         policy = "MixedPrecisionPolicy, " if spec.amp else ""
         tools.append(f"from torch.distributed.fsdp import {policy}fully_shard")
     if spread.tensor > 1:
-        imports.insert(0, "import fnmatch\n")
         tools += [
             "from torch.distributed.tensor import Replicate",
             "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
         ]
     if plan.goal is Goal.LORA:
         imports.insert(0, "import peft")
+    standard = ["import fnmatch"] if spread.tensor > 1 else []
     lines = [
-        *_environment(spec), *imports, *tools, *(["", "import memprof"] if spec.fixes else []), "",
+        *_environment(spec, *standard), *imports, *tools, *(["", "import memprof"] if spec.fixes else []), "",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         'dist.init_process_group("nccl")',
         f'mesh = init_device_mesh("cuda", {tuple(shape.values())}, mesh_dim_names={tuple(shape)})',

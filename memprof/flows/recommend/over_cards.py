@@ -25,6 +25,8 @@ FITTING = 3
 """Ways that fit are compared."""
 MOST_RUNS = 5
 """Of one kind of runs; those of the largest models take twenty seconds each."""
+MOST_LEANEST = 2
+"""Of those that need least, where what is quickest fits only just."""
 SLACK = 1.03
 """What by the closed form is over the card by less is run: its bands are in docs/accuracy.md."""
 MOST_CARDS = 1024
@@ -39,7 +41,7 @@ class OverCards:
 
     def __init__(self, spec: TargetSpec, question: Question, progress: Callable[[str], None]) -> None:
         self.gpus = spec.gpus
-        self.runs = Simulator(virtual_card(spec), progress)
+        self.runs = Simulator(virtual_card(spec), progress, seeks_room=True)
         self.question = question
         # Each process makes the whole model in host memory before its shards; whether it has room there is not judged
         # unless it is asked.
@@ -85,8 +87,15 @@ class OverCards:
                 tried = self.run(way)
                 if tried is not None and tried.outcome.fits:
                     fitting[way] = tried
-                    if len(fitting) == FITTING:
+                    if sum(map(self.has_room, fitting.values())) == FITTING:
                         break
+            leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)
+            for way in leanest[:MOST_LEANEST]:
+                if not fitting or any(map(self.has_room, fitting.values())):
+                    break
+                tried = self.run(way)
+                if tried is not None and tried.outcome.fits:
+                    fitting[way] = tried
             if not likely and ways:
                 least = min(ways, key=lambda way: way.estimated_bytes or 0)
                 needed = format_bytes(least.estimated_bytes or 0)
@@ -94,9 +103,17 @@ class OverCards:
                     f"needs {needed} of each card by the closed form, with {least.label()}"
                 )
             if fitting:
-                chosen = min(fitting, key=lambda way: fitting[way].outcome.seconds)
+                chosen = min(fitting, key=lambda way: self.rank(fitting[way]))
                 return chosen, fitting[chosen]
         return None
+
+    def has_room(self, tried: Tried) -> bool:
+        """It fits without the allocator giving anything back on the way."""
+        return tried.outcome.fits and tried.outcome.needed_bytes <= self.runs.gpu.total_bytes
+
+    def rank(self, tried: Tried) -> tuple[bool, bool, float]:
+        """The least first: what has room before what fits only just, and then the quickest."""
+        return not tried.outcome.fits, not self.has_room(tried), tried.outcome.seconds
 
     def _worth_running(self, likely: list[Way]) -> list[Way]:
         """The quickest, at most two of each plan, with one of plain shards, for which every library has a word."""
@@ -169,7 +186,7 @@ def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callabl
     if example is None:
         raise MemprofError("nothing could be run", value=spec.model, hint="; ".join(search.runs.failures.values()))
     target = example.outcome.target
-    scripts, launch = card_scripts.scripts(search, found, spec) if found is not None else ({}, {})
+    scripts = card_scripts.Scripts() if found is None else card_scripts.scripts(search, found, spec)
     return Recommendation(
         device=device_facts(search.runs.gpu, search.base.host_memory_bytes),
         goal=question.goal.value,
@@ -183,8 +200,9 @@ def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callabl
         choices=rows,
         max_positions=target.max_positions,
         alternatives=tuple(one for one in alternatives if one is not None),
-        snippets=scripts,
-        launch=launch,
+        snippets=scripts.texts,
+        launch=scripts.launch,
+        written_for=scripts.written_for,
         runs=len(search.runs),
         not_applied=dict(search.runs.failures),
         card_note=search.runs.gpu.note,
@@ -206,7 +224,7 @@ def _rows(search: OverCards, found: tuple[Way, Tried] | None) -> tuple[Choice, .
     ways = {way: tried for way, tried in search.tried.items() if way.spread.size == search.gpus}
     ordered = sorted(
         ways.items(),
-        key=lambda pair: (found is None or pair[0] != found[0], not pair[1].outcome.fits, pair[1].outcome.seconds),
+        key=lambda pair: (found is None or pair[0] != found[0], *search.rank(pair[1])),
     )
     points = [(tried.outcome.needed_bytes, tried.outcome.seconds) for _, tried in ordered]
     return tuple(
@@ -223,11 +241,12 @@ def _reason(search: OverCards, found: tuple[Way, Tried] | None) -> str:
     if found is None:
         return "no way to spread it over these cards fits"
     plan = found[0].plan
-    fitting = sum(tried.outcome.fits for way, tried in search.tried.items() if way.spread.size == search.gpus)
+    ran = [tried for way, tried in search.tried.items() if way.spread.size == search.gpus and tried.outcome.fits]
+    roomy = sum(map(search.has_room, ran))
+    fitting, how = (roomy, "fit with room to spare") if 0 < roomy < len(ran) else (len(ran), "fit")
     what = "gives up no precision" if not plan.given_up else f"gives up: {plan.given_up}"
-    quickest = (
-        "the only one that was run and fits" if fitting == 1 else f"the quickest of {fitting} that were run and fit"
-    )
+    only = f"the only one that was run and {how.replace('fit', 'fits', 1)}"
+    quickest = only if fitting == 1 else f"the quickest of {fitting} that were run and {how}"
     return f"{quickest}; it {what}"
 
 

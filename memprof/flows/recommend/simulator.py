@@ -57,10 +57,15 @@ class SimulatedRun:
 
 
 class Simulator:
-    """Makes runs and remembers them."""
+    """Makes runs and remembers them.
 
-    def __init__(self, gpu: Gpu, progress: Callable[[str], None]) -> None:
+    Args:
+        seeks_room: what fits only because the allocator gives its cache back is looked at with expandable segments too.
+    """
+
+    def __init__(self, gpu: Gpu, progress: Callable[[str], None], *, seeks_room: bool = False) -> None:
         self.gpu = gpu
+        self._seeks_room = seeks_room
         self.failures: dict[str, str] = {}
         """What was tried and does not apply -> why."""
         self.refusal: MemprofError | None = None
@@ -112,11 +117,13 @@ class Simulator:
         step = step_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
         remedy = helping("fragmentation")[0]
-        if not document.verdict.fits and together and not remedy.is_on(spec):
+        fits, enough = document.verdict.fits, self.gpu.total_bytes
+        only_just = self._seeks_room and document.verdict.required_bytes > enough
+        if (only_just or not fits) and together and not remedy.is_on(spec):
             # All tensors together would fit: perhaps they do without the pieces in between.
             edited = edit_spec(spec, Fix(remedy), target_to_json(document.target))
             again = analyze(trace, edited.alloc_conf, explained=False)
-            if again.verdict.fits:
+            if again.verdict.fits and (not fits or again.verdict.required_bytes <= enough):
                 spec, document = edited, again
         verdict, target, state = document.verdict, document.target, document.model_state
         assert target is not None and state is not None

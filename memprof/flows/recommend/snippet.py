@@ -54,9 +54,11 @@ def snippets(plan: Plan, spec: TargetSpec, accumulation: int) -> dict[str, str]:
 def loaded_model(spec: TargetSpec) -> LoadedModel | None:
     """How a script gets the model of `spec`; None for one of the user's own, or that takes no tokens."""
     if spec.model_is_size:
-        return _of_entry(resolve_size(spec.model))
+        entry = resolve_size(spec.model)
+        return _of_entry(entry, entry.hf_id)
     if has_model(spec.model):
-        return _of_entry(find_model(spec.model))
+        entry = find_model(spec.model)
+        return _of_entry(entry, entry.called(spec.model)[1])
     if spec.model.rpartition(":")[2].isidentifier() and ":" in spec.model:
         return None
     path = Path(spec.model).expanduser()
@@ -75,12 +77,12 @@ def loaded_model(spec: TargetSpec) -> LoadedModel | None:
     return LoadedModel(str(names[0]), "", f"transformers.AutoConfig.from_pretrained({str(path)!r}{trust})")
 
 
-def _of_entry(entry: ModelEntry) -> LoadedModel | None:
+def _of_entry(entry: ModelEntry, repository: str) -> LoadedModel | None:
     name = _CLASSES.get(entry.task)
     if name is None:
         return None
     if not entry.synthesized:
-        return LoadedModel(name, entry.hf_id)
+        return LoadedModel(name, repository)
     config = pprint.pformat(entry.load_config(), width=100, sort_dicts=False)
     return LoadedModel(name, "", f"transformers.AutoConfig.for_model(**{config})")
 

@@ -212,6 +212,8 @@ class Recommendation(Plain):
     snippets: dict[str, str] = field(default_factory=dict)
     launch: dict[str, str] = field(default_factory=dict)
     """Of snippets over several cards: the line that starts each."""
+    written_for: dict[str, str] = field(default_factory=dict)
+    """And of those that are not written for what was chosen: for which configuration they are."""
     lengths: Lengths | None = None
     largest: tuple[Largest, ...] = ()
     runs: int = 0

@@ -39,6 +39,7 @@ def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet
 def _scripts(answer: Recommendation) -> str:
     return "".join(
         f"{_TITLES[name]} (memprof recommend ... --snippet {name})\n"
+        + (f"for: {answer.written_for[name]}\n" if name in answer.written_for else "")
         + (f"start with: {answer.launch[name]}\n" if name in answer.launch else "")
         + f"\n{script}\n"
         for name, script in answer.snippets.items()
@@ -147,7 +148,8 @@ def _need(chosen: Choice) -> str:
 
 def _limits(chosen: Choice, answer: Recommendation) -> Iterator[str]:
     if chosen.host_bytes > 0.1 * chosen.needed_bytes:
-        yield f"{gib(chosen.host_bytes)} GiB in host memory at the most"
+        each = " of each process" if answer.gpus > 1 else ""
+        yield f"{gib(chosen.host_bytes)} GiB in host memory at the most{each}"
     if answer.gpus > 1:
         yield f"step at least {_seconds(chosen.step_seconds)}, {_seconds(chosen.link_seconds)} of it between cards"
     else:
