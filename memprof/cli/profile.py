@@ -51,9 +51,9 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         )
     how.check_largest(how.device)
     from memprof.remedies.fixes import parse_fixes
-    from memprof.remedy_catalog import check_installed
+    from memprof.remedy_catalog import STEPS, check_installed
 
-    named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix)]
+    named = () if how.fix is None or how.searches else [fix.remedy for fix in parse_fixes(how.fix, STEPS)]
     check_installed(spec, named)
     failed: RunFailedError | None = None
     is_named = any(context.params[name] is not None for name in ("gpu", "gpu_vram_bytes"))
@@ -116,26 +116,34 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search
     from memprof.remedies.fixes import parse_fixes
+    from memprof.remedy_catalog import BESIDE, SPREADS, STEPS, ladder
 
     if how.searches and spec.gpus > 1 and spec.parallel is None:
         from memprof.flows.ladder.plans import search_plans
 
         return search_plans(spec if spec.host_memory_bytes else spec.edit(host_memory_bytes=HOST_BYTES), progress)
-    fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix)
+    fixes = [] if how.fix is None or how.searches else parse_fixes(how.fix, STEPS)
+    if (
+        spec.gpus > 1
+        and spec.parallel is None
+        and (how.fix is None or any(fix.remedy.name in SPREADS for fix in fixes))
+    ):
+        spec = spec.edit(parallel=BESIDE)
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated)
     if how.fix is None:
-        return climb(runs)
+        return climb(runs, ladder(spec.gpus))
     return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
 
 
 def _largest(spec: TargetSpec, what: str, fix: str | None, progress: Progress) -> tuple[Trace, Document]:
     from memprof.flows.limit import largest_of_spec
+    from memprof.remedy_catalog import STEPS
 
     if fix is not None:
         from memprof.flows.ladder.runs import SpecRuns
         from memprof.remedies.fixes import parse_fixes
 
-        spec = SpecRuns(spec, progress).in_force(parse_fixes(fix))
+        spec = SpecRuns(spec, progress).in_force(parse_fixes(fix, STEPS))
     return largest_of_spec(spec, what, progress)

@@ -16,6 +16,7 @@ from memprof.errors import UsageError
 from memprof.remedies.spec_edits import useless
 from memprof.remedy_catalog import (
     REMEDIES,
+    STEPS,
     VALUE,
     Numerics,
     Remedy,
@@ -40,8 +41,12 @@ class Fix:
         return self.remedy.name if self.value is None else f"{self.remedy.name}={self.value}"
 
 
-def parse_fixes(text: str) -> list[Fix]:
+def parse_fixes(text: str, among: Mapping[str, Remedy] = REMEDIES) -> list[Fix]:
     """The fixes in "chunked-loss=2048,activation-checkpointing", in the order in which they are named.
+
+    Args:
+        text: names with commas between, each with a value or none.
+        among: those that there are: STEPS are also those that spread a run over cards.
 
     Raises:
         UsageError: an unknown remedy, one twice, two that do not go together, or a value that it has no use for.
@@ -49,11 +54,11 @@ def parse_fixes(text: str) -> list[Fix]:
     fixes = []
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name, equals, value = part.partition("=")
-        (remedy,) = find_remedies([name.strip()])
+        (remedy,) = find_remedies([name.strip()], among)
         if equals:
             _read(remedy, value.strip())
         fixes.append(Fix(remedy, value.strip() if equals else None))
-    find_remedies([fix.remedy.name for fix in fixes])
+    find_remedies([fix.remedy.name for fix in fixes], among)
     return fixes
 
 
@@ -88,7 +93,7 @@ def options_of(fixes: Sequence[Fix]) -> dict[str, Any]:
 
 def worst_numerics(remedies: Sequence[str]) -> Numerics:
     """What several remedies together do to the numbers of a run."""
-    return max((REMEDIES[name].numerics for name in remedies), key=_NUMERICS.index, default=Numerics.EXACT)
+    return max((STEPS[name].numerics for name in remedies), key=_NUMERICS.index, default=Numerics.EXACT)
 
 
 def edit_spec(spec: TargetSpec, fix: Fix, target: Mapping[str, Any]) -> TargetSpec:

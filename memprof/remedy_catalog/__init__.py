@@ -20,10 +20,11 @@ from memprof.remedy_catalog.choice import (
 )
 from memprof.remedy_catalog.packages import EXTRAS, check_installed, check_package
 from memprof.remedy_catalog.remedy import VALUE, Numerics, Remedy, Tier
+from memprof.remedy_catalog.spreads import BESIDE, SPREADS, STEPS
 from memprof.remedy_catalog.table import REMEDIES
 
 __all__ = [
-    "EXPANDABLE_SEGMENTS", "EXTRAS", "REMEDIES", "VALUE", "Numerics", "Remedy", "Tier", "check_conflicts",
-    "check_installed", "check_package", "find_remedies", "from_outside", "helping", "in_force", "ladder",
-    "options_by_remedy", "tiers", "why_not_together", "why_useless",
+    "BESIDE", "EXPANDABLE_SEGMENTS", "EXTRAS", "REMEDIES", "SPREADS", "STEPS", "VALUE", "Numerics", "Remedy", "Tier",
+    "check_conflicts", "check_installed", "check_package", "find_remedies", "from_outside", "helping", "in_force",
+    "ladder", "options_by_remedy", "tiers", "why_not_together", "why_useless",
 ]  # fmt: skip

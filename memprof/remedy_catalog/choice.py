@@ -7,13 +7,17 @@ from typing import Final
 
 from memprof.errors import UsageError, unknown_name
 from memprof.remedy_catalog.remedy import Remedy, Tier
+from memprof.remedy_catalog.spreads import SPREADS, STEPS
 from memprof.remedy_catalog.table import REMEDIES
 from memprof.spec import Mode, TargetSpec
 
 
-def ladder() -> list[str]:
-    """What a ladder tries: of the remedies against one and the same bottleneck the first is taken first."""
-    return _by_place((remedy.ladder, remedy) for remedy in REMEDIES.values())
+def ladder(gpus: int = 1) -> list[str]:
+    """What a ladder tries: of the remedies against one and the same bottleneck the first is taken first.
+
+    Over several cards that is also how the run is spread.
+    """
+    return _by_place((remedy.ladder, remedy) for remedy in (STEPS if gpus > 1 else REMEDIES).values())
 
 
 def from_outside() -> list[str]:
@@ -45,7 +49,7 @@ def _by_place(places: Iterable[tuple[int | None, Remedy]]) -> list[str]:
 
 def in_force(spec: TargetSpec) -> list[str]:
     """Names of the remedies that `spec` has on already."""
-    return [remedy.name for remedy in REMEDIES.values() if remedy.is_on(spec)]
+    return [remedy.name for remedy in STEPS.values() if remedy.is_on(spec)]
 
 
 def why_useless(remedy: Remedy, spec: TargetSpec) -> tuple[str, str] | None:
@@ -63,14 +67,15 @@ def why_useless(remedy: Remedy, spec: TargetSpec) -> tuple[str, str] | None:
 
 def why_not_together(remedy: Remedy, other: str) -> str | None:
     """Why `remedy` and `other` do not go together; None if they do."""
-    return remedy.conflicts.get(other) or REMEDIES[other].conflicts.get(remedy.name)
+    return remedy.conflicts.get(other) or STEPS[other].conflicts.get(remedy.name)
 
 
-def find_remedies(names: str | Sequence[str]) -> list[Remedy]:
+def find_remedies(names: str | Sequence[str], among: Mapping[str, Remedy] = REMEDIES) -> list[Remedy]:
     """The remedies of these names, in the order in which they are switched on.
 
     Args:
         names: a list, or one string with commas.
+        among: those that there are; with how a run is spread over cards, or without.
 
     Raises:
         UsageError: no name, an unknown one, one twice, or two that do not go together.
@@ -78,15 +83,20 @@ def find_remedies(names: str | Sequence[str]) -> list[Remedy]:
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
     if not names:
-        raise UsageError("no remedy is named", hint="known: " + ", ".join(REMEDIES))
+        raise UsageError("no remedy is named", hint="known: " + ", ".join(among))
     seen: set[str] = set()
     for name in names:
-        if name not in REMEDIES:
-            raise unknown_name("remedy", name, REMEDIES)
+        if name in SPREADS and name not in among:
+            raise UsageError(
+                "how a run is spread over cards is no remedy of a script or a module", value=name,
+                hint="memprof profile --gpus 2 --fix takes it; of a script it is its own code",
+            )  # fmt: skip
+        if name not in among:
+            raise unknown_name("remedy", name, among)
         if name in seen:
             raise UsageError("a remedy is named twice", value=repr(name))
         seen.add(name)
-    chosen = [remedy for remedy in REMEDIES.values() if remedy.name in seen]
+    chosen = [remedy for remedy in among.values() if remedy.name in seen]
     for remedy in chosen:
         check_conflicts(remedy, seen - {remedy.name})
     return chosen

@@ -16,6 +16,7 @@ import torch
 
 from memprof.trace.events import GPU, HOST, Work, is_card
 from memprof.virtual.calls import OVERWRITES, Call, Kind, Operator, tensors_of
+from memprof.virtual.collective_bytes import COLLECTIVES, bytes_sent
 from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse
 from memprof.workload.quantization import import_quietly
@@ -98,6 +99,9 @@ class Meter:
                 card = next(filter(is_card, ends))
                 to_card = crossing if ends[1] == card else 0
                 return operator.name, card, _dtype(target), 0, 0, to_card, crossing - to_card, 0
+        if call.func.namespace == COLLECTIVES:
+            sent = bytes_sent(call)
+            return None if not sent else (operator.name, device or GPU, _dtype(call.tensors[0]), 0, 0, 0, 0, sent)
         if device is None or device == "meta" or operator.packet in _TOUCHES_NOTHING:
             return None
         if operator.kind is Kind.IN_PLACE and operator.packet not in OVERWRITES:

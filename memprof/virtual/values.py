@@ -23,6 +23,7 @@ import torch
 
 from memprof.virtual import unknowns
 from memprof.virtual.calls import OVERWRITES, tensors_of
+from memprof.virtual.collective_bytes import COLLECTIVES
 from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for, untouched
 from memprof.virtual.tokens import ChosenTokens
 
@@ -40,8 +41,6 @@ SMALL_FLOAT_ELEMENTS = 1 << 12
 """Tensors up to these sizes are computed by any operator and at no charge."""
 MODERATE_ELEMENTS = 1 << 24
 """Integers up to this size are computed by any operator; what is larger, and floats, by those of linear work."""
-
-_COLLECTIVES = "_c10d_functional"
 
 
 class Values:
@@ -194,7 +193,7 @@ class Values:
                 return self._draw(func, known, kwargs)
             with threads_for(max((tensor.numel() for tensor in tensors_of(known)), default=0)):
                 result = func(*known, **kwargs)
-            if func.namespace == _COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
+            if func.namespace == COLLECTIVES and func.overloadpacket is not torch.ops._c10d_functional.wait_tensor:
                 for tensor in tensors_of(result):  # torch keeps those that are not waited for
                     torch.ops._c10d_functional.wait_tensor(tensor)
             return self.tokens.compared(func, args, known, result)

@@ -63,6 +63,24 @@ class Plan:
         """Ranks that share one sequence."""
         return self.context * self.ulysses
 
+    @property
+    def sharing(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.sequence * self.tensor
+
+    def text(self) -> str:
+        """As `--parallel` has it: for as many ranks, `parse_plan` reads the same plan of it."""
+        whole = f"pp={self.stages}:{self.schedule}:microbatches={self.microbatches}"
+        parts = [whole] if self.stages > 1 else []
+        named = {"cp": self.context, "ulysses": self.ulysses, "tp": self.tensor}
+        parts += [f"{kind}={ranks}" for kind, ranks in named.items() if ranks > 1]
+        if self.sharded:
+            kind = f"hsdp:{self.replicate}x{self.shard}" if self.replicate > 1 else "fsdp"
+            parts.append(kind + ("" if self.reshard else ":shard_grad_op"))
+        elif self.replicate > 1 or not parts:
+            parts.append("ddp")
+        return ",".join(parts)
+
     def kinds_of_ranks(self) -> list[tuple[int, range]]:
         """Ranks that do the same, up to the padding of shards, which are a pipeline's stage each; and of each kind one:
         the first, or the last where attention goes round, which merges a part of every other rank."""

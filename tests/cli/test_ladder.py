@@ -144,3 +144,43 @@ def test_inference_says_what_is_of_no_use(memprof):
     result = memprof("profile", "--model", "gpt2", "--mode", "inference", "--fix", "chunked-loss")
     assert result.exit_code == 2
     assert "does not apply" in result.stderr
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 8192,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_ladder_over_cards_has_a_row_for_each_step_that_spreads(memprof, folder):
+    """Priced with what goes between cards; of as many sequences in each row, where cards share them."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    arguments = ("profile", "--model", "config.json", "--context-length", 1024, "--gpu-vram", 4, "--gpus", 4)
+    result = memprof(*arguments, "--fix", "fsdp,ulysses=2,chunked-loss", "--ladder", "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = result.json["ladder"]
+    assert [row["parallel"] for row in rows] == ["ddp", "fsdp", "ulysses=2,fsdp", "ulysses=2,fsdp"]
+    assert [row["added"] for row in rows] == [None, "fsdp", "ulysses=2", "chunked-loss"]
+    costs = [row["cost"] for row in rows]
+    assert 0 < costs[0]["link_bytes"] < costs[1]["link_bytes"] < costs[2]["link_bytes"]
+    assert costs[1]["operations"] == costs[0]["operations"]
+    # Two cards on a sequence, one sequence after another: its products are done as often, and half on each card.
+    assert costs[2]["operations"] == pytest.approx(costs[0]["operations"], rel=0.02)
+    assert all(below["saved_bytes"] > 0 for below in rows[1:3])
+    (folder / "ladder.json").write_text(result.stdout)
+    shown = memprof("show", "ladder.json").stdout
+    assert "as it is (ddp)" in shown and "Where cards share sequences" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= 110
+    for fix, plan in (("tensor-parallel", "tp=4"), ("ring-attention", "cp=4")):
+        last = memprof(*arguments, "--fix", fix, "--json").json["ladder"][-1]
+        assert last["parallel"] == plan and last["saved_bytes"] > 0
+        assert last["cost"]["link_bytes"] > costs[0]["link_bytes"]
+
+
+def test_a_script_is_not_spread(memprof, folder):
+    (folder / "train.py").write_text("")
+    for arguments in (("run", "--fix", "fsdp", "train.py"), ("profile", "--model", "gpt2", "--fix", "fsdp")):
+        result = memprof(*arguments)
+        assert result.exit_code == 2 and "Traceback" not in result.stderr
+        assert "--gpus 2" in result.stderr

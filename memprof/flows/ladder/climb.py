@@ -9,7 +9,7 @@ from memprof.cost import bottleneck_of
 from memprof.errors import MemprofError
 from memprof.flows.ladder.runs import LadderRun, Runs
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES, ladder
+from memprof.remedy_catalog import STEPS, ladder
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
@@ -65,9 +65,9 @@ def next_step(
     candidates = [name for name in _in_question(run, left) if asked.get(name, 0) < 2]
     candidates.sort(key=lambda name: asked.get(name, 0))  # stable: those never asked first
     for name in candidates:
-        if (run.fits and REMEDIES[name].trains_another) or len(runs) >= MAX_RUNS:
+        if (run.fits and STEPS[name].trains_another) or len(runs) >= MAX_RUNS:
             continue
-        fix = Fix(REMEDIES[name])
+        fix = Fix(STEPS[name])
         asked[name] = asked.get(name, 0) + 1
         try:
             better = runs.with_fixes([*fixes, fix])
@@ -98,6 +98,6 @@ def _in_question(run: LadderRun, left: Sequence[str]) -> list[str]:
         if category != bottleneck.category and size < WORTH * document.peak.allocated_bytes:
             continue
         found |= {
-            name: None for name in left if category in REMEDIES[name].saves or category in REMEDIES[name].ladder_against
+            name: None for name in left if category in STEPS[name].saves or category in STEPS[name].ladder_against
         }
     return list(found)

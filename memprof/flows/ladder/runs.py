@@ -21,6 +21,7 @@ from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import target_to_json
+from memprof.workload.plan import parse_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,14 @@ class Runs(abc.ABC):
         settings = self._alloc_conf(fixes)
         return trace if settings is None else with_settings(trace, settings)
 
+    def _work(self, trace: Trace, fixes: Sequence[Fix]) -> StepWork | None:
+        """What a step of the run takes, with these in force."""
+        return step_work(trace, self._gpu)
+
+    def _plan(self, fixes: Sequence[Fix]) -> str | None:
+        """How the run with these is spread over cards."""
+        return None
+
     @abc.abstractmethod
     def check(self, fixes: Sequence[Fix]) -> None:
         """Raises UsageError if it can be told without a run that they do not apply."""
@@ -106,7 +115,7 @@ class Runs(abc.ABC):
 
     def _made(self, fixes: Sequence[Fix]) -> LadderRun:
         trace, document = self._run(fixes)
-        run = self._known[tuple(sorted(map(str, fixes)))] = LadderRun(trace, document, step_work(trace, self._gpu))
+        run = self._known[tuple(sorted(map(str, fixes)))] = LadderRun(trace, document, self._work(trace, fixes))
         return run
 
     def rung(self, fixes: Sequence[Fix], run: LadderRun, before: LadderRun | None) -> Rung:
@@ -125,6 +134,7 @@ class Runs(abc.ABC):
             fits=None if run.is_stopped else document.verdict.fits,
             next_bottleneck=bottleneck_of(document),
             cost=cost_of(run.work, self.original.work, numerics, fixes[-1].remedy.cost if fixes else ""),
+            parallel=self._plan(fixes),
         )
 
 
@@ -163,12 +173,59 @@ class SpecRuns(Runs):
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
         return self.in_force(fixes).alloc_conf
 
+    def _plan(self, fixes: Sequence[Fix]) -> str | None:
+        return (self.in_force(fixes) if fixes else self._spec).parallel
+
+    def _work(self, trace: Trace, fixes: Sequence[Fix]) -> StepWork | None:
+        """Of as many sequences as the run has as it is: cards that share them take one after another."""
+        spec = self.in_force(fixes) if fixes else self._spec
+        times = _sharing(spec) // _sharing(self._spec)
+        return step_work(trace, self._gpu, spec.gradient_accumulation * times if times > 1 else 0)
+
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         if not fixes and self._simulated is not None:
             return self._simulated, analyze(self._simulated)
         what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
         spec = self.in_force(fixes) if fixes else self._spec
         return profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
+
+
+def _sharing(spec: TargetSpec) -> int:
+    return 1 if spec.parallel is None else parse_plan(spec.parallel, spec.gpus).sharing
+
+
+class RunsWith(Runs):
+    """Runs of `runs` with some remedies always on; nothing is run twice."""
+
+    def __init__(self, runs: Runs, always: Sequence[Fix]) -> None:
+        self._runs, self._always = runs, list(always)
+        super().__init__(runs._gpu)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
+        """The run with these in force, and those that always are."""
+        together = [*self._always, *fixes]
+        return self._runs.with_fixes(together) if together else self._runs.original
+
+    def _made(self, fixes: Sequence[Fix]) -> LadderRun:
+        return self.with_fixes(fixes)
+
+    def check(self, fixes: Sequence[Fix]) -> None:
+        """Raises UsageError if they do not go together."""
+        self._runs.check([*self._always, *fixes])
+
+    def on_now(self) -> frozenset[str]:
+        """What is in force before any is added."""
+        return self._runs.on_now() | {fix.remedy.name for fix in self._always}
+
+    def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
+        run = self.with_fixes(fixes)
+        return run.trace, run.document
+
+    def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
+        return self._runs._alloc_conf([*self._always, *fixes])
 
 
 def apply_fixes(runs: Runs, fixes: Sequence[Fix], *, each: bool = False) -> tuple[Trace, Document]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.ladder.climb import next_step
@@ -17,8 +18,27 @@ CHEAPER = 0.005
 """A set is cheaper than another if its step takes less time by this share."""
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Steps up to a set of remedies, why it was taken, and what was left out."""
+
+    steps: Sequence[Sequence[Fix]]
+    reason: str
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
 def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> tuple[Trace, Document]:
-    """The run with the cheapest set of remedies that was found to fit the card, and how.
+    """The run with the cheapest set of remedies that was found to fit the card (`find`), with its ladder.
+
+    Raises:
+        RunFailedError: as `profile`.
+    """
+    found = find(runs, sets)
+    return with_ladder(runs, found.steps, found.reason, found.left_out)
+
+
+def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> Found:
+    """The cheapest set of remedies that was found to fit the card.
 
     Of the first kind of set that fits with all of it on, remedies are taken one by one against what is in the way,
     until it fits; then those that proved needless go, and those that make a step longer are replaced if others do.
@@ -28,12 +48,12 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
         RunFailedError: as `profile`.
     """
     if runs.original.fits:
-        return with_ladder(runs, (), "it fits as it is: nothing is to be changed")
+        return Found((), "it fits as it is: nothing is to be changed")
     not_applied: dict[str, str] = {}
     least: tuple[LadderRun, list[Fix]] | None = None
     sets = tiers() if sets is None else sets
     if runs.original.is_stopped and not _mends(names for _, names in sets):
-        return with_ladder(runs, (), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
+        return Found((), f"{_MISMATCH}, and no remedy here mends that: the findings say where")
     for _, names in sets:
         left = [name for name in names if name not in runs.on_now()]
         everything, run = _all_of(runs, left, not_applied)
@@ -55,16 +75,16 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
             taken = {fix.remedy.name for fix in chosen}
             not_applied |= {name: said for name in left if name not in taken and (said := _conflict(name, chosen))}
             given_up = next(given_up for given_up, names in sets if taken <= {*names})
-            return with_ladder(runs, _that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
+            return Found(_that_apply(runs, steps), _reason(runs, chosen, given_up), not_applied)
         if least is None or run.needed_bytes < least[0].needed_bytes:
             least = run, everything
     if least is None:
-        return with_ladder(runs, (), "no remedy applies to this run", not_applied)
+        return Found((), "no remedy applies to this run", not_applied)
     needed = format_bytes(least[0].needed_bytes)
     why_none = f"nothing fits: the least that any set needs is {needed}"
     if least[0].is_stopped:
         why_none = f"{_MISMATCH} with each set: the findings say where"
-    return with_ladder(runs, [least[1]], f"{why_none}, with all of these", not_applied)
+    return Found([least[1]], f"{why_none}, with all of these", not_applied)
 
 
 _MISMATCH = "tensors of two devices meet"

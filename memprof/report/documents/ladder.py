@@ -58,3 +58,5 @@ class Rung:
     fits: bool | None
     next_bottleneck: Bottleneck
     cost: Cost
+    parallel: str | None = None
+    """How this run is spread over cards."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from memprof.errors import UsageError
 from memprof.findings import Finding
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedy_catalog import STEPS
 from memprof.report.documents.report import Document
 from memprof.report.page.figures import COLOURS
 from memprof.report.page.library import plotly_script
@@ -126,7 +126,7 @@ def _finding(moments: Moments, finding: Finding) -> dict[str, Any]:
         "title": finding.title,
         "evidence": [{"text": one.text, "kinds": kinds_shown_by(moments, one)} for one in finding.evidence],
         "remedies": [
-            {"name": name, "changes": REMEDIES[remedy].changes if remedy in REMEDIES else ""}
+            {"name": name, "changes": STEPS[remedy].changes if remedy in STEPS else ""}
             for name, remedy in zip(finding.remedies, remedies, strict=True)
         ],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.remedy_catalog import REMEDIES
+from memprof.remedy_catalog import STEPS
 from memprof.report.documents.ladder import Cost, Rung
 from memprof.report.documents.report import Document
 from memprof.report.terminal.cells import Unit, unit_for
@@ -16,9 +16,9 @@ _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
 _NUMBERS = {"exact": "exact", "approximate": "approx.", "different": "another"}
 _CPU_WORK = 0.1
 """An optimizer on the CPU is worth a word from this share of the peak on."""
+_BUS = 0.01
+"""Of a step's time: less over the bus needs no column where there is one of the cards."""
 _HEADERS = (">peak", ">reserved", ">saved", ">verdict", ">compute", ">bus", ">cards", ">step", ">numbers")
-_CARDS = 1 + _HEADERS.index(">cards")
-"""The column of what goes to other cards, which a run without others has not."""
 MIN_HOST_BYTES = 16 * GIB
 """Host memory below this is there in every machine with such a card."""
 
@@ -31,11 +31,15 @@ def render_ladder(document: Document) -> RenderableType:
     cells = [(names[0], *_cells(rung, unit, first=rung is rungs[0])) for names, rung in zip(added, rungs, strict=True)]
     first = max(len(name) for names in added for name in names)
     columns = list(zip((" " * first, *_HEADERS), *cells, strict=True))
-    priced = ["compute", "bus", "cards"]
+    left_out = set()
     if not (spread := any(rung.cost.link_bytes for rung in rungs)):
-        del columns[_CARDS], priced[2]
-    elif not any(rung.cost.extra_bus_bytes for rung in rungs):  # there is not room for all on a line
-        del columns[_CARDS - 1], priced[1]
+        left_out.add("cards")
+    elif not any(map(_is_of_the_bus, rungs)):
+        left_out.add("bus")
+    else:  # there is not room for all on a line
+        left_out.add("reserved")
+    columns = [column for column in columns if column[0].removeprefix(">") not in left_out]
+    priced = [name for name in ("compute", "bus", "cards") if name not in left_out]
     header, *rows = aligned(*_head_and_rows(columns))
     lines = [header]
     for names, line, rung in zip(added, rows, rungs, strict=True):
@@ -43,17 +47,19 @@ def render_ladder(document: Document) -> RenderableType:
         if (rung.cost.host_bytes or 0) > rung.peak_allocated_bytes * _CPU_WORK:
             host += f"; the CPU reads and writes {format_bytes(rung.cost.host_bytes or 0)} in a step"
         lines += [line, *map(Text, names[1:]), dim(f"    then: {rung.next_bottleneck.text}{host}")]
+    shared = len({rung.parallel for rung in rungs}) > 1
     legend = (
         f"{unit.name}. saved: device memory, against the row above. {', '.join(priced)}: more than as it is. "
         f"{'cards: sent to other cards. ' * spread}step: the least time that it takes at this card's published rates, "
         "compute and transfers one after the other."
+        f"{' Where cards share sequences, a step has as many as in the first row, one after another.' * shared}"
     )
     parts: list[RenderableType] = [
         section("The ladder: each row adds to those above", *lines, dim(legend), below=1),
     ]
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
-    costs = {name: REMEDIES[name].cost for rung in rungs for name in map(_name, rung.remedies) if name in REMEDIES}
+    costs = {name: STEPS[name].cost for rung in rungs for name in map(_name, rung.remedies) if name in STEPS}
     if costs:
         notes = [Text(f"{remedy}: {note}") for remedy, note in costs.items()]
         parts.append(section("What they cost", *notes, below=1))
@@ -61,6 +67,10 @@ def render_ladder(document: Document) -> RenderableType:
         notes = [dim(f"{remedy}: {why}") for remedy, why in document.ladder_left_out.items()]
         parts.append(section("Left out", *notes, below=1))
     return Group(*parts)
+
+
+def _is_of_the_bus(rung: Rung) -> bool:
+    return (rung.cost.extra_bus_seconds or 0.0) > _BUS * (rung.cost.step_seconds or 0.0)
 
 
 def _head_and_rows(columns: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -75,7 +85,7 @@ def _name(fix: str) -> str:
 def _added(rung: Rung, before: Rung | None) -> list[str]:
     """Lines of a row's first cell; what stands beside the first is of all of them."""
     if before is None:
-        return ["as it is"]
+        return [f"as it is ({rung.parallel})" if rung.parallel else "as it is"]
     added = [name for name in rung.remedies if name not in before.remedies]
     return ["+ " + added[0], *(f"  and {name}" for name in added[1:])]
 

@@ -31,9 +31,9 @@ def needs(spec: TargetSpec) -> int:
 
 
 def test_the_plans_of_a_model(spec):
-    assert plans(spec, 2) == ["ddp", "fsdp", "ulysses=2,fsdp"]
-    assert plans(spec, 12) == ["ddp", "fsdp", "ulysses=2,fsdp", "ulysses=4,fsdp"]
-    assert plans(spec.edit(lengths="alpaca"), 4) == ["ddp", "fsdp"]
+    assert [*plans(spec, 2)] == ["ddp", "fsdp", "ulysses=2,fsdp"]
+    assert [*plans(spec, 12)] == ["ddp", "fsdp", "ulysses=2,fsdp", "ulysses=4,fsdp"]
+    assert [*plans(spec.edit(lengths="alpaca"), 4)] == ["ddp", "fsdp"]
 
 
 def test_the_simplest_plan_that_fits_gives_nothing_up(spec):
@@ -43,7 +43,10 @@ def test_the_simplest_plan_that_fits_gives_nothing_up(spec):
     assert document.target.asked.parallel == "ddp" and document.verdict.fits and len(document.ladder) == 1
     _, document = search_plans(spec.edit(gpu_vram_bytes=(ddp + fsdp) // 2))
     assert document.target.asked.parallel == "fsdp" and document.verdict.fits
-    assert document.ladder_reason == "fsdp over 2 cards fits as it is: nothing is given up"
+    assert [(row.added, row.parallel, row.fits) for row in document.ladder] == [
+        (None, "ddp", False), ("fsdp", "fsdp", True),
+    ]  # fmt: skip
+    assert document.ladder_reason == "--parallel fsdp over 2 cards fits as it is: nothing is given up"
     assert list(document.ladder_left_out) == ["--parallel ddp"]
 
 
@@ -54,7 +57,8 @@ def test_remedies_are_taken_where_no_plan_is_enough(spec):
     assert document.verdict.fits and document.ladder[-1].remedies
     assert document.ladder_reason.startswith(f"--parallel {document.target.asked.parallel}")
     assert "4 such cards take it as it is (--parallel ulysses=4,fsdp)" in document.ladder_reason
-    assert document.ladder[-1].cost.link_bytes
+    assert document.ladder[-1].cost.link_bytes and document.ladder[0].parallel == "ddp"
+    assert document.ladder[-1].parallel == document.target.asked.parallel
 
 
 def test_cards_without_a_plan_are_asked_for_one(spec):

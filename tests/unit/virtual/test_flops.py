@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -122,3 +123,41 @@ def test_an_overload_that_torch_has_no_formula_for_counts():
         torch.addmm(total_sum, left, right, out_dtype=torch.float32)
     assert total(gpu.trace, "operations") == 2 * 8 * 16 * 4
     assert torch.ops.aten.addmm in _formulas()
+
+
+def test_collectives_that_are_operators_send_what_those_of_the_group_do():
+    """DTensor's and context parallelism's, each against torch.distributed's own on the same tensors."""
+    from torch.distributed import _functional_collectives as functional
+
+    operators = torch.ops._c10d_functional
+    with memprof.virtual_gpus(4, rank=1) as gpu:
+        dist.init_process_group("nccl")
+        group, part = dist.group.WORLD, torch.zeros(8, 16, device="cuda")
+        whole = torch.zeros(32, 16, device="cuda")
+        for of_both in (
+            (lambda: functional.all_reduce(part, "sum", group), lambda: dist.all_reduce(part)),
+            (
+                lambda: operators.all_gather_into_tensor(part, 4, group.group_name),
+                lambda: dist.all_gather_into_tensor(torch.empty_like(whole), part),
+            ),
+            (
+                lambda: operators.reduce_scatter_tensor(whole, "sum", 4, group.group_name),
+                lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole),
+            ),
+            (
+                lambda: functional.all_to_all_single(whole, [8] * 4, [8] * 4, group),
+                lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+            ),
+        ):
+            for call in of_both:
+                call()
+        functional.permute_tensor(part, [1, 2, 3, 0], group)  # all of it goes to the next
+        dist.destroy_process_group()
+    sent = Counter()
+    for work in gpu.trace.work:
+        sent[gpu.trace.ops[work.op].split(".")[0], work.link_bytes] += work.calls if work.link_bytes else 0
+    one, all_of_it = 8 * 16 * 4, 32 * 16 * 4
+    expected = [one * 6 // 4, 3 * one, all_of_it * 3 // 4, all_of_it * 3 // 4]
+    ours = sorted(size for (kind, size), calls in sent.items() for _ in range(calls) if kind != "c10d")
+    groups = sorted(size for (kind, size), calls in sent.items() for _ in range(calls) if kind == "c10d")
+    assert ours == sorted([*expected, one]) and groups == sorted(expected)

@@ -1,0 +1,69 @@
+"""Edits of the plan: the steps of `--fix` and `--ladder` that spread a run over more of its cards.
+
+Each takes the spec, the step, the value of its main option and the target, as the edits of spec_edits.py do.
+
+Raises:
+    UsageError: there is one card, no cards are left to share, or the model cannot be spread so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from memprof.errors import UsageError
+from memprof.remedies.spec_edits import useless
+from memprof.remedy_catalog import BESIDE, Remedy
+from memprof.spec import TargetSpec
+from memprof.workload.models import find_source
+from memprof.workload.plan import Plan, check_plan, parse_plan
+
+_SHARED: Final = {"ulysses": "ulysses", "ring-attention": "context", "tensor-parallel": "tensor"}
+"""Which direction of the plan each step is."""
+
+
+def shard(spec: TargetSpec, remedy: Remedy, value: Any, target: Mapping[str, Any]) -> TargetSpec:
+    """What were replicas are shards."""
+    plan = _plan(spec, remedy)
+    return _checked(spec, dataclasses.replace(plan, sharded=True, shard=plan.data, replicate=1))
+
+
+def share(spec: TargetSpec, remedy: Remedy, value: Any, target: Mapping[str, Any]) -> TargetSpec:
+    """Cards that had sequences of their own share them: so many, or as many as the model allows."""
+    plan = _plan(spec, remedy)
+    sizes = [ranks for ranks in range(plan.data, 1, -1) if plan.data % ranks == 0]
+    if not sizes:
+        raise useless(remedy, f"--parallel {spec.parallel}", "no cards are left that have sequences of their own")
+    if value is not None and value not in sizes:
+        raise useless(remedy, value, f"give one of {', '.join(map(str, sizes))}")
+    refused: UsageError | None = None
+    for shared in _shares(plan, _SHARED[remedy.name], sizes if value is None else [value]):
+        try:
+            return _checked(spec, shared)
+        except UsageError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _plan(spec: TargetSpec, remedy: Remedy) -> Plan:
+    if spec.gpus == 1:
+        raise useless(remedy, "one card", "it is for several: add --gpus 2")
+    return parse_plan(spec.parallel or BESIDE, spec.gpus)
+
+
+def _shares(plan: Plan, direction: str, sizes: list[int]) -> Iterator[Plan]:
+    for ranks in sizes:
+        left = plan.data // ranks
+        # torch has no replicas of tensor-parallel parameters: what is left are shards.
+        sharded = plan.sharded or (direction == "tensor" and left > 1)
+        data = {"shard": left, "replicate": 1} if sharded else {"replicate": left}
+        yield dataclasses.replace(plan, sharded=sharded, **data, **{direction: ranks})
+
+
+def _checked(spec: TargetSpec, plan: Plan) -> TargetSpec:
+    source = find_source(spec)
+    edited = spec.edit(parallel=plan.text())
+    check_plan(plan, edited, source.task, source.config)
+    return edited

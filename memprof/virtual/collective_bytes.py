@@ -1,0 +1,47 @@
+"""What collectives that are operators send from this rank to others: DTensor and context parallelism call these."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from memprof.virtual.calls import Call
+
+COLLECTIVES: Final = "_c10d_functional"
+"""Their namespace."""
+
+
+def bytes_sent(call: Call) -> int:
+    """Bytes that leave this card in a call of one, as nccl-tests has it for rings (PERFORMANCE.md, bus bandwidth).
+
+    A sum takes twice what is given but for one rank's part of it, a gathering what the others lack, and of what goes
+    from all to all each rank keeps its own part. Zero for what sends nothing: waiting, or a group of one.
+    """
+    name = call.func.overloadpacket.__name__.removesuffix("_").removesuffix("_coalesced")
+    if name not in _SHARES and name not in ("all_to_all_single", "broadcast"):
+        return 0
+    group = _group(call.kwargs.get("group_name", call.args[-1]))
+    ranks = group.size()
+    given = sum(tensor.numel() * tensor.element_size() for tensor in call.tensors)
+    if ranks == 1:
+        return 0
+    if name == "broadcast":
+        return given
+    if name == "all_to_all_single":
+        splits = [int(size) for size in call.args[2]]
+        return given * (sum(splits) - splits[group.rank()]) // max(sum(splits), 1)
+    return round(given * _SHARES[name](ranks))
+
+
+_SHARES: Final = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather_into_tensor": lambda ranks: ranks - 1,
+    "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
+}
+"""Of what is given: of what is gathered a rank gives one part and sends it on for all the others."""
+
+
+def _group(named: Any) -> Any:
+    """The group, by its name or itself: releases of torch differ."""
+    return dist.distributed_c10d._resolve_process_group(named) if isinstance(named, str) else named
