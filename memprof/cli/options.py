@@ -61,7 +61,8 @@ class Remedies:
 
     fix: str | None = option(
         None, "Remedies", "Run with these remedies, such as chunked-loss,activation-checkpointing or "
-        "chunked-loss=2048; auto: the cheapest set that fits (`memprof help remedies` lists them).", metavar="NAMES",
+        "chunked-loss=2048; auto: the cheapest set that fits (`memprof help remedies` lists them). With --gpus also "
+        "fsdp, ulysses, ring-attention, tensor-parallel.", metavar="NAMES",
     )  # fmt: skip
     ladder: bool = option(False, "Remedies", "Remedies one after another: what each saves, costs, and what is next.")
     largest: str | None = option(

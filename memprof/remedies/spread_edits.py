@@ -58,8 +58,11 @@ def _shares(plan: Plan, direction: str, sizes: list[int]) -> Iterator[Plan]:
         left = plan.data // ranks
         # torch has no replicas of tensor-parallel parameters: what is left are shards.
         sharded = plan.sharded or (direction == "tensor" and left > 1)
-        data = {"shard": left, "replicate": 1} if sharded else {"replicate": left}
-        yield dataclasses.replace(plan, sharded=sharded, **data, **{direction: ranks})
+        made = dataclasses.replace(
+            plan, sharded=sharded, shard=left if sharded else 1, replicate=1 if sharded else left
+        )
+        changed: dict[str, Any] = {direction: ranks}
+        yield dataclasses.replace(made, **changed)
 
 
 def _checked(spec: TargetSpec, plan: Plan) -> TargetSpec:

@@ -44,4 +44,5 @@ _SHARES: Final = {
 
 def _group(named: Any) -> Any:
     """The group, by its name or itself: releases of torch differ."""
-    return dist.distributed_c10d._resolve_process_group(named) if isinstance(named, str) else named
+    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    return resolve(named) if isinstance(named, str) else named

@@ -59,7 +59,7 @@ def scripts(search: OverCards, found: tuple[Way, Tried], spec: TargetSpec) -> Sc
     if model is None:
         return Scripts()
     way, tried = found
-    written_for = {}
+    written_for: dict[str, str] = {}
     texts = {FULLY_SHARD: fully_shard_script(way, tried.outcome.spec, model)}
     launch = {FULLY_SHARD: _torchrun(way, "train.py")}
     fitting = [(way, tried)] + [
