@@ -28,6 +28,8 @@ class Package:
     source: str
     made_in: str = ""
     """The file of memprof/virtual/stand_ins; empty: that of its name."""
+    for_libraries: bool = True
+    """Whether libraries find it too, once the program has chosen it."""
 
 
 PACKAGES = {
@@ -38,6 +40,7 @@ PACKAGES = {
         Package("apex", "apex", "0.1", "NVIDIA/apex@25.05"),
         Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", "Dao-AILab/flash-attention@v2.8.3:hopper"),
         Package("causal_conv1d", "causal-conv1d", "1.6.1", "Dao-AILab/causal-conv1d@v1.6.1.post4"),
+        Package("kernels", "kernels", "0.17.2", "huggingface/kernels@v0.17.2:src/kernels", "hub", for_libraries=False),
         Package("mamba_ssm", "mamba-ssm", "2.3.2.post1", "state-spaces/mamba@v2.3.2.post1"),
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )

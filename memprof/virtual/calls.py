@@ -11,7 +11,7 @@ from memprof.trace.events import GPU, HOST
 from memprof.virtual.device_rules import mixes, takes_numbers_of_host
 from memprof.virtual.engine import FILLS_ZEROS
 from memprof.virtual.kernels import registry
-from memprof.virtual.kernels.expansion import expansion
+from memprof.virtual.kernels.expansion import expansion, in_python
 from memprof.virtual.kernels.in_place_backward import CANDIDATES
 from memprof.watch.caches import WRITES
 
@@ -59,6 +59,7 @@ class Operator:
         "expansion",
         "func",
         "handler",
+        "in_python",
         "input_copies",
         "joins",
         "kind",
@@ -86,6 +87,7 @@ class Operator:
         self.handler = registry.kernel_of(packet)
         self.anywhere = packet in registry.anywhere
         self.expansion = expansion(func) if self.handler is None else None
+        self.in_python = self.expansion is not None and in_python(func) is not None
         self.input_copies = registry.input_copies.get(packet)
         self.scratch = registry.scratch.get(packet)
         self.uses_cublas = packet in registry.uses_cublas

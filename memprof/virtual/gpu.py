@@ -40,7 +40,7 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.stand_ins import requests
+from memprof.virtual.stand_ins import hub, requests
 from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -205,9 +205,9 @@ class VirtualGpu(Watch):
             self._patches.set_all(quantized.patches(self.assume))
             self._function_mode.run_cuda_kernels_of(quantized.operators())
 
-    def _written(self, tensor: torch.Tensor) -> None:
+    def _written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:
         """A kernel that is passed over was given `tensor`, and may have written it."""
-        self.assume("Triton kernels are not launched: what they write is unknown, and they allocate nothing.")
+        self.assume(f"{by} are not launched: what they write is unknown, and they allocate nothing.")
         self._forget_values(tensor)
 
     def _forget_values(self, tensor: torch.Tensor) -> None:
@@ -237,7 +237,12 @@ class VirtualGpu(Watch):
         patches.set_all(compiled.patches(self.assume))
         patches.set_all(control_flow.patches())
         patches.set_all(data_parallel.patches())
-        patches.set_all(native.patches(self.recording.is_on_card))
+        patches.set_all(
+            native.patches(
+                self.recording.is_on_card,
+                functools.partial(self._written, by=native.COMPILED) if self._passes_kernels else None,
+            )
+        )
         patches.set_all(loaders.patches(self.assume, self.recording.is_on_card))
         channel = self._channel
         cards = self._cards.number
@@ -277,7 +282,7 @@ class VirtualGpu(Watch):
         replacements = hub_kernels.patches(self.assume)
         if self._stand_ins is not None:
             self._stack.enter_context(self._stand_ins.entered())
-            replacements |= requests.patches(self._stand_ins.choose)
+            replacements |= requests.patches(self._stand_ins.choose) | hub.patches()
         for name, replaced in replacements.items():
             later[name] = functools.partial(self._replace_in, name, replaced)
         self._stack.enter_context(watch_imports(later))

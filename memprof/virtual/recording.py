@@ -33,7 +33,6 @@ from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
 from memprof.virtual.flops import Meter
 from memprof.virtual.kernels import in_place_backward as formulas
 from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
-from memprof.virtual.kernels.expansion import IN_PYTHON
 from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
@@ -92,7 +91,7 @@ class RecordingMode(Machine):
         with _NoTorchFunction():
             operator = self._operator(func)
             if operator.expansion is not None:
-                if func.namespace == IN_PYTHON:
+                if operator.in_python:
                     with torch._C._EnableTorchFunction(), self.function_mode, self:
                         return operator.expansion(*args, **(kwargs or {}))
                 with self:

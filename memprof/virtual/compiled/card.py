@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,3 +41,9 @@ def patches(cards: Cards, properties: Any, drivers: list[tuple[Any, str, Any]]) 
     yield device_interface, "caching_worker_current_devices", {}
     yield device_interface.CudaInterface, "get_raw_stream", staticmethod(returning(0))
     yield _triton, "triton_hash_with_backend", returning("memprof")
+    triton = sys.modules.get("triton.runtime.driver")
+    if triton is not None:
+        # Asked for the target of the program's own kernels, whose first form says which arguments they write.
+        kind: Any = importlib.import_module("triton.backends.compiler")
+        target = kind.GPUTarget("cuda", 10 * properties.major + properties.minor, properties.warp_size)
+        yield triton.driver, "_active", SimpleNamespace(get_current_target=returning(target))

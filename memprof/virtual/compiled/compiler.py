@@ -27,6 +27,7 @@ from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.compiled.telling import Telling
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
+from memprof.virtual.stand_ins import in_graph
 from memprof.virtual.torch_cuda.driver import driver_patches
 from memprof.watch.patches import Patches
 from memprof.watch.recorder import GENERATED
@@ -116,6 +117,10 @@ class Compiler:
                 self._assume(EAGER.format(why_not))
                 return (lambda function: function) if model is None else model
             self._assume(COMPILED)
+            if options.get("fullgraph") and isinstance(model, torch.nn.Module):
+                # What Dynamo is to trace as one is the module's own call, and not the one that is watched.
+                with self._patches.lifted():
+                    return original(model, **options)
             return original(model, **options)
 
         yield torch, "compile", compile_
@@ -190,6 +195,8 @@ class Compiler:
         self._stack.callback(self._forget, list(trace_rules.SKIP_DIRS))
         for name in _OWN:
             trace_rules.add(name)
+        in_graph.prepare()
+        self._stack.enter_context(program_side.constants(type(self._properties)))
 
     def _forget(self, skipped: list[str]) -> None:
         """Nothing that was compiled here is run after the run."""

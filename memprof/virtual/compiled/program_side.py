@@ -44,6 +44,23 @@ def patches(lifted: Lifting, function_mode: Any, assume: Callable[[str], None]) 
         yield utils, "set_torch_function_mode_stack", set_modes
 
 
+@contextlib.contextmanager
+def constants(kind: type) -> Iterator[None]:
+    """Inside, a value of this type is a constant for Dynamo, as a card's properties are."""
+    from torch._dynamo.utils import common_constant_types
+    from torch._dynamo.variables.builder import SourcelessBuilder
+    from torch._dynamo.variables.constant import ConstantVariable
+
+    common_constant_types.add(kind)
+    handlers = getattr(SourcelessBuilder, "_type_handlers", {})
+    handlers[kind] = lambda tracer, value: ConstantVariable.create(value)
+    try:
+        yield
+    finally:
+        common_constant_types.discard(kind)
+        handlers.pop(kind, None)
+
+
 def _of_optimizers(variable: Any, lifted: Lifting) -> Iterator[tuple[Any, str, Any]]:
     """A compiled optimizer makes its state when it is compiled, by its own `_init_group`."""
     call = variable.call_method

@@ -16,11 +16,20 @@ import torch.cuda.profiler
 from memprof.virtual.limits import not_yet
 from memprof.watch.failure import KernelError
 
+COMPILED = "CUDA kernels that are compiled at run time"
 _array_interface: Any = torch.Tensor.__cuda_array_interface__
 
 
-def patches(on_card: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement)."""
+def patches(
+    on_card: Callable[[torch.Tensor], bool], written: Callable[[torch.Tensor], None] | None = None
+) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement).
+
+    Args:
+        on_card: whether a tensor is on the card.
+        written: told each tensor that a kernel compiled at run time may have written, whose launch is then passed over;
+            None: it ends the run.
+    """
 
     def array_interface(tensor: torch.Tensor) -> Any:
         if on_card(tensor):
@@ -32,7 +41,8 @@ def patches(on_card: Callable[[torch.Tensor], bool]) -> Iterator[tuple[Any, str,
 
     yield torch.Tensor, "__cuda_array_interface__", property(array_interface)
     yield torch._C, "_cuda_jiterator_compile_and_launch_kernel", _kernel("torch.cuda.jiterator")
-    yield torch.cuda, "_compile_kernel", _kernel("torch.cuda._compile_kernel")
+    compiles = _kernel("torch.cuda._compile_kernel")
+    yield torch.cuda, "_compile_kernel", compiles if written is None else lambda *args, **kwargs: _Compiled(written)
     for owner in (torch.cuda, torch.cuda.memory):
         for name, what in _ALLOCATORS.items():
             if hasattr(owner, name):
@@ -47,6 +57,22 @@ def _kernel(name: str) -> Callable[..., NoReturn]:
         raise KernelError(f"{name} compiles a kernel for a card that is not there", name)
 
     return launch
+
+
+class _Compiled:
+    """A kernel that torch.cuda._compile_kernel would have made of C++: it allocates nothing."""
+
+    def __init__(self, written: Callable[[torch.Tensor], None]) -> None:
+        self._written = written
+
+    def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
+        """How much a block may use."""
+
+    def __call__(self, grid: Any = (1, 1, 1), block: Any = (1, 1, 1), args: Any = None, *of: Any, **how: Any) -> None:
+        """A launch. Which of its tensors it writes is not known: any may be another now."""
+        for value in args or ():
+            if isinstance(value, torch.Tensor):
+                self._written(value)
 
 
 def _allocator(name: str, what: str) -> type:

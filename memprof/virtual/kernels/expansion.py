@@ -10,6 +10,7 @@ operators that torch has in Python.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,21 @@ _OPERATORS = (
 )  # fmt: skip
 """Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""
 looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
-IN_PYTHON = "torch_nn"
-"""The namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py), with autograd apart."""
+_TORCHS_OWN = "torch_nn"
+"""The namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)."""
+
+
+def in_python(func: Any) -> Callable[..., Any] | None:
+    """What a card runs of an operator that is written in Python (torch.library.custom_op), with autograd apart."""
+    known = OPDEFS.get(func._schema.name)
+    if known is None:
+        return None
+    default: Callable[..., Any] = known._init_fn
+    if "cuda" in known._backend_fns:
+        chosen = inspect.unwrap(known._backend_fns["cuda"])
+        cells = zip(chosen.__code__.co_freevars, chosen.__closure__ or (), strict=True)
+        return next((cell.cell_contents for name, cell in cells if name == "fn"), default)
+    return default if None in known._backend_fns or func.namespace == _TORCHS_OWN else None
 
 
 def expansion(func: Any) -> Callable[..., Any] | None:
@@ -55,8 +69,8 @@ def expansion(func: Any) -> Callable[..., Any] | None:
     that clones in a dropout that does nothing. Those with a kernel as well (silu_backward) run as one: what has one on
     the CPU is taken to have one on CUDA.
     """
-    if func.namespace == IN_PYTHON:
-        body: Callable[..., Any] = OPDEFS[func._schema.name]._init_fn
+    body = in_python(func)
+    if body is not None:
         return body
     name = func.name()
     if func.namespace == "fsdp":

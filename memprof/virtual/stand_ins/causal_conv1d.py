@@ -32,7 +32,7 @@ def backward(x: torch.Tensor, weight: torch.Tensor, bias: Any, made: torch.Tenso
     return made, of_weight.type_as(weight), None if of_bias is None else of_bias.type_as(bias)
 
 
-@stand_in("causal_conv1d.causal_conv1d_interface.causal_conv1d_fn", _NAME, source=_SOURCE)
+@stand_in("causal_conv1d.causal_conv1d_interface.causal_conv1d_fn", _NAME, source=_SOURCE, in_graph=True)
 def causal_conv1d_fn(
     x: torch.Tensor, weight: torch.Tensor, bias: Any = None, seq_idx: Any = None, initial_states: Any = None,
     return_final_states: Any = False, final_states_out: Any = None, activation: Any = None,

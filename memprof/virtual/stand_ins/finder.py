@@ -92,7 +92,8 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _may_have(self, package: str) -> bool:
         """Whether who asks now gets `package`."""
-        if package in self._chosen:
+        known = PACKAGES.get(package)
+        if package in self._chosen and (known is None or known.for_libraries):
             return True
         asks = _asking()
         if asks is None or not registry.knows(package):

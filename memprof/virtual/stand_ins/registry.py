@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from memprof.catalog.stand_ins import GROUP, PACKAGES, public_names
 from memprof.errors import MemprofError, UsageError
+from memprof.virtual.stand_ins import in_graph as graphs
 
 _Object = TypeVar("_Object")
 _HERE = Path(__file__).parent
@@ -27,7 +28,7 @@ _modules: dict[str, dict[str, StandIn]] = {}
 """Module -> name in it -> what replaces it."""
 
 
-def stand_in(*names: str, source: str) -> Callable[[_Object], _Object]:
+def stand_in(*names: str, source: str, in_graph: bool = False) -> Callable[[_Object], _Object]:
     """Let what follows, a function or a class, stand in for one that cannot be imported on this machine.
 
     While a program runs on a virtual GPU, `import package` finds what was registered, if the real package is not
@@ -37,6 +38,8 @@ def stand_in(*names: str, source: str) -> Callable[[_Object], _Object]:
     Args:
         names: "package.module.name": all that it is called by.
         source: where it can be read what the real one allocates, as "repository@tag:file".
+        in_graph: the real function is an operator that torch.compile keeps in a graph, and what follows is a function
+            that writes into no argument. Otherwise a graph ends before the call.
 
     Raises:
         UsageError: a name is taken, or has no module.
@@ -71,6 +74,8 @@ def stand_in(*names: str, source: str) -> Callable[[_Object], _Object]:
             others[attribute] = StandIn(value, source)
         if isinstance(value, type) or hasattr(value, "__code__"):
             value.__module__ = names[0].rpartition(".")[0]
+        if in_graph:
+            graphs.keep(value)
         return value
 
     return register

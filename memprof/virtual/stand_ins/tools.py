@@ -10,6 +10,7 @@ import torch
 
 from memprof.errors import MemprofError
 from memprof.virtual import limits
+from memprof.virtual.stand_ins import in_graph
 
 _Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
@@ -32,6 +33,7 @@ def in_run(used: Callable[[str], None], written: Callable[[torch.Tensor], None])
     finally:
         _used = _written = None
         _tuned.clear()
+        in_graph.forget()
 
 
 def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
@@ -65,7 +67,7 @@ def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
 class _Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
-        outputs, saved = forward(*inputs)
+        outputs, saved = in_graph.called(forward, *inputs) if in_graph.is_traced(inputs) else forward(*inputs)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*saved)
         ctx.run = backward
@@ -77,6 +79,8 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if ctx.run is None:
             raise RuntimeError("this kernel has no backward")
+        if in_graph.is_traced(gradients):
+            return None, None, *in_graph.called(ctx.run, ctx.saved_tensors, *gradients)
         return None, None, *ctx.run(ctx.saved_tensors, *gradients)
 
 

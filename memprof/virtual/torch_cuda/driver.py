@@ -269,6 +269,8 @@ def shared_memory_bytes(compute_capability: tuple[int, int]) -> dict[str, int]:
 class Properties(SimpleNamespace):
     """`torch.cuda.get_device_properties(0)`."""
 
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         """As torch prints it."""
         return (

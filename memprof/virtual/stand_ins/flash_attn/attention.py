@@ -21,7 +21,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def _public(name: str) -> Callable[[Any], Any]:
-    return stand_in(f"{_MODULE}.{name}", f"flash_attn.{name}", source=_SOURCE)
+    return stand_in(f"{_MODULE}.{name}", f"flash_attn.{name}", source=_SOURCE, in_graph="cache" not in name)
 
 
 def _inner(name: str) -> Callable[[Any], Any]:

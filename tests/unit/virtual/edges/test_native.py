@@ -38,6 +38,15 @@ def test_kernels_compiled_at_run_time(launch: Callable[[], Any]) -> None:
     assert gpu.trace.failure is not None and gpu.trace.failure.kind is FailureKind.CUSTOM_KERNEL
 
 
+def test_a_launch_is_passed_over_where_kernels_are() -> None:
+    with VirtualGpu(CARD, passes_kernels=True):
+        filled = torch.zeros(4, device="cuda")
+        fill = torch.cuda._compile_kernel("__global__ void f() {}", "f", compute_capability="90")
+        fill.set_shared_memory_config(1024)
+        fill((1, 1, 1), (4, 1, 1), (filled, 4), shared_mem=1024)
+        assert filled.tolist() == [1.0] * 4  # what an unknown number reads as
+
+
 @pytest.mark.parametrize(
     "make",
     [

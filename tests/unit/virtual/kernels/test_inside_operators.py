@@ -224,3 +224,32 @@ def test_what_writes_an_argument_may_return_a_new_tensor_too(gpu):
         since = Since(gpu)
         result = nn.functional.rrelu(data, training=True)
         assert since.sizes() == [FLOATS, FLOATS] and result.is_cuda  # the noise and the result
+
+
+def test_an_operator_in_python_allocates_what_its_body_does() -> None:
+    @torch.library.custom_op("memprof_test::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        wide = x.repeat(4)
+        return wide[: x.numel()].clone()
+
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        x = torch.empty(1 << 20, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        made = doubled(x)
+        assert made.shape == x.shape
+        assert torch.cuda.memory_allocated() - before == 4 << 20
+        assert torch.cuda.max_memory_allocated() - before == 5 * 4 << 20
+
+
+def test_of_an_operator_in_python_the_cards_body_runs() -> None:
+    @torch.library.custom_op("memprof_test::by_device", mutates_args=(), device_types="cpu")
+    def by_device(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("that of the host")
+
+    @by_device.register_kernel("cuda")
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x])
+
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        assert by_device(torch.empty(8, device="cuda")).shape == (16,)
