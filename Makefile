@@ -53,7 +53,7 @@ format: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.stamp-dev
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m docs.generate
 	$(BIN)/python -m docs.pictures
 
 accuracy: $(VENV)/.stamp-dev

@@ -1,6 +1,7 @@
 """Writes the parts of the documentation that the program itself knows: `make docs`.
 
 * docs/cli.md, from the parser;
+* docs/schema/, from the types of the documents;
 * docs/python.md, from the docstrings of the public names and of what they return;
 * in docs/remedies.md, the tables between `<!-- table of remedies -->` and `<!-- end of table -->`, from the table of
   remedies;
@@ -300,10 +301,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
     parser.add_argument("--slow", action="store_true", help="also what takes minutes, or depends on this machine")
     options = parser.parse_args()
+    from docs.schemas import files
     from memprof.cli.main import app
 
     # The reference first: it may be linked from, and it costs nothing.
-    wanted = {CLI_PAGE: command_line_reference(app)}
+    wanted = {CLI_PAGE: command_line_reference(app), **files()}
     wanted[PYTHON_PAGE] = python_reference()
     wanted[REMEDIES_PAGE] = with_table(REMEDIES_PAGE.read_text(encoding="utf-8"))
     for page in pages_with_outputs():

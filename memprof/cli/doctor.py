@@ -59,7 +59,9 @@ def doctor(
             hint="paste the whole traceback; of a process that vanished, its exit code (137 is a kill)",
         )
     if request.as_json:
-        print_json({"file": _name(file), "diagnoses": [diagnosis.to_json() for diagnosis in found]})
+        from memprof.report.documents.answers import Diagnoses
+
+        print_json(Diagnoses(file=_name(file), diagnoses=tuple(found)))
     else:
         say(render_diagnoses(found, quiet=request.quiet), nl=False)
 
@@ -73,7 +75,9 @@ def _check(output: Output, others: list[tuple[str, object]]) -> None:
             raise UsageError("--env looks at this machine, not at a log", value=name, hint="leave out one of them")
     checked = check_installation()
     if output.as_json:
-        print_json(checked)
+        from memprof.report.documents.answers import Checked
+
+        print_json(Checked(facts=dict(checked.facts), findings=checked.findings))
     else:
         say(render_installation(checked, quiet=output.quiet), nl=False)
 

@@ -46,6 +46,8 @@ def export(
 
         viewer = export_file(file, to, progress, force=request.force)
     if request.as_json:
-        print_json({"file": str(to), "viewer": viewer})
+        from memprof.report.documents.answers import Exported
+
+        print_json(Exported(file=str(to), viewer=viewer))
     elif not request.quiet:
         say(f"Wrote {to}: open it at {viewer}", err=True)

@@ -9,7 +9,6 @@ import typer
 from memprof.cli.output import Listed, print_json
 from memprof.cli.streams import say
 from memprof.errors import UsageError
-from memprof.trace.plain import to_plain
 from memprof.units import gib
 
 if TYPE_CHECKING:
@@ -41,7 +40,9 @@ def gpus(
     from memprof.catalog import list_gpus
 
     if output.as_json:
-        print_json({"gpus": [{**to_plain(card), "peak_flops": dict(card.peak_flops)} for card in list_gpus()]})
+        from memprof.report.documents.answers import GpuList
+
+        print_json(GpuList(gpus=tuple(list_gpus())))
         return
     for card in list_gpus():
         major, minor = card.compute_capability
@@ -49,9 +50,11 @@ def gpus(
 
 
 def _print_present(reading: Reading, environment: Environment) -> None:
-    """The same as JSON; `gpu` is what the catalog calls a card."""
-    cards = [{**to_plain(card), "gpu": found.key if (found := _found(card)) else None} for card in reading.cards]
-    print_json({**to_plain(reading), "cards": cards, "environment": to_plain(environment)})
+    """The same as JSON."""
+    from memprof.report.documents.answers import PresentCards
+
+    names = tuple(found.key if (found := _found(card)) else None for card in reading.cards)
+    print_json(PresentCards.of(reading, names, environment))
 
 
 def _present(reading: Reading, environment: Environment) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from memprof.cli.output import Listed, print_json
 from memprof.cli.streams import say
 from memprof.errors import MemprofError, unknown_name
 
@@ -21,7 +22,7 @@ _FOLDERS = (_PACKAGE / "_docs", _PACKAGE.parent / "docs")
 
 
 def help(
-    context: typer.Context,
+    output: Listed,
     topic: Annotated[str | None, typer.Argument(help="A page's name. [default: list them]", metavar="TOPIC")] = None,
 ) -> None:
     """Show a page of the documentation: lengths, remedies, limitations and others."""
@@ -31,9 +32,20 @@ def help(
     if topic is not None:
         if topic not in pages:
             raise unknown_name("topic", topic, pages, see="(memprof help lists them)")
-        say(pages[topic].read_text(encoding="utf-8"), nl=False)
-        return
-    for name, page in pages.items():
-        with page.open(encoding="utf-8") as lines:
-            title = next((line for line in lines if line.startswith("#")), "")
-        say(f"{name:<20} {title.lstrip('#').strip().replace('`', '')}")
+    shown = pages if topic is None else {topic: pages[topic]}
+    text = None if topic is None else pages[topic].read_text(encoding="utf-8")
+    if output.as_json:
+        from memprof.report.documents.answers import Topic, Topics
+
+        print_json(Topics(topics=tuple(Topic(name, _title(page)) for name, page in shown.items()), text=text))
+    elif text is not None:
+        say(text, nl=False)
+    else:
+        for name, page in shown.items():
+            say(f"{name:<20} {_title(page)}")
+
+
+def _title(page: Path) -> str:
+    with page.open(encoding="utf-8") as lines:
+        title = next((line for line in lines if line.startswith("#")), "")
+    return title.lstrip("#").strip().replace("`", "")

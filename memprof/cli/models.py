@@ -14,11 +14,12 @@ memprof models --json
 def models(output: Listed) -> None:
     """List the catalog's models: name, parameters, published dtype, positions, Hugging Face id."""
     from memprof.catalog import list_models
-    from memprof.trace.plain import to_plain
     from memprof.units import format_count
 
     if output.as_json:
-        print_json({"models": to_plain(list_models())})
+        from memprof.report.documents.answers import ModelList
+
+        print_json(ModelList(models=tuple(list_models())))
         return
     for entry in list_models():
         positions = f"{entry.max_positions:,}" if entry.max_positions else "-"

@@ -175,7 +175,7 @@ def print_json(result: _HasJson | dict[str, Any]) -> None:
         files = ", ".join(str(one.path) for one in settings.taken)
         plain = {
             **plain,
-            "settings": {"file": files, "options": [word for one in settings.taken for word in one.words]},
+            "options_from_file": {"file": files, "options": [word for one in settings.taken for word in one.words]},
         }
     json.dump(plain, sys.stdout, indent=1)
     sys.stdout.write("\n")

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import Commands, add
+from memprof.cli.output import Listed, print_json
 from memprof.cli.streams import say
 from memprof.errors import MemprofError, UsageError, unknown_name
 
@@ -32,10 +33,16 @@ _SCRIPT, _README = "run.py", "README.md"
 """What a recipe's folder has: the script imports the other files of it, and memprof."""
 
 
-def list_recipes() -> None:
+def list_recipes(output: Listed) -> None:
     """List the recipes: name, title, and the line that runs each."""
-    for recipe in find_recipes():
-        say(f"{recipe.name}\n    {_title(recipe)}\n    memprof recipes run {recipe.name}")
+    found = find_recipes()
+    if output.as_json:
+        from memprof.report.documents.answers import Recipe, Recipes
+
+        print_json(Recipes(recipes=tuple(Recipe(one.name, _title(one), _run(one)) for one in found)))
+        return
+    for recipe in found:
+        say(f"{recipe.name}\n    {_title(recipe)}\n    {_run(recipe)}")
 
 
 def run_recipe(context: typer.Context, name: Name) -> None:
@@ -54,6 +61,7 @@ def run_recipe(context: typer.Context, name: Name) -> None:
 
 
 def copy_recipe(
+    output: Listed,
     name: Name,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A new folder, or one that is there: then the copy is made inside it.")
@@ -70,7 +78,14 @@ def copy_recipe(
         raise UsageError(
             "the folder cannot be written", value=f"{target}: {error.strerror or error}", hint="name another folder"
         ) from error
-    say(f"copied to {target}; run it with\n    python {shlex.quote(str(target / _SCRIPT))}")
+    run = f"python {shlex.quote(str(target / _SCRIPT))}"
+    if output.as_json:
+        from memprof.report.documents.answers import Recipe, Recipes
+
+        copied = Recipe(recipe.name, _title(recipe), run)
+        print_json(Recipes(command="recipes cp", recipes=(copied,), copied_to=str(target)))
+        return
+    say(f"copied to {target}; run it with\n    {run}")
 
 
 def find_recipes() -> list[Path]:
@@ -105,6 +120,10 @@ def find_recipe(name: str) -> Path:
             "several recipes have this in their names", value=repr(name), hint=", ".join(r.name for r in found)
         )
     raise unknown_name("recipe", name, [recipe.name for recipe in recipes])
+
+
+def _run(recipe: Path) -> str:
+    return f"memprof recipes run {recipe.name}"
 
 
 def _title(recipe: Path) -> str:

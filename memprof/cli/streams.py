@@ -38,7 +38,7 @@ def tell(error: MemprofError, *, as_json: bool, exit_code: int | None = None) ->
             "hint": error.hint,
             "exit_code": exit_code or error.exit_code,
         }
-        say(json.dumps({"error": fault}, indent=1))
+        say(json.dumps({"schema": 1, "error": fault}, indent=1))
 
 
 def prepare() -> None:

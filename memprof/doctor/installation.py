@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,6 @@ class Installation:
 
     facts: tuple[tuple[str, str], ...]
     findings: tuple[Check, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return {"facts": dict(self.facts), "findings": [asdict(finding) for finding in self.findings]}
 
 
 @dataclass(frozen=True, slots=True)

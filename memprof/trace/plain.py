@@ -60,7 +60,7 @@ def to_plain(value: Any) -> Any:
         return value.to_json()
     if dataclasses.is_dataclass(value):
         return _by_name(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict | types.MappingProxyType):
         return {key: to_plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(one) for one in value]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from memprof.cli.main import run
+from tests.schemas import checked
 
 # As the console script has it (cli/main.py); here transformers may import them while a stream of pytest's is closed.
 for _name in ("torchao", "torch.utils._pytree"):
@@ -45,7 +46,8 @@ class Result:
 
     @property
     def json(self) -> dict[str, Any]:
-        return json.loads(self.stdout)
+        """What was answered, which is as docs/schema says."""
+        return checked(json.loads(self.stdout))
 
 
 @pytest.fixture

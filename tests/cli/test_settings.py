@@ -187,7 +187,7 @@ def test_what_is_nearer_wins(memprof, folder):
 def test_a_named_file_may_name_the_model_and_list_remedies(memprof, folder):
     write(folder, "model: gpt2\ncontext_length: 64\nfix: [activation-checkpointing, chunked-loss]\n", "mine.yaml")
     result = memprof("profile", "--config", folder / "mine.yaml", "--json").json
-    assert "--fix=activation-checkpointing,chunked-loss" in result["settings"]["options"]
+    assert "--fix=activation-checkpointing,chunked-loss" in result["options_from_file"]["options"]
     assert [row["remedies"] for row in result["ladder"]][-1] == ["activation-checkpointing", "chunked-loss"]
 
 

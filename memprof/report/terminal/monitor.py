@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TextIO
 
 from rich.live import Live
@@ -21,6 +20,7 @@ from memprof.monitor.run import MonitorOutcome, View
 from memprof.monitor.sample import Peaks, Sample
 from memprof.report.terminal.console import ansi, dim, terminal
 from memprof.report.terminal.monitor_text import History, cards_table, footer_lines, plain_line, summary
+from memprof.trace.plain import Plain
 
 _MIN_ROWS = 12
 """A terminal with fewer rows is left to the command."""
@@ -77,12 +77,19 @@ class JsonView(_Lines):
 
     def show(self, sample: Sample, peaks: Peaks) -> None:
         """A sample."""
-        self.write(json.dumps(sample.to_json() | {"peaks": asdict(peaks)}))
+        from memprof.report.documents.answers import MonitorLine  # which takes in what other commands need
+
+        self._write(MonitorLine.of(sample, peaks))
 
     def close(self, outcome: MonitorOutcome) -> None:
         """How it ended."""
         if outcome.command:
-            self.write(json.dumps({"outcome": asdict(outcome)}))
+            from memprof.report.documents.answers import MonitorEnd
+
+            self._write(MonitorEnd(outcome=outcome))
+
+    def _write(self, line: Plain) -> None:
+        self.write(json.dumps(line.to_json()))
 
 
 class QuietView(_Lines):

@@ -1,0 +1,187 @@
+"""The short answers in JSON: lists, and what was written where. Each begins with its version, and whose it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from memprof.catalog import Gpu
+from memprof.catalog.models import ModelEntry
+from memprof.device.cards import NvmlCard, Reading
+from memprof.device.environment import Environment
+from memprof.doctor.diagnosis import Diagnosis
+from memprof.doctor.installation import Check
+from memprof.monitor.run import MonitorOutcome
+from memprof.monitor.sample import Peaks, Sample
+from memprof.trace.plain import Plain
+from memprof.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Plain):
+    """What all of them begin with."""
+
+    schema: int = 1
+    """Goes up when a name changes its meaning."""
+    memprof_version: str = __version__
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelList(Answer):
+    """`memprof models`."""
+
+    command: str = "models"
+    models: tuple[ModelEntry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuList(Answer):
+    """`memprof gpus`."""
+
+    command: str = "gpus"
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PresentCard(NvmlCard):
+    """A card of this machine; `gpu` is what the catalog calls it, null if it has none of that name."""
+
+    gpu: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresentCards(Answer):
+    """`memprof gpus --present`."""
+
+    command: str = "gpus --present"
+    cards: tuple[PresentCard, ...]
+    driver_version: str | None
+    cuda_version: str | None
+    """The newest that the driver runs."""
+    notes: tuple[str, ...]
+    environment: Environment
+
+    @classmethod
+    def of(cls, reading: Reading, names: tuple[str | None, ...], environment: Environment) -> PresentCards:
+        """Of what was read; `names` are the catalog's, one a card."""
+        fields = [field.name for field in dataclasses.fields(NvmlCard)]
+        cards = (
+            PresentCard(**{field: getattr(card, field) for field in fields}, gpu=name)
+            for card, name in zip(reading.cards, names, strict=True)
+        )
+        return cls(
+            cards=tuple(cards),
+            driver_version=reading.driver_version,
+            cuda_version=reading.cuda_version,
+            notes=reading.notes,
+            environment=environment,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnoses(Answer):
+    """`memprof doctor`."""
+
+    command: str = "doctor"
+    file: str
+    diagnoses: tuple[Diagnosis, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked(Answer):
+    """`memprof doctor --env`."""
+
+    command: str = "doctor --env"
+    facts: dict[str, str]
+    """What is here, by name."""
+    findings: tuple[Check, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported(Answer):
+    """`memprof export`."""
+
+    command: str = "export"
+    file: str
+    viewer: str
+    """Where it can be opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorLine(Sample):
+    """`memprof monitor`: a line, one sample each."""
+
+    peaks: Peaks
+    """Up to and with this sample."""
+    schema: int = 1
+    command: str = "monitor"
+
+    @classmethod
+    def of(cls, sample: Sample, peaks: Peaks) -> MonitorLine:
+        """Of a sample."""
+        return cls(**{field.name: getattr(sample, field.name) for field in dataclasses.fields(Sample)}, peaks=peaks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorEnd(Plain):
+    """`memprof monitor -- COMMAND`: the last line."""
+
+    outcome: MonitorOutcome
+    schema: int = 1
+    command: str = "monitor"
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A page of the documentation, by the name that `memprof help` takes."""
+
+    name: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topics(Answer):
+    """`memprof help`."""
+
+    command: str = "help"
+    topics: tuple[Topic, ...]
+    text: str | None = None
+    """Of the one page that was asked for, as Markdown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A case study, and the command that runs it."""
+
+    name: str
+    title: str
+    run: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipes(Answer):
+    """`memprof recipes ls` and `memprof recipes cp`."""
+
+    command: str = "recipes ls"
+    recipes: tuple[Recipe, ...]
+    copied_to: str | None = None
+    """The new folder, of `recipes cp`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What went wrong, what was wrong about, and what to do."""
+
+    problem: str
+    value: str | None
+    hint: str | None
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Plain):
+    """Any command that fails where JSON is asked for."""
+
+    schema: int = 1
+    error: Fault

@@ -1,0 +1,83 @@
+"""docs/schema is what the program's types say, and what its commands answer. tests/cli holds every answer against it."""
+
+import json
+import re
+import sys
+
+import fastjsonschema
+import pytest
+
+from docs import schemas
+from memprof.cli.main import COMMANDS
+from memprof.report.documents.report import Document
+from tests.golden.commands import KEPT
+from tests.processes import ROOT, python
+from tests.schemas import checked, validator
+
+GOLDEN = sorted(path.name for path in KEPT.glob("*.json"))
+BESIDE_THE_TESTS_OF_COMMANDS = (
+    "models", "gpus", "gpus --present", "help", "help html", "recipes ls", "recipes cp pythia copy", "doctor --env",
+    "doctor docs/doctor_example.log", "estimate --params 1.2B --explain", "profile --model nothing",
+)  # fmt: skip
+
+
+def test_the_files_are_current():
+    for path, text in schemas.files().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make docs`"
+    assert {path.stem for path in schemas.FOLDER.iterdir()} == set(schemas.FILES)
+
+
+def test_every_command_has_a_schema():
+    said = " ".join(whose for _, whose in schemas.FILES.values())
+    assert all(re.search(rf"\b{command}\b", said) for command in COMMANDS)
+
+
+def test_every_document_has_its_version():
+    for name in schemas.FILES:
+        kinds = [kind.__name__ for kind in schemas.FILES[name][0]]
+        for kind in kinds:
+            assert schemas.schema_of(name)["definitions"][kind]["properties"]["schema"]["type"] == "integer"
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_answers(name):
+    document = json.loads((KEPT / name).read_text(encoding="utf-8"))
+    checked({"memprof_version": "", **document})  # without which they are kept
+
+
+@pytest.mark.parametrize("arguments", BESIDE_THE_TESTS_OF_COMMANDS)
+def test_answers(arguments, tmp_path):
+    words = [str(ROOT / word) if word.startswith("docs/") else word for word in arguments.split()]
+    done = python("-m", "memprof", *words, "--json", folder=tmp_path)
+    assert checked(json.loads(done.stdout))["schema"] == 1, done.stderr
+
+
+def test_lines_of_monitor(tmp_path):
+    options = ("--interval", "0.2", "--json", "--", sys.executable, "-c", "import time; time.sleep(0.5)")
+    done = python("-m", "memprof", "monitor", *options, folder=tmp_path)
+    lines = [checked(json.loads(line)) for line in done.stderr.splitlines()]
+    assert "peaks" in lines[0] and lines[-1]["outcome"]["exit_code"] == 0
+
+
+def test_what_is_not_so_is_refused():
+    document = json.loads((KEPT.parent / "does_not_fit.json").read_text(encoding="utf-8"))
+    checked(document)
+    peak = document["peak"]
+    changed = (
+        {"peak": {**peak, "allocated_bytes": "many"}},
+        {"peak": {name: value for name, value in peak.items() if name != "tensors"}},
+        {"peak": {**peak, "not_said": 1}},
+        {"verdict": None},
+        {"findings": [{}]},
+    )
+    for change in changed:
+        with pytest.raises(fastjsonschema.JsonSchemaValueException):
+            validator("report")({**document, **change})
+
+
+def test_names_are_explained():
+    described = schemas.schema_of("report")["definitions"]
+    peak = described["Peak"]["properties"]
+    assert described[Document.__name__]["properties"]["target"]["anyOf"]
+    assert sum("description" in one for one in peak.values()) > len(peak) / 3
+    assert described["Verdict"]["properties"]["fits"]["type"] == ["boolean", "null"]
