@@ -50,6 +50,7 @@ FILES: dict[str, tuple[tuple[type, ...], str]] = {
     "export": ((answers.Exported,), "export"),
     "topics": ((answers.Topics,), "help"),
     "recipes": ((answers.Recipes,), "recipes ls and recipes cp"),
+    "kept-answers": ((answers.KeptAnswers,), "cache"),
     "error": ((answers.Failed,), "each of them where it fails without an answer"),
 }
 """Name of a file -> what it describes, and whose answer that is."""
@@ -68,7 +69,9 @@ _OPTIONAL: dict[type, tuple[str, ...]] = {
 }
 """Fields that are left out where there is nothing to say."""
 _BESIDE: dict[type, dict[str, Any]] = {
-    **dict.fromkeys((verification.Deviation, verification.Precision, verification.OptimizerRow), {"passed": bool}),
+    verification.Deviation: {"passed": bool},
+    verification.Precision: {"passed": bool},
+    verification.OptimizerRow: {"passed": bool},
     verification.Verification: {
         "schema": int, "memprof_version": str, "command": str, "source": str, "passed": bool,
         "skipped": list[dict[str, str]],

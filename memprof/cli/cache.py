@@ -36,14 +36,21 @@ def cache(
     entries = [] if store is None else store.entries()
     total = sum(entry.num_bytes for entry in entries)
     if output.as_json:
-        rows = [
-            {"asked": asked, "bytes": entry.num_bytes, "used": entry.used}
+        from memprof.report.documents.answers import KeptAnswer, KeptAnswers
+
+        kept = (
+            KeptAnswer(asked, entry.num_bytes, entry.used)
             for entry in entries
             if store is not None and (asked := _asked(store.read(entry.path)))
-        ]
-        folder_name = None if folder is None else str(folder)
+        )
         print_json(
-            {"folder": folder_name, "bytes": total, "most_bytes": MOST_BYTES, "removed": removed, "answers": rows}
+            KeptAnswers(
+                folder=None if folder is None else str(folder),
+                num_bytes=total,
+                most_bytes=MOST_BYTES,
+                removed=removed,
+                answers=tuple(kept),
+            )
         )
         return
     if store is None:

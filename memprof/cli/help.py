@@ -29,9 +29,8 @@ def help(
     pages = {page.stem: page for folder in _FOLDERS for page in sorted(folder.glob("*.md"))}
     if not pages:
         raise MemprofError("this installation has no pages", hint="install memprof from its wheel, or from a checkout")
-    if topic is not None:
-        if topic not in pages:
-            raise unknown_name("topic", topic, pages, see="(memprof help lists them)")
+    if topic is not None and topic not in pages:
+        raise unknown_name("topic", topic, pages, see="(memprof help lists them)")
     shown = pages if topic is None else {topic: pages[topic]}
     text = None if topic is None else pages[topic].read_text(encoding="utf-8")
     if output.as_json:

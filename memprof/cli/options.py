@@ -53,6 +53,7 @@ _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.c
 STDIN = Path("-")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _DEBUG = typer.Option("--debug", help="Show the whole traceback of an error.", rich_help_panel=OUTPUT)
+_NO_COLOR = typer.Option("--no-color", help="Print without colours, as NO_COLOR=1 does.", rich_help_panel=OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,9 +395,12 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     for name, about in settings.OPTIONS.items():
         parameters[name] = inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[str | None, about])
     parameters["debug"] = inspect.Parameter("debug", _KEYWORD, default=False, annotation=Annotated[bool, _DEBUG])
+    parameters["no_color"] = inspect.Parameter(
+        "no_color", _KEYWORD, default=False, annotation=Annotated[bool, _NO_COLOR]
+    )
 
     @functools.wraps(function)
-    def call(*, debug: bool, **values: Any) -> None:
+    def call(*, debug: bool, no_color: bool, **values: Any) -> None:
         for name in settings.OPTIONS:
             values.pop(name)  # was seen to where arguments are parsed
         asked = dict(values)
@@ -406,7 +410,8 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
             built = {group: _build(kind, given[group]) for group, kind in groups.items()}
             reading = next((one for one in built.values() if isinstance(one, Reading)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
-            with contextlib.nullcontext() if reading is None else ceiling(reading.max_memory, files):
+            limited = contextlib.nullcontext() if reading is None else ceiling(reading.max_memory, files)
+            with limited, _colours(wanted=not no_color):
                 function(**values, **built)
         except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error
             give_up(sys.stdout)
@@ -427,6 +432,20 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     call.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return call
+
+
+@contextlib.contextmanager
+def _colours(*, wanted: bool) -> Iterator[None]:
+    if wanted:
+        yield
+        return
+    from memprof.report.terminal.widths import COLOURLESS
+
+    before = COLOURLESS.set(True)
+    try:
+        yield
+    finally:
+        COLOURLESS.reset(before)
 
 
 def _check_numbers(asked: Mapping[str, Any]) -> None:

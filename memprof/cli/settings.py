@@ -28,8 +28,8 @@ import typer
 from memprof.errors import UsageError, unknown_name
 
 _ON_THE_COMMAND_LINE = (
-    "model", "trust-remote-code", "force", "save", "csv", "html", "to", "log", "debug", "help", "m", "config",
-    "save-config", "preset",
+    "model", "trust-remote-code", "force", "save", "csv", "html", "to", "log", "debug", "no-color", "help", "m",
+    "config", "save-config", "preset",
 )  # fmt: skip
 _MAY_BE_NAMED = ("model", "m")
 """By a file that the command line names."""

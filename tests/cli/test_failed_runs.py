@@ -212,7 +212,7 @@ def test_a_run_that_fails_before_the_card_is_used_is_one_error(memprof, tmp_path
         "\n\ndef make():\n    return Model(4, 4)\n"
     )
     result = memprof("profile", "--model", f"{path}:make", "--json")
-    assert result.exit_code == 1 and list(result.json) == ["error"]
+    assert result.exit_code == 1 and list(result.json) == ["schema", "error"]
     assert "the run failed in building the model with OSError" in result.stderr
     assert f"no file ({path}:6)" in result.stderr
 

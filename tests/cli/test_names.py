@@ -96,6 +96,7 @@ MEANINGS = {
     "--log": "a line for each look",
     "--no-cache": "an earlier answer is not taken", "--clear": "earlier answers are removed",
     "--force": "files of others may be replaced", "--quiet": "the end alone", "--debug": "tracebacks",
+    "--no-color": "without colours",
     "--config": "options from a file", "--save-config": "options into a file", "--preset": "options by a name",
     "--help": "help",
     # Of one letter.
@@ -160,7 +161,7 @@ def test_what_several_commands_have_is_made_in_one_place():
         if one.param_type_name == "option":
             users[one.opts[-1]].add(command)
     alone = {flag for flag, commands in users.items() if len(commands) > 1} - fields
-    assert alone == {"--config", "--debug", "--help", "--preset", "--save-config"}
+    assert alone == {"--config", "--debug", "--help", "--no-color", "--preset", "--save-config"}
 
 
 @pytest.mark.parametrize(

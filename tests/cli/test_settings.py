@@ -50,7 +50,7 @@ def test_what_is_taken_is_said(memprof, folder, name):
     assert place == str(folder / name) and set(said.split()) == words
     asked = memprof("estimate", "--params", "1.2B", "--gpu", "t4", "--context-length", 64, "--batch-size", 2, "--json")
     answer = memprof("estimate", "--params", "1.2B", "--json").json
-    assert answer.pop("settings") == {"file": str(folder / name), "options": said.split()}
+    assert answer.pop("options_from_file") == {"file": str(folder / name), "options": said.split()}
     assert asked.json == answer and "Tesla T4" in rest
     assert not memprof("estimate", "--params", "1.2B", "-q").stdout.startswith("From ")
     assert memprof("models").stdout.startswith("gpt2")  # takes nothing
@@ -162,7 +162,7 @@ def test_a_saved_config_is_the_command_again(memprof, folder, name):
     asked = ("estimate", "--params", "1.2B", "--gpu", "t4", "--context-length", 64)
     answer = memprof(*asked, "--save-config", folder / name, "--json").json
     again = memprof("estimate", "--config", folder / name, "--json").json
-    words = again.pop("settings")
+    words = again.pop("options_from_file")
     assert words["file"] == str(folder / name)
     assert set(words["options"]) == {"--params=1.2B", "--gpu=t4", "--context-length=64"}
     assert again == answer

@@ -1,4 +1,4 @@
-"""docs/schema is what the program's types say, and what its commands answer. tests/cli holds every answer against it."""
+"""docs/schema is what the types say and what commands answer; tests/cli holds every answer that it reads against it."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from tests.schemas import checked, validator
 
 GOLDEN = sorted(path.name for path in KEPT.glob("*.json"))
 BESIDE_THE_TESTS_OF_COMMANDS = (
-    "models", "gpus", "gpus --present", "help", "help html", "recipes ls", "recipes cp pythia copy", "doctor --env",
-    "doctor docs/doctor_example.log", "estimate --params 1.2B --explain", "profile --model nothing",
+    "models", "gpus", "gpus --present", "cache", "help", "help html", "recipes ls", "recipes cp pythia copy",
+    "doctor --env", "doctor docs/doctor_example.log", "estimate --params 1.2B --explain", "profile --model nothing",
 )  # fmt: skip
 
 

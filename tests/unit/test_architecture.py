@@ -83,7 +83,7 @@ def _rooms(modules: set[str]) -> set[str]:
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
-BASE = {"errors", "spec", "units", "version", "device.ceiling", "device.host", "trace.plain", "estimate.methods"}
+BASE = {"errors", "spec", "units", "version", "device.ceiling", "device.host", "estimate.methods"}
 """What options are made of."""
 
 
@@ -100,9 +100,9 @@ def test_a_command_imports_no_other():
     commands = {path.stem for path in (ROOT / "memprof/cli").glob("*.py") if "EXAMPLES" in path.read_text()} - {"main"}
     assert {name for name in commands if f"memprof.cli.{name}" in modules} == {"estimate"}
     rooms = {name.split(".")[1] for name in _rooms(modules)}
-    assert rooms == {name.partition(".")[0] for name in BASE} | {"catalog", "estimate", "report", "workload"}
+    assert rooms == {name.partition(".")[0] for name in BASE} | {"catalog", "estimate", "report", "trace", "workload"}
     assert {name for name in _rooms(modules) if ".report." in name} == {
-        "memprof.report.documents.estimate", "memprof.report.terminal.estimate",
+        "memprof.report.documents.estimate", "memprof.report.terminal.estimate", "memprof.report.terminal.widths",
     }  # fmt: skip
     assert not modules & {"rich", "argparse", "asyncio", "pynvml"}
 

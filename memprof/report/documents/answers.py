@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memprof.catalog import Gpu
 from memprof.catalog.models import ModelEntry
@@ -13,7 +13,7 @@ from memprof.doctor.diagnosis import Diagnosis
 from memprof.doctor.installation import Check
 from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample
-from memprof.trace.plain import Plain
+from memprof.trace.plain import Plain, json_name
 from memprof.version import __version__
 
 
@@ -167,6 +167,31 @@ class Recipes(Answer):
     recipes: tuple[Recipe, ...]
     copied_to: str | None = None
     """The new folder, of `recipes cp`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """What a run was, as a command, and what is kept of it; `used` in seconds since the epoch."""
+
+    asked: str
+    num_bytes: int = field(metadata=json_name("bytes"))
+    used: float
+    """When it was asked for last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptAnswers(Answer):
+    """`memprof cache`."""
+
+    command: str = "cache"
+    folder: str | None
+    """None: nothing is kept."""
+    num_bytes: int = field(metadata=json_name("bytes"))
+    most_bytes: int
+    """What is kept at the most."""
+    removed: int
+    """How many answers, with --clear."""
+    answers: tuple[KeptAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)

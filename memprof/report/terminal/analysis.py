@@ -179,11 +179,11 @@ def _moment(device: DeviceReport) -> RenderableType:
     if moment.pending_bytes:
         held += f"; {format_bytes(moment.pending_bytes)} more freed and waiting for other streams"
     unit = unit_for(amounts.allocated_bytes, smallest=1)
-    made = table(f">{unit.name}", ">share", ">blocks", *(["|category"] if moment.by != "category" else []))
-    made.add_column(moment.by, overflow="fold", ratio=3)
+    headers = [f">{unit.name}", ">share", ">blocks", *(["|category"] if moment.by != "category" else [])]
     shows_module = moment.by in ("frame", "size", "category")
-    if shows_module:
-        made.add_column("mostly" if moment.by != "frame" else "in module", overflow="fold", ratio=2)
+    beside = "mostly" if moment.by != "frame" else "in module"
+    headers += [f"~{moment.by}", *([f"~{beside}"] * shows_module)]
+    made = table(*headers, drop=(beside, "category", "share", "blocks"))
     total = amounts.allocated_bytes + moment.pending_bytes or 1
     for row in moment.groups:
         cells = [unit.amount(row.allocated_bytes), f"{row.allocated_bytes / total:.1%}", f"{row.count:,}"]
@@ -207,7 +207,7 @@ def _moment(device: DeviceReport) -> RenderableType:
 def _blocks(device: DeviceReport) -> RenderableType:
     blocks = device.moment.blocks
     unit = unit_for(blocks[0].allocated_bytes, smallest=1)
-    made = table(f">{unit.name}", ">x", "|life in events", "~what it is")
+    made = table(f">{unit.name}", ">x", "|life in events", "~what it is", drop=("life in events", "x"))
     for block in _kinds(blocks):
         life = _life(block) if block.alike == 1 else f"{_life(block).split(' ')[0]}, …"
         made.add_row(unit.amount(block.allocated_bytes), f"{block.alike:,}", life, _what(block))
@@ -324,7 +324,9 @@ def _replay(replay: ReplayRow) -> RenderableType:
 
 
 def _what_if(found: WhatIf) -> RenderableType:
-    made = table("settings", ">peak reserved", ">reserved at the end", ">segments")
+    made = table(
+        "~settings", ">peak reserved", ">reserved at the end", ">segments", drop=("segments", "reserved at the end")
+    )
     for one, note in ((found.before, " (as recorded)"), (found.after, "")):
         made.add_row(
             one.settings + note,

@@ -20,7 +20,7 @@ def render_bridge(bridge: Bridge, unit: Unit) -> RenderableType:
     if _amounts(bridge.peak_allocated) != _amounts(bridge.peak_reserved):
         moments.append(bridge.peak_allocated)
     heads = ("most reserved", "most allocated")[: len(moments)]
-    made = table("|", *(f">{head}" for head in heads), "~")
+    made = table("|", *(f">{head}" for head in heads), "~ ", drop=("most allocated", " "))
     made.show_header = len(moments) > 1
     made.columns[-1].style = "dim"
 

@@ -81,8 +81,6 @@ def _settings(document: Comparison) -> RenderableType:
     if not document.settings:
         return Text(f"\nSettings: no difference ({same}).")
     made = table("~setting", "~A", "~B")
-    for column in made.columns:
-        column.max_width = MAX_VALUE
     for row in document.settings:
         made.add_row(Text(row.name), Text(_value(row.a)), Text(_value(row.b)))
     return _titled("Settings that differ", same, made)
@@ -187,7 +185,7 @@ def _tensors(document: Comparison, top: int) -> RenderableType:
     same = f"{document.same_tensors} rows, {format_bytes(document.same_tensors_bytes)}, are the same"
     if not document.tensors:
         return Text(f"\nTensors at the peak: no difference ({same}).")
-    made = table(">difference", "~what", "~A", "~B")
+    made = table(">difference", "~what", "~A", "~B", drop=("A", "B"))
     differing = [row for row in document.tensors if row.difference_bytes]
     for row in differing[:top]:
         made.add_row(_signed(row.difference_bytes), _place(row), _tensor(row, row.a), _tensor(row, row.b))
@@ -287,7 +285,7 @@ def _verdict(document: Comparison) -> RenderableType:
 
 def _beside(first: str, *more: str) -> Table:
     """A table of A, B and their difference."""
-    return table(f"~{first}", ">A", ">B", ">difference", *more)
+    return table(f"~{first}", ">A", ">B", ">difference", *more, drop=("change A", "change B", "A", "B"))
 
 
 def _three(unit: Unit, a: int | None, b: int | None, difference: int | None) -> list[str]:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from memprof.errors import printable
-
-WIDTH = 110
-"""Columns of a text that is not for a terminal."""
-_NARROWEST, _WIDEST = 20, 1000
+from memprof.report.terminal.widths import (
+    COLOURLESS,
+    NARROWEST,
+    WIDEST,
+    WIDTH,
+    aligned,
+    left_out,
+    output_width,
+    wrapped,
+)
 
 
 class _Console(Console):
@@ -25,9 +33,11 @@ class _Console(Console):
 
     def __init__(self, **options: Any) -> None:
         # In a notebook rich would show everything at once, and leave the stream that it was given empty.
+        if COLOURLESS.get() and not options.get("record"):
+            options["no_color"] = True
         super().__init__(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)
         if "width" not in options and self._width is not None:  # what COLUMNS says, which may be anything
-            self._width = min(max(self._width, _NARROWEST), _WIDEST)
+            self._width = min(max(self._width, NARROWEST), WIDEST)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -36,7 +46,7 @@ class _Console(Console):
 
 
 def terminal(stream: TextIO | None = None) -> Console:
-    """The console on `stream`, stdout if it is None: in colour on a terminal, unless NO_COLOR says otherwise."""
+    """The console on `stream`, or stdout: in colour on a terminal, unless NO_COLOR or --no-color say otherwise."""
     return _Console(file=stream)
 
 
@@ -59,13 +69,13 @@ def html_of(view: RenderableType, width: int = WIDTH) -> str:
     return shown.replace("color: #000000; text-decoration-color: #000000", "")
 
 
-def show(view: RenderableType, *, pipe_width: int | None = WIDTH) -> None:
-    """Print `view` to stdout: into a pipe `pipe_width` columns wide, or as COLUMNS says if that is None."""
+def show(view: RenderableType) -> None:
+    """Print `view` to stdout: as wide as COLUMNS or the terminal says, into a pipe `WIDTH` columns."""
     console = terminal()
     if console.is_terminal:
         console.print(view)
     else:
-        console.file.write(text_of(view, pipe_width or console.width).lstrip("\n"))
+        console.file.write(text_of(view, output_width()).lstrip("\n"))
 
 
 def ansi(line: Text, columns: int) -> str:
@@ -97,14 +107,67 @@ def section(title: Text | str, *parts: RenderableType, below: int = 0) -> Group:
     return Group(heading(title) if isinstance(title, str) else title, indented(*parts, below=below))
 
 
-def table(*headers: str, ruled: bool = False) -> Table:
+class _Fitted(Table):
+    """A table whose columns are as wide as their longest word at least: what there is no room for is left out."""
+
+    drop: tuple[str, ...] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        gone: list[str] = []
+        yield from Table.__rich_console__(self._fitted(console, options, gone), console, options)
+        if any(name.strip() for name in gone):
+            yield dim(left_out(gone))
+
+    def _fitted(self, console: Console, options: ConsoleOptions, gone: list[str]) -> Table:
+        """The same with widths; `gone` gets the headers that were left out."""
+        made, left = copy.copy(self), [name for name in self.drop if name in {c.header for c in self.columns}]
+        while True:
+            room = options.max_width - made._extra_width
+            wide = options.update_width(WIDEST)
+            most = [made._measure_column(console, wide, column) for column in made.columns]
+            # Running text may take several lines. A name should not; it does where all else is gone.
+            needed = [one.minimum if _runs(c) else one.maximum for one, c in zip(most, made.columns, strict=True)]
+            if sum(needed) > room and not left:
+                needed = [m.maximum if c.no_wrap else m.minimum for m, c in zip(most, made.columns, strict=True)]
+            if sum(needed) <= room:
+                widths = _grown(needed, [one.maximum for one in most], room)
+                made.columns = [copy.copy(column) for column in made.columns]
+                for column, width in zip(made.columns, widths, strict=True):
+                    column.width = width - made._get_padding_width(column._index)
+                return made
+            if not left:
+                return made  # a word that is wider than the terminal
+            gone.append(name := left.pop(0))
+            made.columns = [copy.copy(column) for column in made.columns if column.header != name]
+            for index, column in enumerate(made.columns):
+                column._index = index
+
+
+def _runs(column: Column) -> bool:
+    return column.overflow == "fold"
+
+
+def _grown(needed: list[int], most: list[int], room: int) -> list[int]:
+    """Widths between both that share what `room` there is, the narrowest first."""
+    widths = list(needed)
+    while (spare := room - sum(widths)) > 0 and any(w < m for w, m in zip(widths, most, strict=True)):
+        growing = [place for place, (w, m) in enumerate(zip(widths, most, strict=True)) if w < m]
+        place = min(growing, key=lambda one: widths[one])
+        others = [widths[one] for one in growing if widths[one] > widths[place]]
+        widths[place] += min(spare, most[place] - widths[place], max(min(others, default=WIDEST) - widths[place], 1))
+    return widths
+
+
+def table(*headers: str, ruled: bool = False, drop: Sequence[str] = ()) -> Table:
     """A table in the house's style: without lines, or with one below its headers.
 
     What a header begins with says how its column is set: `>` figures, to the right and never broken; `|` words that
-    are never broken; `~` text that is broken anywhere rather than cut off.
+    are never broken; `~` text that may take several lines. The columns `drop` are left out where there is no room for
+    all, in this order.
     """
     style = "table.header" if ruled else "dim"
-    made = Table(box=SIMPLE_HEAD if ruled else None, padding=(0, 1), pad_edge=False, header_style=style)
+    made = _Fitted(box=SIMPLE_HEAD if ruled else None, padding=(0, 1), pad_edge=False, header_style=style)
+    made.drop = tuple(drop)
     for header in headers:
         name, figures = header.lstrip(">|~"), header.startswith(">")
         made.add_column(
@@ -116,20 +179,43 @@ def table(*headers: str, ruled: bool = False) -> Table:
     return made
 
 
-def aligned(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Text]:
-    """Lines of aligned columns, headers first, which begin as a table's do."""
-    right = [header.startswith(">") for header in headers]
-    lines = [[header.removeprefix(">") for header in headers], *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    made = []
-    for line in lines:
-        cells = zip(line, widths, right, strict=True)
-        made.append(Text("  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in cells).rstrip()))
-    made[0].stylize("dim")
-    for text in made[1:]:
-        text.highlight_words([" fits"], style="bold green")
-        text.highlight_words([" dies", " failed"], style="red")
-    return made
+@dataclass(frozen=True)
+class Aligned:
+    """Lines of aligned columns, headers first, which begin as a table's do.
+
+    Args:
+        below: what stands below each row.
+        drop: columns that are left out where there is no room for all, in this order; of two of one name, the last.
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    below: Sequence[Sequence[RenderableType]] = ()
+    drop: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines, gone = aligned(self.headers, self.rows, options.max_width, self.drop)
+        for number, line in enumerate(map(Text, lines)):
+            if number:
+                line.highlight_words([" fits"], style="bold green")
+                line.highlight_words([" dies", " failed"], style="red")
+            else:
+                line.stylize("dim")
+            yield line
+            yield from self.below[number - 1] if number and self.below else ()
+        if gone:
+            yield dim(left_out(gone))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line for a shell, in several where there is no room for it: it can be copied as it stands."""
+
+    line: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        pieces = wrapped(self.line, options.max_width - 2, deeper="  ")
+        yield Text(" \\\n".join(pieces), no_wrap=True, overflow="ignore")
 
 
 def bar(share: float, width: int) -> Text:

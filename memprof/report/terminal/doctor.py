@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from memprof.doctor.diagnosis import Candidate, Diagnosis, Figures
+from memprof.report.terminal.widths import WIDTH, output_width, wrapped
 from memprof.units import format_bytes
 
 if TYPE_CHECKING:
     from memprof.doctor.installation import Installation
 
-_MAX_WIDTH = 110
 _MAX_OTHERS = 2
 """Tensors shown beside the likeliest; JSON has them all."""
 _FIGURES = (
@@ -80,18 +77,8 @@ def _tensor(candidate: Candidate) -> str:
 
 
 def _wrap(lines: Iterable[str], indent: str, hanging: str | None = None) -> list[str]:
-    width = min(
-        _MAX_WIDTH, int(os.environ.get("COLUMNS", "0") or 0) or shutil.get_terminal_size((_MAX_WIDTH, 24)).columns
-    )
-    deeper = indent + "  " if hanging is None else hanging
-    return [
-        piece
-        for line in lines
-        for piece in textwrap.wrap(
-            line, max(40, width), initial_indent=indent, subsequent_indent=deeper, break_on_hyphens=False
-        )
-        or [""]
-    ]
+    width = min(WIDTH, output_width())
+    return [piece for line in lines for piece in wrapped(line, width, indent, hanging)]
 
 
 def render_installation(checked: Installation, *, quiet: bool = False) -> str:

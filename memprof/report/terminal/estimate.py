@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from memprof.catalog import Gpu
 from memprof.estimate.explain import CONSTANTS, assumptions, formula, kept
@@ -19,10 +19,8 @@ from memprof.estimate.table import (
     band_of,
     cards,
 )
+from memprof.report.terminal.widths import aligned, left_out, output_width, wrapped
 from memprof.units import MIB, format_bytes, gib
-
-_TITLE = 26
-_CELL = 10
 
 
 def render_text(
@@ -34,9 +32,15 @@ def render_text(
     quiet: bool = False,
 ) -> str:
     """The answer; with `explain`, every formula, constant and assumption; `quiet`: weights and cards alone."""
-    if quiet:
-        return "".join(f"{line}\n" for line in (next(_heading(estimate)), *_cards(estimate, gpus)))
-    return "".join(f"{line}\n" for line in _lines(estimate, gpus, exact, explain))
+    lines = (next(_heading(estimate)), *_cards(estimate, gpus)) if quiet else _lines(estimate, gpus, exact, explain)
+    return "".join(f"{piece}\n" for line in lines for piece in _broken(line, output_width()))
+
+
+def _broken(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    words = line.lstrip()
+    return wrapped(words, width, indent=line[: len(line) - len(words)])
 
 
 def _lines(
@@ -88,32 +92,34 @@ def _mark(cell: Cell | None) -> str:
 def _table(estimate: Estimate) -> Iterator[str]:
     yield ""
     columns = dict.fromkeys((*COLUMNS, estimate.dtype))
-    names = (f"{name}*" if name == estimate.dtype else name for name in columns)
-    yield f"{'':{_TITLE}}" + "".join(f"{name:>{_CELL}}" for name in names)
+    names = [f">{name}*" if name == estimate.dtype else f">{name}" for name in columns]
+    rows = []
     for method in METHODS:
         cells = [estimate.cells.get((method.key, name)) for name in columns]
         if any(cells):
             title = next(cell.title for cell in cells if cell is not None)
-            yield f"{title:{_TITLE}}" + "".join(f"{_mark(cell):>{_CELL}}" for cell in cells)
+            rows.append([title, *map(_mark, cells)])
+    yield from _fitted(["", *names], rows, drop=[name for name in columns if name != estimate.dtype])
 
 
 def _cards(estimate: Estimate, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     yield f"* {estimate.dtype} on the {len(gpus)} card{'s' * (len(gpus) != 1)} looked at:"
-    verdicts = f"{FITS:>6}{BORDERLINE:>12}{NO:>4}  smallest that fits" if len(gpus) > 1 else ""
-    yield f"{'':{_TITLE}}{'allocated':>10}{'reserved':>10}{'device used, band':>26}{verdicts}"
+    headers = ["", ">allocated", ">reserved", ">device used, band"]
+    headers += [f">{FITS}", f">{BORDERLINE}", f">{NO}", "smallest that fits"] if len(gpus) > 1 else ["verdict"]
+    rows = []
     by_size = sorted(gpus, key=lambda gpu: gpu.total_bytes)
     for cell in estimate.column():
         figures = cell.figures()
         device, low, high = (gib(size) for size in figures[DEVICE_USED])
-        sizes = "".join(f"{gib(figures[kind][0]):>10}" for kind in KINDS[:2])
-        line = f"{cell.title:{_TITLE}}{sizes}{device:>9}{f'{low} to {high}':>17}"
+        row = [cell.title, *(gib(figures[kind][0]) for kind in KINDS[:2]), f"{device:>6}  {f'{low}-{high}':>11}"]
         found = cards(cell, gpus)
         if len(gpus) == 1:
-            yield f"{line}  {found[gpus[0].key]}"
+            rows.append([*row, found[gpus[0].key]])
             continue
         fits, borderline, no = (list(found.values()).count(verdict) for verdict in (FITS, BORDERLINE, NO))
         smallest = next((f"{gpu.key} ({gib(gpu.total_bytes)})" for gpu in by_size if found[gpu.key] == FITS), "none")
-        yield f"{line}{fits:>6}{borderline:>12}{no:>4}  {smallest}"
+        rows.append([*row, *map(str, (fits, borderline, no)), smallest])
+    yield from _fitted(headers, rows, drop=("allocated", "reserved", NO, BORDERLINE, "smallest that fits"))
     if len(gpus) == 1:
         yield f"{gpus[0].name}: {gib(gpus[0].total_bytes)} GiB"
     yield f"Within the band a card is {BORDERLINE}. Bands, against published figures (`memprof help estimate`):"
@@ -131,11 +137,19 @@ def _sharded(estimate: Estimate) -> Iterator[str]:
     is_side_by_side = any(cell.strategy == "DDP" for cell in estimate.sharded)
     whose = "each with a micro-batch of its own" if is_side_by_side else "of the rank that needs most"
     yield f"{estimate.dtype} on each of {estimate.gpus} cards, {whose}:"
-    yield f"{'':{_TITLE}}" + "".join(f"{name:>14}" for name in strategies)
+    rows = []
     for method in dict.fromkeys(cell.method for cell in estimate.sharded):
         sizes = [gib(cell.device_bytes) for cell in estimate.sharded if cell.method == method]
         title = next(cell.title for cell in estimate.sharded if cell.method == method)
-        yield f"{title:{_TITLE}}" + "".join(f"{size:>14}" for size in sizes)
+        rows.append([title, *sizes])
+    yield from _fitted(["", *(f">{name}" for name in strategies)], rows)
+
+
+def _fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str] = ()) -> Iterator[str]:
+    lines, gone = aligned(headers, rows, output_width(), drop)
+    yield from lines
+    if gone:
+        yield left_out(gone)
 
 
 def _exact(estimate: Estimate, exact: Mapping[str, Simulated]) -> Iterator[str]:

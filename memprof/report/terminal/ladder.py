@@ -9,7 +9,7 @@ from memprof.remedy_catalog import STEPS
 from memprof.report.documents.ladder import Cost, Rung
 from memprof.report.documents.report import Document
 from memprof.report.terminal.cells import Unit, unit_for
-from memprof.report.terminal.console import aligned, dim, section
+from memprof.report.terminal.console import Aligned, dim, section
 from memprof.units import GIB, format_bytes
 
 _UNITS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
@@ -40,13 +40,14 @@ def render_ladder(document: Document) -> RenderableType:
         left_out.add("reserved")
     columns = [column for column in columns if column[0].removeprefix(">") not in left_out]
     priced = [name for name in ("compute", "bus", "cards") if name not in left_out]
-    header, *rows = aligned(*_head_and_rows(columns))
-    lines = [header]
-    for names, line, rung in zip(added, rows, rungs, strict=True):
+    header, *rows = zip(*columns, strict=True)
+    below = []
+    for names, rung in zip(added, rungs, strict=True):
         host = f"; {format_bytes(rung.host_peak_bytes)} in host memory" if rung.host_peak_bytes > MIN_HOST_BYTES else ""
         if (rung.cost.host_bytes or 0) > rung.peak_allocated_bytes * _CPU_WORK:
             host += f"; the CPU reads and writes {format_bytes(rung.cost.host_bytes or 0)} in a step"
-        lines += [line, *map(Text, names[1:]), dim(f"    then: {rung.next_bottleneck.text}{host}")]
+        below.append([*map(Text, names[1:]), dim(f"    then: {rung.next_bottleneck.text}{host}")])
+    least_needed = [name for name in ("bus", "cards", "compute", "saved", "reserved") if f">{name}" in header]
     shared = len({rung.parallel for rung in rungs}) > 1
     legend = (
         f"{unit.name}. saved: device memory, against the row above. {', '.join(priced)}: more than as it is. "
@@ -55,7 +56,12 @@ def render_ladder(document: Document) -> RenderableType:
         f"{' Where cards share sequences, a step has as many as in the first row, one after another.' * shared}"
     )
     parts: list[RenderableType] = [
-        section("The ladder: each row adds to those above", *lines, dim(legend), below=1),
+        section(
+            "The ladder: each row adds to those above",
+            Aligned(header, rows, below, drop=least_needed),
+            dim(legend),
+            below=1,
+        ),
     ]
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
@@ -71,11 +77,6 @@ def render_ladder(document: Document) -> RenderableType:
 
 def _is_of_the_bus(rung: Rung) -> bool:
     return (rung.cost.extra_bus_seconds or 0.0) > _BUS * (rung.cost.step_seconds or 0.0)
-
-
-def _head_and_rows(columns: list[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    header, *rows = zip(*columns, strict=True)
-    return header, rows
 
 
 def _name(fix: str) -> str:

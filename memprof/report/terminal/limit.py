@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memprof.report.documents.limit import Limit, LimitRun
-from memprof.report.terminal.console import dim, section
+from memprof.report.terminal.console import Command, dim, section
 from memprof.units import format_bytes
 
 _NAMES = {"batch-size": "largest batch", "context-length": "longest context"}
@@ -26,11 +26,11 @@ def render_limit(limit: Limit, total_bytes: int) -> RenderableType:
     runs = {run.number: run for run in limit.runs}
     if limit.largest is None:
         least = limit.runs[0]
-        return section(f"\n{headline(limit)}", Text(_said(least, total_bytes)), Text(f"  {least.command}"), below=1)
-    lines: list[Text] = []
+        return section(f"\n{headline(limit)}", Text(_said(least, total_bytes)), Command(least.command), below=1)
+    lines: list[RenderableType] = []
     shown = [limit.largest, *([] if limit.first_too_large is None else [limit.first_too_large])]
     for number in shown:
-        lines += [Text(_said(runs[number], total_bytes)), Text(f"  {runs[number].command}")]
+        lines += [Text(_said(runs[number], total_bytes)), Command(runs[number].command)]
     lines += [dim(sentence) for sentence in _notes(limit, runs)]
     return section(f"\n{headline(limit)}", *lines, below=1)
 

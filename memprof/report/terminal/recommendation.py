@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -19,7 +18,7 @@ from memprof.report.documents.recommendation import (
     Recommendation,
     Stream,
 )
-from memprof.report.terminal.console import aligned, dim, heading, indented, section, show
+from memprof.report.terminal.console import Aligned, Command, dim, heading, indented, section, show
 from memprof.units import format_bytes, format_count, gib
 
 _SHOWN = 10
@@ -89,9 +88,9 @@ def _title(answer: Recommendation) -> str:
     return f"{answer.model} ({size} parameters), {goal}{length}, {answer.effective_batch} {batch}, on {card}"
 
 
-def _command(command: str) -> Text:
+def _command(command: str) -> Command:
     """To paste, however long it is."""
-    return Text(" \\\n  ".join(textwrap.wrap(command, 100, break_long_words=False, break_on_hyphens=False)))
+    return Command(command)
 
 
 # -- a configuration --------------------------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ def _choices(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     legend += "1 run was made." if answer.runs == 1 else f"{answer.runs} runs were made."
     failed = [] if explain else _not_run(answer)
     return [
-        section(what, *aligned(headers, cells), below=1),
+        section(what, Aligned(headers, cells, drop=(headers[5].lstrip(">"), "margin", "step")), below=1),
         indented(dim(legend), *failed, below=1),
     ]
 
@@ -257,7 +256,7 @@ def _largest(answer: Recommendation, *, explain: bool) -> list[RenderableType]:
     )
     commands = [_command(row.command) for row in answer.largest if row.model is not None]
     return [
-        indented(*aligned(headers, cells), below=1),
+        indented(Aligned(headers, cells, drop=("needs", "next larger", "parameters")), below=1),
         indented(dim(legend), *([] if explain else _not_run(answer)), below=1),
         section("Each as a run of its own, at its longest context", *commands, below=1),
     ]
@@ -299,7 +298,7 @@ def _lengths(lengths: Lengths) -> list[RenderableType]:
     )
     return [
         section("The data set", *lines, below=1),
-        indented(*aligned(headers, cells), below=1),
+        indented(Aligned(headers, cells, drop=("of a batch", "ascending", "descending", "packed")), below=1),
         indented(dim(legend), below=1),
         *([] if lengths.stream is None else [_stream(lengths.stream)]),
     ]
@@ -312,7 +311,7 @@ def _stream(stream: Stream) -> RenderableType:
     cells = [(row.how, gib(row.mean_bytes), gib(row.p99_bytes), gib(row.peak_bytes)) for row in stream.reserved]
     return section(
         f"Over {stream.batches:,} batches of these lengths, it {verdict}",
-        *aligned(("reserved in a step, GiB", ">mean", ">p99", ">peak"), cells),
+        Aligned(("reserved in a step, GiB", ">mean", ">p99", ">peak"), cells),
         below=1,
     )
 

@@ -37,6 +37,8 @@ MIN_HOST_BYTES = 64 * MIB
 _BAR_WIDTH = 28
 _MIN_SHARE_IN_DOUBT = 0.01
 """Of the peak: what unknown workspaces change by less than that is not told."""
+_LEAST_NEEDED = ("host peak", "seconds", "delta", "torch.cuda\nreserved", "NVML\nused", "reserved", "torch.cuda\npeak")
+"""Columns of the stages, the first to be left out where there is no room."""
 _SEVERITY_STYLE = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
@@ -179,7 +181,12 @@ def _stages(document: Document) -> RenderableType:
     shows_host = document.host_peak_bytes >= MIN_HOST_BYTES
     headers = ["allocated", "delta", "peak", "resident" if on_cpu else "reserved", *beside]
     headers += ["seconds" if measured else "on this card", *(["host peak"] * shows_host)]
-    made = table("stage" + (f" (step {step})" if step else ""), *(f">{header}" for header in headers), ruled=True)
+    made = table(
+        "stage" + (f" (step {step})" if step else ""),
+        *(f">{header}" for header in headers),
+        ruled=True,
+        drop=_LEAST_NEEDED,
+    )
     rows = shown_stages(document)
     peak = max(
         (i for i, row in enumerate(rows) if row.peak_allocated_bytes == document.peak.allocated_bytes), default=None
@@ -356,7 +363,7 @@ def _caught_before(verdict: Verdict) -> str:
 def _categories(document: Document) -> RenderableType:
     total = document.peak.allocated_bytes
     amount = _unit(document).amount
-    made = table("", ">", ">", "|")
+    made = table("", ">", ">", "|bar", drop=("bar",))
     made.show_header = False
     for category, num_bytes in document.peak.categories.items():
         share = num_bytes / total
@@ -379,7 +386,7 @@ def _workspaces(document: Document) -> list[RenderableType]:
 
 def _tensors(document: Document) -> RenderableType:
     unit = _unit(document)
-    made = table(f">{unit.name}", ">x", "|shape", "~what it is")
+    made = table(f">{unit.name}", ">x", "|shape", "~what it is", drop=("shape", "x"))
     for tensor in document.peak.tensors[:MAX_TENSORS]:
         shape = f"{shape_text(tensor.shape)} {tensor.dtype}"
         made.add_row(unit.amount(tensor.num_bytes), str(tensor.count), shape, _origin(tensor))

@@ -1,0 +1,67 @@
+"""How wide a text may be, and what is left out of a table that is wider. Needs no rich."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+WIDTH = 110
+"""Columns of a text that is not for a terminal, unless COLUMNS says otherwise."""
+NARROWEST, WIDEST = 20, 1000
+COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)
+"""Whether `--no-color` was given."""
+
+
+def output_width() -> int:
+    """Columns of what is printed to stdout: COLUMNS, else those of the terminal, else `WIDTH`."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said):
+        return min(max(int(said), NARROWEST), WIDEST)
+    try:
+        return min(max(os.get_terminal_size(sys.stdout.fileno()).columns, NARROWEST), WIDEST)
+    except (OSError, ValueError):
+        return WIDTH
+
+
+def wrapped(line: str, width: int, indent: str = "", deeper: str | None = None) -> list[str]:
+    """`line` in lines of so many columns, broken between words alone; `deeper` is before all but the first."""
+    return textwrap.wrap(
+        line, max(width, 40), initial_indent=indent, subsequent_indent=indent + "  " if deeper is None else deeper,
+        break_on_hyphens=False, break_long_words=False,
+    ) or [""]  # fmt: skip
+
+
+def aligned(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, drop: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Lines of aligned columns, headers first, and the columns that were left out.
+
+    Args:
+        headers: those that begin with `>` are of figures, to the right.
+        rows: a cell a column.
+        width: that the lines should have at the most.
+        drop: columns that are left out where there is no room for all, in this order; of two of one name, the last.
+    """
+    names = [header.removeprefix(">") for header in headers]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    kept, gone = list(range(len(names))), list[str]()
+    for name in drop:
+        if sum(widths[place] + 2 for place in kept) - 2 <= width:
+            break
+        found = [place for place in kept if names[place] == name]
+        if found:
+            kept.remove(found[-1])
+            gone.append(name)
+    lines = []
+    for line in (names, *rows):
+        cells = (f"{line[one]:{'>' if headers[one].startswith('>') else '<'}{widths[one]}}" for one in kept)
+        lines.append("  ".join(cells).rstrip())
+    return lines, gone
+
+
+def left_out(names: Sequence[str]) -> str:
+    """What is said of columns that there was no room for."""
+    return f"No room for: {', '.join(' '.join(name.split()) for name in dict.fromkeys(names) if name.strip())}."
