@@ -56,7 +56,7 @@ class Machine(TorchDispatchMode):
         self._node_cards: dict[int, str] = {}
         """Of several cards: number of an autograd node -> the one that it was made on."""
         self.empty: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
-        """Storages without bytes that are genuinely on the meta device, or on another card than the first."""
+        """Storages without bytes that are on the meta device for the program, too, on the host, or on a later card."""
         self._host: set[int] = set()
         self._elsewhere: dict[int, str] = {}
         """Storages of other cards than the first."""
@@ -124,7 +124,7 @@ class Machine(TorchDispatchMode):
                     self._host.add(storage._cdata)
                 elif device != GPU:
                     self._elsewhere[storage._cdata] = device
-            elif device != GPU and tensor.is_meta and not storage.nbytes() and is_card(device):
+            elif device != GPU and tensor.is_meta and not storage.nbytes() and (device == HOST or is_card(device)):
                 self.empty[storage] = device
 
     def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:

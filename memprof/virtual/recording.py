@@ -185,10 +185,11 @@ class RecordingMode(Machine):
                         call.on_host = True
                     else:
                         call.on_gpu = True
-                elif is_card(self.device_of(arg)):
-                    call.on_gpu = True  # an empty one
-                else:
-                    call.on_meta = True
+                else:  # an empty one, or one that is on meta for the program, too
+                    device = self.device_of(arg)
+                    call.on_gpu |= is_card(device)
+                    call.on_host |= device == HOST
+                    call.on_meta |= device == "meta"
             else:
                 call.real.append(arg)
                 call.key.append(("real", arg.size(), arg.dtype))

@@ -80,9 +80,10 @@ class Joining:
         if _c10d is None:
             return
         starting = self._starting(dist.init_process_group)
-        for owner in (dist, _c10d):
-            yield owner, "init_process_group", starting
-            yield owner, "split_group", _split_group
+        for owner in (dist, _c10d, getattr(dist, "device_mesh", None)):  # a mesh joins where the program has not
+            for name, joining in (("init_process_group", starting), ("split_group", _split_group)):
+                if hasattr(owner, name):
+                    yield owner, name, joining
         yield _c10d, "_new_process_group_helper", self._creating(_c10d._new_process_group_helper)
         yield _c10d, "_store_based_barrier", lambda *args, **options: None
         for owner in (dist, _c10d):

@@ -196,6 +196,15 @@ def test_tensors_are_grouped_by_the_device_that_the_program_believes_in(gpu: Vir
     assert lists[0][0] is card and lists[1][0] is states[1] and lists[2] == []
 
 
+def test_what_c_makes_without_a_size_is_where_its_source_is(gpu: VirtualGpu) -> None:
+    """`polar` makes its result of no elements, and lets its kernel size it (native/TensorFactories.cpp)."""
+    for where in ("cpu", "cuda"):
+        angles = torch.ones(1 << 20, device=where)
+        made = torch.polar(angles, angles)
+        assert made.device.type == where and made.shape == angles.shape and made.dtype == torch.complex64
+        assert gpu.trace.storages[-1].device == {"cpu": "cpu", "cuda": "cuda:0"}[where]
+
+
 def test_terabytes_cost_no_host_memory(gpu: VirtualGpu) -> None:
     tensor = torch.zeros(1 << 38)
     assert tensor.device == CPU

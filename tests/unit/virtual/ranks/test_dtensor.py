@@ -1,0 +1,61 @@
+"""DTensor on one rank alone: what it asks of tensors beside their layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:barrier:UserWarning"),
+]
+
+
+@contextlib.contextmanager
+def rank(number: int, size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    """As torchrun starts it; nothing listens at the address."""
+    for name, value in {"RANK": number, "WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with VirtualGpu(find_gpu("a100-80gb"), cards=size, workspaces=False) as gpu:
+        torch.cuda.set_device(number)
+        yield gpu
+
+
+def test_a_mesh_joins_where_the_program_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rank(1, 4, monkeypatch):
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert mesh.get_coordinate() == (0, 1) and dist.get_world_size() == 4
+    assert not dist.is_initialized()
+
+
+def test_a_sharded_weight_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rank(0, 2, monkeypatch) as gpu:
+        weight = distribute_tensor(torch.empty(64, 16, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)])
+        since = len(gpu.trace.storages)
+        made = nn.init.kaiming_uniform_(weight)
+        assert isinstance(made, DTensor) and made.shape == (64, 16) and made.to_local().shape == (32, 16)
+        # It is written in place; what its generator is asked for is small.
+        assert all(storage.num_bytes <= 16 for storage in gpu.trace.storages[since:])
+
+
+def test_a_sequence_is_gathered_and_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of collectives that are waited for where they are first used: here in the backward pass, as a view."""
+    with rank(1, 4, monkeypatch):
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
+        plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+        parallelize_module(model, init_device_mesh("cuda", (4,)), plan)
+        result = model(torch.rand(20, 16, device="cuda"))
+        assert result.shape == (20, 8) and result.device == torch.device("cuda", 1)
+        result.sum().backward()
+        assert model[0].weight.grad.to_local().shape == (8, 16)
