@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from memprof.virtual import unknowns
+from memprof.virtual import budget, unknowns
+from memprof.virtual.budget import is_integer, is_linear, is_small, work_of
 from memprof.virtual.calls import OVERWRITES, tensors_of
 from memprof.virtual.collective_bytes import COLLECTIVES
 from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads_for, untouched
@@ -29,18 +30,7 @@ from memprof.virtual.tokens import ChosenTokens
 
 _aten = torch.ops.aten
 
-MAX_TENSOR_BYTES = 1 << 30
-"""Shadows take up to this much each (a routing mask of 131,072 tokens, 8 choices and 128 experts in int64)..."""
-MAX_SHADOW_BYTES = 1 << 31
-"""... and this much together."""
-MAX_WORK = 1 << 33
-"""Elements visited in computing large tensors over a run (some ten seconds of one core)."""
-
-SMALL_INTEGER_ELEMENTS = 1 << 20
-SMALL_FLOAT_ELEMENTS = 1 << 12
-"""Tensors up to these sizes are computed by any operator and at no charge."""
-MODERATE_ELEMENTS = 1 << 24
-"""Integers up to this size are computed by any operator; what is larger, and floats, by those of linear work."""
+_TRIANGLES = frozenset({_aten.tril, _aten.triu})
 
 
 class Values:
@@ -57,6 +47,8 @@ class Values:
         """Tokens that end or pad a text, as far as the program has said so."""
         self._held_bytes = 0
         self._work = 0
+        self._lent: tuple[Any, torch.Tensor] | None = None
+        """The last triangle, by what it was made of."""
         self.assume = assume
         self._draws = 0
         self.on_unknown: Callable[[torch.Tensor, str], None] = lambda tensor, told: None
@@ -79,7 +71,7 @@ class Values:
         """What the whole of `storage` holds, in memory of its own; None if that is not known."""
         value = self._uniform.get(storage._cdata)
         if value is not None:
-            if value != 0 and storage.nbytes() > MAX_TENSOR_BYTES:
+            if value != 0 and storage.nbytes() > budget.MAX_TENSOR_BYTES:
                 return None
             self._spell_out(storage)
         shadow = self._shadows.get(storage._cdata)
@@ -164,7 +156,7 @@ class Values:
         if is_small(tensor):
             return True
         num_bytes = tensor.untyped_storage().nbytes()
-        return num_bytes <= MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= MAX_SHADOW_BYTES
+        return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
 
     # -- operators --------------------------------------------------------------------------------------------------
 
@@ -205,12 +197,12 @@ class Values:
         """Whether the work is little, or linear and within what is left for the run."""
         if all(is_small(tensor) for tensor in tensors):
             return True
-        work = _work(func, tensors)
-        moderate = work <= MODERATE_ELEMENTS and all(is_small(t) or _is_integer(t) for t in tensors)
-        return (moderate or _is_linear(func)) and self._pay(work)
+        work = work_of(func, tensors)
+        moderate = work <= budget.MODERATE_ELEMENTS and all(is_small(t) or is_integer(t) for t in tensors)
+        return (moderate or is_linear(func)) and self._pay(work)
 
     def _pay(self, work: int) -> bool:
-        if self._work + work > MAX_WORK:
+        if self._work + work > budget.MAX_WORK:
             self.assume("Masks and indices made late in the run are not computed: there were too many large ones.")
             return False
         self._work += work
@@ -264,11 +256,11 @@ class Values:
         """Compute a large `output` of floats or bytes when something reads it: most, such as positions, images and
         quantized weights, decide nothing."""
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        decides = _is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
-        if is_small(output) or decides or drawn or not _is_linear(func) or not self.wants(output):
+        decides = is_integer(output) and output.dtype not in (torch.int8, torch.uint8)
+        if is_small(output) or decides or drawn or not is_linear(func) or not self.wants(output):
             return False
         given: list[Shadow] = []
-        work = _work(func, [*tensors_of([*args, *kwargs.values()]), output])
+        work = work_of(func, [*tensors_of([*args, *kwargs.values()]), output])
         try:
             args, kwargs = self._later((args, kwargs), given)
         except LookupError:
@@ -312,10 +304,10 @@ class Values:
             value = unknowns.UNIFORM[packet](args, kwargs)
             value = self.get(value) if isinstance(value, torch.Tensor) else value
             for output in outputs:
-                if value is not None and (packet not in unknowns.EMPTY or is_small(output) or _is_integer(output)):
+                if value is not None and (packet not in unknowns.EMPTY or is_small(output) or is_integer(output)):
                     self.set_uniform(output, value)
             return
-        if outputs and args and not _is_integer(outputs[-1]) and not self._may_know(args[0]):
+        if outputs and args and not is_integer(outputs[-1]) and not self._may_know(args[0]):
             return  # most operators: floats of what is not known
         if self._follow_uniform(func, args, kwargs, outputs):
             return
@@ -323,7 +315,17 @@ class Values:
         if self._all_known((args, kwargs)) and any(self.wants(output) for output in outputs):
             if len(outputs) == 1 and self._put_off(func, args, kwargs, outputs[0]):
                 return
-            result = self.compute(func, args, kwargs, outputs)
+            key = self._triangle(func, args, kwargs, outputs[0]) if packet in _TRIANGLES else None
+            if key is not None and self._lent is not None and self._lent[0] == key:
+                if self._affords(func, [args[0], outputs[0]]):
+                    self._keep(outputs[0].untyped_storage(), self._lent[1]).is_awaited = True
+                    return
+            else:
+                result = self.compute(func, args, kwargs, outputs)
+                if key is not None and result is not None:
+                    self.set(outputs[0], result)
+                    self._lend(key, outputs[0])
+                    return
         if result is None:
             self._assume_for(func, args, kwargs, outputs)
             return
@@ -331,6 +333,21 @@ class Values:
         for output, known in zip(outputs, results, strict=False):
             if isinstance(known, torch.Tensor) and known.shape == output.shape and self.wants(output):
                 self.set(output, known)
+
+    def _triangle(self, func: Any, args: Any, kwargs: Any, output: torch.Tensor) -> Any:
+        """What a triangle of a matrix of one value is made of: attention makes the same mask in every layer."""
+        one = self._one_value(args[0])
+        if one is None or kwargs or output.numel() * output.element_size() > budget.LENT_BYTES:
+            return None
+        return func, one.item(), output.dtype, output.size(), output.stride(), *args[1:]
+
+    def _lend(self, key: Any, output: torch.Tensor) -> None:
+        """Keep what `output` holds for the next; whoever writes into either has a copy of its own."""
+        shadow = self._shadows.get(output.untyped_storage()._cdata)
+        flat = None if shadow is None else shadow.flat()
+        if shadow is not None and flat is not None:
+            shadow.is_awaited = True
+            self._lent = key, flat
 
     def _follow_uniform(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> bool:
         """Of tensors whose elements are all alike, an operator on single elements makes such a tensor."""
@@ -379,7 +396,7 @@ class Values:
         if packet is _aten.all:
             self.set_uniform(outputs[-1], 1)
             return
-        if not _is_integer(outputs[-1]):
+        if not is_integer(outputs[-1]):
             return
         share = self._share(args[0])
         stand_in = None
@@ -415,7 +432,7 @@ class Values:
         address, packet = target.untyped_storage()._cdata, func.overloadpacket
         whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
         others = [*args[1:], *kwargs.values()]
-        drawn = torch.Tag.nondeterministic_seeded in func.tags and not _is_integer(target)
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and not is_integer(target)
         if not self._all_known(others) or drawn or (address in self._shares and not (whole and packet in OVERWRITES)):
             self.drop(address)
             return
@@ -424,6 +441,10 @@ class Values:
             return
         one = self._one_value(target) if whole else None
         if one is not None and not is_small(target) and self._follow_uniform(func, args, kwargs, [target]):
+            return
+        moves = whole and packet is _aten.copy_ and others[0].is_meta and others[0].shape == target.shape
+        # As a new tensor would be: what is moved to the host and back is rarely read.
+        if moves and self._put_off(_aten._to_copy.default, (others[0],), {"dtype": target.dtype}, target):
             return
         if address not in self._shadows:
             if address not in self._uniform and not (whole and packet in OVERWRITES):
@@ -475,24 +496,3 @@ class Values:
             return unknowns.spread(mask.shape, share)
         self.assume("A selection by a mask whose values are not known keeps every element.")
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
-
-
-def is_small(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is computed without a second thought."""
-    return tensor.numel() <= (SMALL_INTEGER_ELEMENTS if _is_integer(tensor) else SMALL_FLOAT_ELEMENTS)
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _is_linear(func: Any) -> bool:
-    """Whether the work grows with the number of elements, or is known to be that of a product."""
-    packet = func.overloadpacket
-    return torch.Tag.pointwise in func.tags or packet in unknowns.LINEAR or packet in unknowns.PRODUCTS
-
-
-def _work(func: Any, tensors: list[torch.Tensor]) -> int:
-    """Elements visited by `func`, of its inputs and output in order."""
-    each = tensors[-2].shape[-2] if func.overloadpacket in unknowns.PRODUCTS else 1
-    return each * max(tensor.numel() for tensor in tensors)

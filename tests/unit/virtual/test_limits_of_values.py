@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
-from memprof.virtual import VirtualGpu, values
+from memprof.virtual import VirtualGpu, budget
 from memprof.virtual.kernels import detection
+from memprof.virtual.values import Values
 from tests.unit.virtual.test_values import setitem, written
 
 CARD = find_gpu("a100-80gb")
@@ -92,13 +93,13 @@ SIZES: dict[str, Callable[[int, str], float]] = {
 @pytest.mark.parametrize("name", SIZES)
 def test_nothing_jumps_at_a_limit(monkeypatch: Any, gpu: VirtualGpu, name: str, limit: int, device: str) -> None:
     """From a few elements less to a few more than what is small, moderate, or real on the host."""
-    monkeypatch.setattr(values, "MODERATE_ELEMENTS", 1 << 21)
+    monkeypatch.setattr(budget, "MODERATE_ELEMENTS", 1 << 21)
     below, at, above = (SIZES[name](limit + more, device) for more in (-64, 0, 64))
     assert at == pytest.approx(below, rel=0.2) and above == pytest.approx(at, rel=0.2)
 
 
 def test_what_is_put_off_takes_no_room(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MAX_SHADOW_BYTES", 1 << 25)
+    monkeypatch.setattr(budget, "MAX_SHADOW_BYTES", 1 << 25)
     positions = [torch.arange(1 << 20, device="cuda").float() / 3 for _ in range(9)]
     assert len((positions[8] < 1).nonzero()) == 3 and len(planted("cuda").nonzero()) == 1000
 
@@ -121,15 +122,15 @@ def tokens_of_each_expert(num_tokens: int) -> list[int]:
 def test_balance_on_both_sides_of_the_limits(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
     """32 choices a token: the mask is beyond the limit for the second number of tokens, the choices are not."""
     if limit is not None:
-        monkeypatch.setattr(values, "MAX_TENSOR_BYTES", limit)
-        monkeypatch.setattr(values, "SMALL_INTEGER_ELEMENTS", 1 << 14)
+        monkeypatch.setattr(budget, "MAX_TENSOR_BYTES", limit)
+        monkeypatch.setattr(budget, "SMALL_INTEGER_ELEMENTS", 1 << 14)
     with VirtualGpu(CARD, workspaces=False):
         for num_tokens in (256, 1024, 8192):
             assert tokens_of_each_expert(num_tokens) == [num_tokens // 8] * 16
 
 
 def test_the_work_of_a_run_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "MAX_WORK", 5 * SIDE * SIDE)
+    monkeypatch.setattr(budget, "MAX_WORK", 5 * SIDE * SIDE)
     with VirtualGpu(CARD, workspaces=False) as gpu:
         counts = [int((planted("cuda") == 1.0).sum()) for _ in range(4)]
         assert counts[0] == 1000 and counts[-1] == SIDE * SIDE
@@ -230,14 +231,14 @@ def test_large_floats_are_computed_when_they_are_read(gpu: VirtualGpu, name: str
 
 
 def test_what_nothing_reads_is_not_computed(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values.Values, "_pay", lambda self, work: pytest.fail("computed"))
+    monkeypatch.setattr(Values, "_pay", lambda self, work: pytest.fail("computed"))
     table = torch.outer(torch.arange(1 << 12, device="cuda").float(), torch.ones(1 << 8, device="cuda")).cos()
     (torch.randn(1 << 12, 1 << 8, device="cuda") * table).sum()
 
 
 def test_what_is_too_much_when_it_is_read_is_unknown(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     late = positions("cuda") * 2
-    monkeypatch.setattr(values, "MAX_WORK", 0)
+    monkeypatch.setattr(budget, "MAX_WORK", 0)
     assert late[4].item() == 1.0
 
 
@@ -253,3 +254,43 @@ def test_sums_of_a_mask_beyond_all_memory_are_not_made(gpu: VirtualGpu) -> None:
     sums = mask.cumsum(-1)
     assert sums.shape == mask.shape and bool((sums[:, -1] == 0).all())
     assert int(mask.sum()) == 1 << 42
+
+
+def test_what_is_moved_is_not_computed_for_it(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As activations are, to the host and back."""
+    source = (torch.arange(1 << 20, device="cuda").float() / 4).cos()
+    whole = source.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(Values, "_pay", lambda self, work: pytest.fail("computed"))
+        host = torch.empty(1 << 20, dtype=torch.bfloat16, pin_memory=True)
+        host.copy_(source)
+        back = host.to("cuda", non_blocking=True)
+    source.zero_()
+    assert back[7].item() == torch.tensor(7 / 4).cos().to(torch.bfloat16).item()
+    host.zero_()
+    assert (
+        (back != 0).all() and (host == 0).all() and torch.equal(whole[:3], (torch.arange(3, device="cuda") / 4).cos())
+    )
+    part = torch.zeros(1 << 21, device="cuda")
+    part[: 1 << 20].copy_(whole)
+    assert part[7].item() == whole[7].item() and part[-1].item() == 0
+
+
+def test_the_same_mask_is_made_once_and_is_each_ones_own(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    call = Values._call
+    monkeypatch.setattr(Values, "_call", lambda self, func, *rest: (made.append(func), call(self, func, *rest))[1])
+
+    def mask(value: int = 1, diagonal: int = 0) -> torch.Tensor:
+        return torch.full((SIDE, SIDE), value, dtype=torch.bool, device="cuda").tril(diagonal)
+
+    half = SIDE * (SIDE + 1) // 2
+    first, second = mask(), mask()
+    assert made.count(torch.ops.aten.tril.default) == 1
+    first[:, 0] = False
+    third = mask()
+    assert [len(one.nonzero()) for one in (first, second, third)] == [half - SIDE, half, half]
+    third[0] = True
+    assert len(mask().nonzero()) == half and len(mask(diagonal=1).nonzero()) == half + SIDE - 1
+    assert len(torch.ones(SIDE, SIDE, dtype=torch.bool, device="cuda").triu(1).nonzero()) == half - SIDE
+    assert len(mask(value=0).nonzero()) == 0
