@@ -122,7 +122,7 @@ class VirtualGpu(Watch):
         self._cards = Cards(cards, self.recorder.trace.cards, are_peers=_are_peers(gpu))
         self._nodes, self._rank, self._channel = nodes, rank, channel
         self._compiles = compiles
-        self._stand_ins = StandIns(self.assume, self._forget_values) if stand_ins else None
+        self._stand_ins = StandIns(self.assume, self._forget_values, self._keep) if stand_ins else None
         self._roots_noted = 0
         """Of so many models it is known how they are spread over ranks."""
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
@@ -209,6 +209,12 @@ class VirtualGpu(Watch):
         """A kernel that is passed over was given `tensor`, and may have written it."""
         self.assume(f"{by} are not launched: what they write is unknown, and they allocate nothing.")
         self._forget_values(tensor)
+
+    def _keep(self, num_bytes: int, name: str) -> None:
+        """A library keeps a workspace on the current card."""
+        if self.recording.workspaces:
+            place = self.recorder.place(sys._getframe(1))
+            self.recorder.allocate_hidden(num_bytes, name, place, self._cards.named(), keep=True)
 
     def _forget_values(self, tensor: torch.Tensor) -> None:
         self._values.drop(tensor.untyped_storage()._cdata)

@@ -32,6 +32,9 @@ LEFT_OUT = (
     "cute",
     "flash_attn_triton_amd",
     "_cpp_lib",
+    "jax",
+    "debug",
+    "triton_kernels",
 )
 """Folders without what a training script imports."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

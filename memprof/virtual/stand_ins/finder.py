@@ -36,11 +36,15 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     Args:
         assume: told, once for each package, that it is stood in for.
         written: told each tensor that a stand-in writes in place.
+        takes: told the bytes of a workspace that a package keeps for the length of the run, and its name.
     """
 
-    def __init__(self, assume: Callable[[str], None], written: Callable[[Any], None]) -> None:
+    def __init__(
+        self, assume: Callable[[str], None], written: Callable[[Any], None], takes: Callable[[int, str], None]
+    ) -> None:
         self._assume = assume
         self._written = written
+        self._takes = takes
         self._chosen: set[str] = set()
         self._missed: dict[str, str] = {}
         """Package -> the module of a library that was told that it is not there."""
@@ -51,7 +55,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Inside, the program's imports find stand-ins; afterwards nothing of them is left in `sys`."""
         sys.meta_path.append(self)
         try:
-            with tools.in_run(self._say, self._written):
+            with tools.in_run(self._say, self._written, self._takes):
                 yield
         finally:
             sys.meta_path.remove(self)

@@ -17,22 +17,28 @@ Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 _used: Callable[[str], None] | None = None
 _written: Callable[[torch.Tensor], None] | None = None
+_takes: Callable[[int, str], None] | None = None
 
 
 _tuned: set[tuple[str, Any]] = set()
+_kept: dict[Any, Any] = {}
 FLUSHED_BYTES = 256 * 1024 * 1024
 
 
 @contextmanager
-def in_run(used: Callable[[str], None], written: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Stand-ins may be called inside: `used` is told the package of each, `written` what they write in place."""
-    global _used, _written
-    _used, _written = used, written
+def in_run(
+    used: Callable[[str], None], written: Callable[[torch.Tensor], None], takes: Callable[[int, str], None]
+) -> Iterator[None]:
+    """Stand-ins may be called inside: `used` is told the package of each, `written` what they write in place, `takes`
+    the workspaces that they keep."""
+    global _used, _written, _takes
+    _used, _written, _takes = used, written, takes
     try:
         yield
     finally:
-        _used = _written = None
+        _used = _written = _takes = None
         _tuned.clear()
+        _kept.clear()
         in_graph.forget()
 
 
@@ -107,6 +113,32 @@ def written(*tensors: torch.Tensor) -> None:
     if _written is not None:
         for tensor in tensors:
             _written(tensor)
+
+
+def workspace(name: str, num_bytes: int) -> None:
+    """A package takes a workspace at its first call on a card, and keeps it for the length of the run.
+
+    Args:
+        name: what it is called in a report.
+        num_bytes: its size.
+    """
+    key = ("workspace", name, torch.cuda.current_device())
+    if key not in _kept and _takes is not None:
+        _kept[key] = None
+        _takes(num_bytes, name)
+
+
+def kept(key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A tensor that a package makes at the first call and keeps for the length of a run, as a table.
+
+    Args:
+        key: of which there is one.
+        make: makes it.
+    """
+    if key not in _kept:
+        _kept[key] = make()
+    found: torch.Tensor = _kept[key]
+    return found
 
 
 def autotuned(kernel_name: str, key: Any) -> None:
