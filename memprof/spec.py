@@ -307,7 +307,8 @@ class TargetSpec:
     gpus: int = option(1, "Card", "How many such cards.", is_count=True)
     parallel: str | None = option(
         None, "Card", "How the model and its work are spread over them: ddp, fsdp, fsdp:shard_grad_op, "
-        "hsdp:2x4, tp=2,fsdp=4, cp=2, ulysses=2 or pp=4:1f1b:microbatches=8.", metavar="PLAN",
+        "hsdp:2x4, tp=2,fsdp=4, cp=2, ulysses=2 or pp=4:1f1b:microbatches=8; in inference also device-map.",
+        metavar="PLAN",
     )  # fmt: skip
     """See workload/plan.py; batch size and context length are those of one rank's batch, before it is spread."""
     rank: int | None = option(

@@ -28,7 +28,7 @@ memprof recommend --model qwen3-0.6b --mode inference --context-length 4096
 memprof recommend --model llama-3.1-8b --gpus 8 --gpu a100-40gb
 """
 
-SCRIPTS_OVER_CARDS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan")
+SCRIPTS_OVER_CARDS = ("fully-shard", "accelerate", "accelerate-yaml", "torchtitan", "tensor-parallel", "device-map")
 _SEARCHED = "what gives up least and fits"
 
 
@@ -64,7 +64,7 @@ class Request(Explained):
     )  # fmt: skip
     gpu: str = again("gpu")
     gpu_vram_bytes: int | None = again("gpu_vram_bytes")
-    gpus: int = again("gpus", note="A training is spread over them: how, and the least number that does.")
+    gpus: int = again("gpus", note="How the model is spread over them, and the least number that does.")
     host_memory_bytes: int = again("host_memory_bytes", default=HOST_BYTES, unset="256")
     cache: bool = again("cache")
     snippet: str | None = option(
@@ -204,6 +204,10 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     question = Question(
         Goal(request.goal), request.effective_batch, request.precision, request.batch_size, request.half
     )
+    if spec.gpus > 1 and request.goal == "infer":
+        from memprof.flows.recommend.serving import recommend_serving
+
+        return recommend_serving(spec, question, progress)
     if spec.gpus > 1:
         from memprof.flows.recommend.over_cards import recommend_over_cards
 

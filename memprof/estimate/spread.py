@@ -19,6 +19,11 @@ def ranks_in(subject: Subject, plan: Plan, parallel: str, gpus: int) -> list[Ran
     if not parallel:
         return [ALONE]
     spread = parse_plan(parallel, gpus)
+    if spread.layers > 1:
+        raise UsageError(
+            "the closed form has no layers over cards", value=f"--parallel {parallel}",
+            hint="memprof profile --mode inference runs it",
+        )  # fmt: skip
     fields = plan.spec_fields()
     asked = {name: fields[name] for name in ("mode", "adapter", "quantize") if name in fields}
     check_plan(

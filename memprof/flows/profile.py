@@ -56,7 +56,7 @@ def profile(
         asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
         hint = "add --parallel fsdp, or ddp; --fix auto finds out"
         raise UsageError("how is the model spread over the cards?", value=asked, hint=hint)
-    if spec.parallel is not None and spec.rank is None:
+    if spec.parallel is not None and spec.rank is None and parse_plan(spec.parallel, spec.gpus).layers == 1:
         return _one_of_each_kind(spec, spec.parallel, progress, explained)
     gpu = virtual_card(spec)
     device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)

@@ -50,7 +50,10 @@ def share(spec: TargetSpec, remedy: Remedy, value: Any, target: Mapping[str, Any
 def _plan(spec: TargetSpec, remedy: Remedy) -> Plan:
     if spec.gpus == 1:
         raise useless(remedy, "one card", "it is for several: add --gpus 2")
-    return parse_plan(spec.parallel or BESIDE, spec.gpus)
+    plan = parse_plan(spec.parallel or BESIDE, spec.gpus)
+    if plan.layers > 1:
+        raise useless(remedy, f"--parallel {spec.parallel}", "one process has all cards")
+    return plan
 
 
 def _shares(plan: Plan, direction: str, sizes: list[int]) -> Iterator[Plan]:

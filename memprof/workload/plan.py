@@ -20,8 +20,14 @@ from memprof.spec import Mode, TargetSpec
 
 SCHEDULES = ("1f1b", "gpipe")
 KINDS = ("ddp", "fsdp", "hsdp", "tp", "cp", "ulysses", "pp")
+DEVICE_MAP = "device-map"
+"""A plan by itself: one process has all cards, and each some of the layers."""
+_CARDS_OF_A_MACHINE = 8
 _MOST = 1 << 20
-_FORMS = "ddp, fsdp, fsdp:shard_grad_op, hsdp:2x4, tp=2, cp=2, ulysses=2, pp=4:1f1b:microbatches=8, with commas between"
+_FORMS = (
+    "ddp, fsdp, fsdp:shard_grad_op, hsdp:2x4, tp=2, cp=2, ulysses=2, pp=4:1f1b:microbatches=8, with commas between; "
+    "or device-map"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,8 @@ class Plan:
     """Whether parameters are sharded, be it over one rank."""
     reshard: bool = True
     """Whether they are given back after the forward (FULL_SHARD; else SHARD_GRAD_OP)."""
+    layers: int = 1
+    """Cards of one process that has some of the layers on each."""
     schedule: str = "1f1b"
     microbatches: int = 1
     """Of a pipeline, in a step."""
@@ -51,7 +59,7 @@ class Plan:
     @property
     def size(self) -> int:
         """Ranks in all."""
-        return self.stages * self.data * self.sequence * self.tensor
+        return self.stages * self.data * self.sequence * self.tensor * self.layers
 
     @property
     def data(self) -> int:
@@ -70,6 +78,8 @@ class Plan:
 
     def text(self) -> str:
         """As `--parallel` has it: for as many ranks, `parse_plan` reads the same plan of it."""
+        if self.layers > 1:
+            return DEVICE_MAP
         whole = f"pp={self.stages}:{self.schedule}:microbatches={self.microbatches}"
         parts = [whole] if self.stages > 1 else []
         named = {"cp": self.context, "ulysses": self.ulysses, "tp": self.tensor}
@@ -95,11 +105,17 @@ def parse_plan(text: str, gpus: int) -> Plan:
     Raises:
         UsageError: it is no plan, or not one for so many; the message says the nearest that is.
     """
+    if text.strip().lower() == DEVICE_MAP:
+        if gpus == 1:
+            raise UsageError("layers are spread over several cards", value=f"--parallel {text}", hint="--gpus 2")
+        return Plan(layers=gpus)
     sizes: dict[str, tuple[int, ...]] = {}
     said: dict[str, list[str]] = {}
     for part in text.lower().split(","):
         head, *options = part.strip().split(":")
         kind, _, number = head.partition("=")
+        if kind == DEVICE_MAP:
+            raise UsageError(f"--parallel: {DEVICE_MAP} stands alone", value=text, hint=f"--parallel {DEVICE_MAP}")
         if kind not in KINDS:
             close = nearest(kind, KINDS)
             raise UsageError(
@@ -182,6 +198,8 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
         UsageError: it cannot; the message has the nearest number that can be.
     """
     text = f"--parallel {spec.parallel}"
+    if plan.layers > 1:
+        _check_layers(plan, spec, config, text)
     inner = [kind for kind, ranks in _inner(plan).items() if ranks > 1]
     if inner and (config is None or task != "causal-lm"):
         raise UsageError(
@@ -222,6 +240,23 @@ def check_plan(plan: Plan, spec: TargetSpec, task: str, config: Mapping[str, Any
             raise UsageError(f"{what} cannot be divided by {ranks}", value=text, hint=f"{kind}={fits} can be")
     if plan.stages > layers:
         raise UsageError(f"{layers} layers have no {plan.stages} stages", value=text, hint=f"pp={layers} can be")
+
+
+def _check_layers(plan: Plan, spec: TargetSpec, config: Mapping[str, Any] | None, text: str) -> None:
+    if spec.mode is not Mode.INFERENCE:
+        raise UsageError(
+            "layers over cards are for inference", value=text,
+            hint=f"add --mode inference; in training pp={plan.layers} has its stages at work at once",
+        )  # fmt: skip
+    if config is None:
+        raise UsageError(f"{DEVICE_MAP} is for models of transformers", value=text, hint="fsdp takes any model")
+    if spec.rank is not None:
+        raise UsageError("one process has all cards", value=f"{text} --rank {spec.rank}", hint="leave out --rank")
+    if plan.layers > _CARDS_OF_A_MACHINE:
+        raise UsageError(
+            f"one process has the cards of one machine, {_CARDS_OF_A_MACHINE} at the most", value=text,
+            hint=f"--gpus {_CARDS_OF_A_MACHINE}",
+        )  # fmt: skip
 
 
 def _check_attention(plan: Plan, spec: TargetSpec, text: str) -> None:

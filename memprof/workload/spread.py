@@ -54,6 +54,8 @@ class Spread:
         from torch.distributed.device_mesh import init_device_mesh
 
         plan = self.plan
+        if plan.layers > 1:
+            return  # one process
         torch.cuda.set_device(self.rank % torch.cuda.device_count())
         dist.init_process_group("nccl", rank=self.rank, world_size=plan.size)
         shape = (plan.stages, plan.replicate, plan.shard, plan.sequence, plan.tensor)
@@ -87,6 +89,11 @@ class Spread:
             UsageError: a part of the plan does not apply to this model.
         """
         plan = self.plan
+        if plan.layers > 1:
+            from memprof.workload.device_map import over_cards
+
+            over_cards(model)
+            return
         if plan.tensor > 1:
             self._share_tensors(model)
         if plan.sharded:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import memprof as library
+from memprof.catalog import find_model
 from memprof.errors import UsageError
 from memprof.flows.recommend.plans import Goal
 from memprof.flows.recommend.search import Question, recommend
@@ -13,6 +15,7 @@ from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.report.terminal.recommendation import print_recommendation
 from memprof.spec import TargetSpec
 from memprof.units import GIB, MIB
+from tests.processes import python
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 2000, "hidden_size": 64,
@@ -148,3 +151,60 @@ def test_a_host_that_is_full_is_said_alike(memprof, tmp_path):
     full = memprof(*offload, "--host-memory", "100KiB")
     assert full.exit_code == 3 and "are held in host memory" in " ".join(full.stdout.split())
     assert "(--host-memory)" in full.stdout
+
+
+SPREAD = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "hidden_size": 512,
+    "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_over_cards_each_command_and_each_script_comes_to_what_is_claimed(mode, memprof, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SPREAD), encoding="utf-8")
+    asked = ("--model", tmp_path, "--mode", mode, "--context-length", 512, "--gpus", 2, "--gpu-vram", 1)
+    answer = memprof("recommend", *asked, "--json").json
+    chosen, rows = answer["chosen"], answer["choices"]
+    assert chosen["fits"] and chosen["margin_bytes"] >= 0
+    for row in rows:
+        told = memprof(*shlex.split(row["command"])[1:], "--json")
+        assert told.exit_code == (0 if row["fits"] else 3), row["command"]
+        assert told.json["verdict"]["required_bytes"] == row["needed_bytes"], row["command"]
+    ranks = {"fully-shard": 0, "tensor-parallel": 1, "device-map": None}
+    claimed = {"device-map": next((row for row in rows if row["parallel"] == "device-map"), chosen)}
+    ran = ranks.keys() & answer["snippets"].keys()
+    assert len(ran) == (2 if mode == "inference" else 1)
+    for name in ran:  # by itself, without accelerate's launcher, whose script is run in its own test
+        with library.virtual_gpus(2, vram=1, rank=ranks[name]) as gpus:
+            exec(compile(answer["snippets"][name], name, "exec"), {"__name__": "__main__"})
+        report = gpus.report()
+        assert report.verdict.fits, name
+        needed = claimed.get(name, chosen)["needed_bytes"]
+        assert report.verdict.required_bytes == pytest.approx(needed, rel=0.03), name
+
+
+@pytest.mark.nightly
+def test_a_model_of_70_billion_over_eight_cards(memprof, tmp_path):
+    """The question that the documentation asks, of the same shape without a name: each command, and each script by the
+    line that starts it, gives the verdict that was claimed."""
+    config = find_model("llama-3.3-70b").load_config()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    card = ("--gpu", "h100-80gb", "--gpus", "8")
+    answer = memprof("recommend", "--model", tmp_path, *card, "--json").json
+    chosen = answer["chosen"]
+    assert chosen["fits"] and chosen["margin_bytes"] >= 0 and chosen["parallel"] == "tp=8"
+    for row in answer["choices"]:
+        told = memprof(*shlex.split(row["command"])[1:], "--json")
+        assert told.exit_code == (0 if row["fits"] else 3), row["command"]
+        assert told.json["verdict"]["required_bytes"] == row["needed_bytes"]
+    names = {"fully-shard": "train.py", "accelerate": "train_accelerate.py", "accelerate-yaml": "accelerate.yaml"}
+    for name, file in names.items():
+        (tmp_path / file).write_text(answer["snippets"][name])
+    for name in ("fully-shard", "accelerate"):
+        start = shlex.split(answer["launch"][name])
+        done = python("-m", "memprof", "run", "--json", *card, *start, folder=tmp_path)
+        assert done.exit_code == 0, done.stderr[-2000:]
+        report = json.loads(done.stdout[done.stdout.index('{\n "schema"') :])
+        assert report["verdict"]["fits"] and report["rank"]["world_size"] == 8

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FULLY_SHARD, ACCELERATE, ACCELERATE_YAML, TORCHTITAN = "fully-shard", "accelerate", "accelerate-yaml", "torchtitan"
 _CARDS_OF_A_MACHINE = 8
 
-_STYLES = """styles = {
+STYLES = """styles = {
     "colwise": ColwiseParallel(),
     "rowwise": RowwiseParallel(),
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
@@ -100,14 +100,16 @@ def _torchrun(way: Way, what: str) -> str:
     return f"torchrun {nodes}--nproc-per-node {cards // machines} {what}"
 
 
-def _environment(spec: TargetSpec, *others: str) -> list[str]:
+def environment(spec: TargetSpec, *others: str) -> list[str]:
+    """The first lines of a script: the standard library's modules, and the allocator's settings."""
     lines = [*others, "import os", ""]
     if spec.alloc_conf:
         lines += [f'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = {spec.alloc_conf!r}  # before torch', ""]
     return lines
 
 
-def _built(way: Way, spec: TargetSpec, model: LoadedModel) -> list[str]:
+def loading(spec: TargetSpec, model: LoadedModel, *more: str) -> list[str]:
+    """How the model is made in host memory; `more` are arguments of from_pretrained alone."""
     arguments = [f"dtype=torch.{spec.dtype or 'float32'}"]
     if spec.attention is not None:
         arguments.append(f'attn_implementation="{spec.attention}"')
@@ -115,10 +117,14 @@ def _built(way: Way, spec: TargetSpec, model: LoadedModel) -> list[str]:
         arguments.append("trust_remote_code=True")
     auto = f"transformers.{model.auto_class}"
     if model.from_pretrained:
-        lines = [f"model = {auto}.from_pretrained({', '.join([repr(model.from_pretrained), *arguments])})"]
-    else:
-        make = "_from_config" if not model.auto_class.startswith("Auto") else "from_config"
-        lines = [f"config = {model.from_config}", f"model = {auto}.{make}({', '.join(['config', *arguments])})"]
+        given = ", ".join([repr(model.from_pretrained), *arguments, *more])
+        return [f"model = {auto}.from_pretrained({given})"]
+    make = "_from_config" if not model.auto_class.startswith("Auto") else "from_config"
+    return [f"config = {model.from_config}", f"model = {auto}.{make}({', '.join(['config', *arguments])})"]
+
+
+def _built(way: Way, spec: TargetSpec, model: LoadedModel) -> list[str]:
+    lines = loading(spec, model)
     lines.append("model.config.use_cache = False")
     if way.plan.goal is Goal.LORA:
         rank = spec.lora_rank or DEFAULT_LORA_RANK
@@ -169,7 +175,7 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
         imports.insert(0, "import peft")
     standard = ["import fnmatch"] if spread.tensor > 1 else []
     lines = [
-        *_environment(spec, *standard), *imports, *tools, *(["", "import memprof"] if spec.fixes else []), "",
+        *environment(spec, *standard), *imports, *tools, *(["", "import memprof"] if spec.fixes else []), "",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
         'dist.init_process_group("nccl")',
         f'mesh = init_device_mesh("cuda", {tuple(shape.values())}, mesh_dim_names={tuple(shape)})',
@@ -178,7 +184,7 @@ def fully_shard_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
         *_built(way, spec, model),
     ]  # fmt: skip
     if spread.tensor > 1:
-        lines.append(_STYLES)
+        lines.append(STYLES)
     called = "model"
     if spread.sharded:
         lines += _sharded(way, spec)
@@ -267,9 +273,9 @@ def accelerate_script(way: Way, spec: TargetSpec, model: LoadedModel) -> str:
     if way.plan.goal is Goal.LORA:
         imports.insert(1, "import peft")
     fixes = list(spec.fixes)
-    environment = _environment(spec) if spec.alloc_conf else []
+    before = environment(spec) if spec.alloc_conf else []
     lines = [
-        *environment, *imports, *(["", "import memprof"] if fixes else []), "",
+        *before, *imports, *(["", "import memprof"] if fixes else []), "",
         f"micro_batch, accumulation, length = {spec.batch_size}, {way.accumulation}, {spec.context_length}",
         "accelerator = accelerate.Accelerator(gradient_accumulation_steps=accumulation)",
         *_built(way, spec, model),

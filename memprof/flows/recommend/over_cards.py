@@ -154,11 +154,6 @@ def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callabl
         UsageError: the goal is not spread over cards here, or no plan divides the batch.
         MemprofError: the model cannot be found, or no way applies to it.
     """
-    if question.goal is Goal.INFER:
-        raise UsageError(
-            "inference is not searched over cards", value=f"--mode inference --gpus {spec.gpus}",
-            hint=f"memprof profile --mode inference --gpus {spec.gpus} --parallel tp={spec.gpus} runs one plan",
-        )  # fmt: skip
     if question.goal is Goal.QLORA:
         raise UsageError(
             "quantized weights are not spread over cards here", value=f"--gpus {spec.gpus} --quantize nf4",

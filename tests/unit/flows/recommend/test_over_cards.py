@@ -126,9 +126,6 @@ def test_an_answer(spec, monkeypatch):
 def test_what_is_no_question_over_cards(spec):
     with pytest.raises(UsageError, match="quantized weights are not spread"):
         recommend_over_cards(spec, Question(Goal.QLORA), lambda doing: None)
-    with pytest.raises(UsageError, match="inference is not searched over cards") as refused:
-        recommend_over_cards(spec, Question(Goal.INFER), lambda doing: None)
-    assert "--parallel tp=8" in str(refused.value.hint)
     with pytest.raises(UsageError, match="divides the sequences"):
         recommend_over_cards(spec.edit(gpus=6), Question(Goal.FULL, 7, micro_batch=7), lambda doing: None)
 
