@@ -35,7 +35,7 @@ from memprof.virtual.edges import (
 from memprof.virtual.kernels import detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.limits import noting
-from memprof.virtual.ranks import dtensor, joining, objects
+from memprof.virtual.ranks import dtensor, joining, objects, rpc
 from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
@@ -285,7 +285,7 @@ class VirtualGpu(Watch):
             "torch.distributed.fsdp._optim_utils": lambda: patches.set_all(objects.fsdp_patches()),
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
-        replacements = hub_kernels.patches(self.assume) | dtensor.patches()
+        replacements = hub_kernels.patches(self.assume) | dtensor.patches() | rpc.patches()
         if self._stand_ins is not None:
             self._stack.enter_context(self._stand_ins.entered())
             replacements |= requests.patches(self._stand_ins.choose) | hub.patches()

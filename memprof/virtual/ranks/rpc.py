@@ -1,0 +1,33 @@
+"""torch.distributed.rpc: calls from process to process; one that runs alone would wait for the others for ever."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memprof.virtual.limits import not_yet
+
+
+def patches() -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
+    """By module, the patches (owner, name, replacement) once it is imported."""
+    return {"torch.distributed.rpc": _of_rpc}
+
+
+def _of_rpc(module: Any) -> Iterator[tuple[Any, str, Any]]:
+    original = getattr(module, "init_rpc", None)  # not in every build
+    if original is None:
+        return
+
+    def init_rpc(
+        name: str, backend: Any = None, rank: int = -1, world_size: int | None = None, *rest: Any, **options: Any
+    ) -> Any:
+        size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+        if size > 1:
+            raise not_yet(
+                f"calls other processes by torch.distributed.rpc ({name} of {size})",
+                "run the part that trains without it, as a process of its own",
+            )
+        return original(name, backend, rank, world_size, *rest, **options)
+
+    yield module, "init_rpc", init_rpc
