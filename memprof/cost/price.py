@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from memprof.cost.work import StepWork
 from memprof.report.documents.ladder import Cost
+from memprof.trace.events import Compiling
 
 
-def cost_of(work: StepWork | None, original: StepWork | None, numerics: str, note: str) -> Cost:
+def cost_of(
+    work: StepWork | None, original: StepWork | None, numerics: str, note: str, compiling: Compiling | None = None
+) -> Cost:
     """What a run with remedies costs more than the one without."""
+    seconds, kernels = (None, None) if compiling is None else compiling
     if work is None or original is None:
-        return Cost(*(None,) * 9, numerics, note)
+        return Cost(*(None,) * 9, numerics, note, compile_seconds=seconds, compiled_kernels=kernels)
     return Cost(
         operations=work.operations,
         extra_operations=work.operations - original.operations,
@@ -25,4 +29,6 @@ def cost_of(work: StepWork | None, original: StepWork | None, numerics: str, not
         link_bytes=work.link_bytes,
         extra_link_bytes=work.link_bytes - original.link_bytes,
         extra_link_seconds=work.link_seconds - original.link_seconds,
+        compile_seconds=seconds,
+        compiled_kernels=kernels,
     )

@@ -65,6 +65,7 @@ def would_help(context: Context, *problems: str) -> tuple[str, ...]:
     on = {fix.partition("=")[0] for fix in context.fixes} & set(REMEDIES)
     on |= set() if spec is None else set(in_force(spec))
     trace = context.ledger.trace
+    on |= {remedy.name for remedy in REMEDIES.values() if remedy.compiles and trace.compiling is not None}
     kinds = {phase.kind for phase in trace.phases}
     # Where no model is known to have computed, or the run was cut short, it may be training.
     only_computes = PhaseKind.FORWARD in kinds and not kinds & _TRAINING and not trace.cut_short

@@ -9,6 +9,7 @@ from torch import nn
 
 from memprof.errors import UsageError
 from memprof.remedies.applied import Changes, Forward, at_least, runs_in
+from memprof.remedies.compiled import Compiled
 from memprof.remedy_catalog.remedy import BUT_STREAMED_WEIGHTS, Numerics, Remedy
 from memprof.workload.layers import find_layers
 
@@ -48,6 +49,7 @@ class Offloaded(Forward):
     def __init__(self, module: nn.Module, min_bytes: int = MIN_BYTES) -> None:
         super().__init__(module)
         self._min_bytes = min_bytes
+        self._keeps_strides = runs_in(module, Compiled)  # its code asserts them
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward."""
@@ -65,12 +67,16 @@ class Offloaded(Forward):
             return tensor
         host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
         host.copy_(tensor)
-        return tensor.device, host
+        return tensor.device, host, tensor.stride() if self._keeps_strides else host.stride()
 
 
 def _unpack(packed: Any) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
-    device, host = packed
-    result: torch.Tensor = host.to(device, non_blocking=True)
+    device, host, strides = packed
+    if strides == host.stride():
+        result: torch.Tensor = host.to(device, non_blocking=True)
+    else:
+        result = torch.empty_strided(host.size(), strides, dtype=host.dtype, device=device)
+        result.copy_(host, non_blocking=True)
     return result

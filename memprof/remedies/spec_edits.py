@@ -71,6 +71,13 @@ def micro_batch(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) ->
     return spec.edit(batch_size=size, gradient_accumulation=spec.gradient_accumulation * (spec.batch_size // size))
 
 
+def compiled(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec | None:
+    """The model is changed, unless it is spread over cards."""
+    if spec.parallel is not None:
+        raise useless(remedy, f"--parallel {spec.parallel}", "a model that is spread over cards is not compiled here")
+    return None
+
+
 def eight_bit_optimizer(spec: TargetSpec, remedy: Remedy, value: Any, target: Target) -> TargetSpec:
     """AdamW of the library that is installed."""
     if spec.optimizer not in ("adamw", "adam"):

@@ -96,6 +96,7 @@ class Remedy:
         edit: "module:function" that edits the spec where data cannot, in a module without torch. With neither, the spec
             names the remedy in `fixes`, and it is applied to the model.
         on: whether a spec has it in force, where neither `fixes`, `edits` nor `alloc_conf` tell.
+        compiles: it is torch.compile: how long that takes is told, and a run that compiles has it on.
         useless_if: values of the spec's fields with which it does nothing, each with the reason.
         install: "module:function" that it stands above; the table fills it in.
     """
@@ -133,6 +134,7 @@ class Remedy:
     built_so: bool = False
     edit: str = ""
     on: Callable[[TargetSpec], bool] | None = None
+    compiles: bool = False
     useless_if: Mapping[str, tuple[object, str]] = field(default_factory=dict)
 
     def __call__(self, install: _Function) -> _Function:

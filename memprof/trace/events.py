@@ -312,6 +312,15 @@ class GraphEnd(NamedTuple):
     """What the graph leaves in memory there for what follows."""
 
 
+class Compiling(NamedTuple):
+    """What torch.compile took in a run, on the machine that the run was made on."""
+
+    seconds: float
+    """Of Dynamo, AOTAutograd and Inductor, down to the code around kernels; these are not made."""
+    kernels: int
+    """Different ones that Inductor wrote."""
+
+
 class FailureKind(enum.StrEnum):
     """Why a run could not go on, as far as that decides what to do about it."""
 
@@ -396,6 +405,8 @@ class Trace:
     holders: list[Holder] = field(default_factory=list)
     """Of what piled up."""
     graph_ends: list[GraphEnd] = field(default_factory=list)
+    compiling: Compiling | None = None
+    """None: nothing was compiled, or it was not noted."""
     others: list[Trace] = field(default_factory=list)
     """Of a program whose ranks ran together: the other ranks; what is the same in them is shared."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,16 @@ class Meter:
 
     def sent(self, name: str, tensor: torch.Tensor, num_bytes: int) -> None:
         """One collective on `tensor`, by which this rank sends so much to others."""
-        cost = (name, self._device_of(tensor), _dtype(tensor), 0, 0, 0, 0, num_bytes)
+        self._one((name, self._device_of(tensor), _dtype(tensor), 0, 0, 0, 0, num_bytes))
+
+    def kernel(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """One launch of a generated kernel, which reads or writes each of `tensors` once."""
+        if tensors:
+            moved = sum(map(_num_bytes, tensors))
+            self._one((name, self._device_of(tensors[0]), _dtype(tensors[0]), 0, moved, 0, 0, 0))
+
+    def _one(self, cost: tuple[Any, ...]) -> None:
+        """A call that costs this."""
         place = self._known.setdefault(cost, len(self._costs))
         assert place is not None
         if place == len(self._costs):

@@ -20,6 +20,7 @@ from memprof.virtual.calls import HOST_COUNTED_BYTES, Call, Operator
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
 from memprof.virtual.engine import Accumulation
+from memprof.virtual.flops import Meter
 from memprof.virtual.values import Values
 from memprof.watch.recorder import Place, Recorder
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
@@ -61,6 +62,7 @@ class Machine(TorchDispatchMode):
         self._elsewhere: dict[int, str] = {}
         """Storages of other cards than the first."""
         self._host_sources: dict[int, tuple[Any, int]] = {}
+        self.meter = Meter(recorder, self.device_of)
 
     def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
         """Run an operator that makes new storages in the ordinary way."""

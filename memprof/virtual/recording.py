@@ -30,7 +30,6 @@ from memprof.virtual.calls import (
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
 from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
-from memprof.virtual.flops import Meter
 from memprof.virtual.kernels import in_place_backward as formulas
 from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
 from memprof.virtual.launch import Launch
@@ -67,7 +66,6 @@ class RecordingMode(Machine):
         self._done_in_place: dict[Any, bool] = {}
         self._lent: list[torch.Tensor] = []
         """Stand for small host tensors in the last call that mixed them with virtual ones, and hold their values."""
-        self.meter = Meter(recorder, self.device_of)
         self.caches = Caches(recorder)
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""

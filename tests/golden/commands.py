@@ -20,6 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KEPT = HERE / "unchanged"
+_OF_A_MACHINE = ("memprof_version", "compile_seconds", "compiled_kernels")
 PROGRAM = KEPT / "program.py"
 
 _TINY = "--model gpt2 --context-length 64 --batch-size 2"
@@ -73,7 +74,7 @@ def _checkout() -> str:
 def comparable(document: object, folder: str) -> object:
     """Without paths of this machine, versions of memprof, and line numbers of its own files."""
     if isinstance(document, dict):
-        return {key: comparable(value, folder) for key, value in document.items() if key != "memprof_version"}
+        return {key: comparable(value, folder) for key, value in document.items() if key not in _OF_A_MACHINE}
     if isinstance(document, list):
         values = [comparable(value, folder) for value in document]
         if all(isinstance(value, dict) and "key" in value for value in values):  # equal ones stand in order of paths
@@ -81,6 +82,9 @@ def comparable(document: object, folder: str) -> object:
         return values
     if isinstance(document, str):
         text = document.replace(os.path.realpath(folder), "FOLDER").replace(folder, "FOLDER")
+        text = re.sub(
+            r"that took [\d.]+ s on this machine; how long making its \d+", "that took SECONDS, its NUMBER", text
+        )
         text = re.sub(r"/[^ ]*/(site-packages|memprof|lib/python3\.\d+)/", r"\1/", text)
         return re.sub(r"((?:memprof/[\w/]+|\bworkload/\w+)\.py):\d+", r"\1:LINE", text)
     return document

@@ -80,7 +80,8 @@ def next_step(
             not_applied.pop(name, None)
             return fix, better
         after = f" after {fixes[-1].remedy.name}" if fixes else ""
-        not_applied[name] = f"saves {format_bytes(max(saved, 0))}{after}"
+        what = f"saves {format_bytes(saved)}" if saved >= 0 else f"takes {format_bytes(-saved)} more"
+        not_applied[name] = what + after
     return None
 
 

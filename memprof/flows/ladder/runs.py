@@ -123,6 +123,11 @@ class Runs(abc.ABC):
         document = run.document
         names = tuple(str(fix) for fix in fixes)
         numerics = worst_numerics([fix.remedy.name for fix in fixes]).value
+        last = fixes[-1].remedy if fixes else None
+        note = "" if last is None else last.cost
+        cost = cost_of(run.work, self.original.work, numerics, note, run.trace.compiling)
+        if last is not None and last.compiles:
+            cost = dataclasses.replace(cost, note=f"{note}: {cost.compiling}")
         return Rung(
             remedies=names,
             added=names[-1] if names else None,
@@ -133,7 +138,7 @@ class Runs(abc.ABC):
             saved_bytes=before.needed_bytes - run.needed_bytes if before is not None else 0,
             fits=None if run.is_stopped else document.verdict.fits,
             next_bottleneck=bottleneck_of(document),
-            cost=cost_of(run.work, self.original.work, numerics, fixes[-1].remedy.cost if fixes else ""),
+            cost=cost,
             parallel=self._plan(fixes),
         )
 

@@ -85,8 +85,11 @@ class ScriptRuns(Runs):
     def on_now(self) -> frozenset[str]:
         """What the settings say; what the script has switched on itself is found out by trying."""
         settings = self.original.document.allocator.alloc_conf or ""
+        compiles = self.original.trace.compiling is not None
         return frozenset(
-            name for name, remedy in REMEDIES.items() if remedy.alloc_conf and remedy.alloc_conf in settings
+            name
+            for name, remedy in REMEDIES.items()
+            if (remedy.alloc_conf and remedy.alloc_conf in settings) or (remedy.compiles and compiles)
         )
 
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:

@@ -39,6 +39,19 @@ class Cost:
     """Sent to other cards in a step, by this one."""
     extra_link_bytes: int | None = None
     extra_link_seconds: float | None = None
+    compile_seconds: float | None = None
+    """What torch.compile took in this row's run, on this machine and without making kernels; None: nothing was
+    compiled, or it was not noted."""
+    compiled_kernels: int | None = None
+    """Different ones that Inductor wrote then."""
+
+    @property
+    def compiling(self) -> str:
+        """What compiling took, in words."""
+        if self.compile_seconds is None:
+            return "how long that takes is not known"
+        making = f"how long making its {self.compiled_kernels} kernels takes is not known"
+        return f"that took {self.compile_seconds:.1f} s on this machine; {making}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,10 @@ def render_ladder(document: Document) -> RenderableType:
     ]
     if document.ladder_reason:
         parts.append(Text(f"Why these: {document.ladder_reason}.\n"))
-    costs = {name: STEPS[name].cost for rung in rungs for name in map(_name, rung.remedies) if name in STEPS}
+    costs: dict[str, str] = {}
+    for rung in rungs:
+        for remedy in (STEPS[name] for name in map(_name, rung.remedies) if name in STEPS and name not in costs):
+            costs[remedy.name] = f"{remedy.cost}: {rung.cost.compiling}" if remedy.compiles else remedy.cost
     if costs:
         notes = [Text(f"{remedy}: {note}") for remedy, note in costs.items()]
         parts.append(section("What they cost", *notes, below=1))

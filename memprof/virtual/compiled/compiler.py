@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -182,7 +183,7 @@ class Compiler:
         self._own.set_all(self._hooks())
         self._own.set_all(self._telling.patches())
         self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
-        self._own.set_all(wrapper.patches(self._machine, self._origins))
+        self._own.set_all(wrapper.patches(self._machine, self._origins, self._telling.kernel))
         wrapper.add_rules(type(self._machine))
         with self._lifted():
             pass  # what a release lacks is missed here, and not when the program runs
@@ -222,7 +223,7 @@ class Compiler:
             self.install()
             outer, self._frame = self._frame, _named(frame.f_code)
             try:
-                with self._lifted():
+                with self._timed(), self._lifted():
                     made = call(self_, frame, *args, **kwargs)
                 if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                     self._telling.limited(self._frame)
@@ -236,6 +237,16 @@ class Compiler:
                     gc.collect()  # Python's collector does it while torch compiles: what it traced with ends in cycles
 
         self._own.set(catcher, "__call__", compile_frame)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Inside, torch compiles, which is noted once however deep the calls are nested."""
+        is_outer, began = self._lifted.is_down, time.perf_counter()
+        try:
+            yield
+        finally:
+            if is_outer:
+                self._telling.took(time.perf_counter() - began)
 
     def _fall_back(self, error: BaseException) -> None:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -267,7 +278,7 @@ class Compiler:
                 return compile_graph(*args, **kwargs)
 
         def compile_inner(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            with lifted():
+            with self._timed(), lifted():
                 return inner(graph, inputs, *args, **kwargs)
 
         def compile_graphed(name: str) -> Callable[..., Any]:

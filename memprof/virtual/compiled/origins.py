@@ -45,7 +45,7 @@ class Origins:
 
     def note(self, graph: Any, file: str) -> None:
         """`graph`, lowered by Inductor, became that file."""
-        self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := _origin(node)) is not None}
+        self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := origin_of(node)) is not None}
 
     def place(self, frame: FrameType | None, known: Place) -> tuple[str, Place]:
         """Operator and place of the allocation in generated code that `frame` is called from.
@@ -91,7 +91,8 @@ def _operator(node: Any) -> str:
     return str(getattr(target, "__name__", target)).partition(".")[0]
 
 
-def _origin(node: Any) -> Origin | None:
+def origin_of(node: Any) -> Origin | None:
+    """Of a node that Dynamo traced."""
     meta = node.meta
     modules = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     path = next((_ROOT.sub("", str(found[0])) for found in reversed(list(modules.values()))), "")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GraphEnd
+from memprof.trace.events import Compiling, GraphEnd
 from memprof.units import format_bytes
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.watch.recorder import Recorder
@@ -38,6 +38,8 @@ class Telling:
         self._assume = assume
         self._told: set[tuple[Any, str]] = set()
         self._break: Any = None
+        self._seconds = 0.0
+        self._kernels: set[str] = set()
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement) of Dynamo."""
@@ -65,6 +67,15 @@ class Telling:
         yield convert_frame, "get_and_maybe_log_recompilation_reasons", reasons
         yield output_graph.OutputGraph, "compile_subgraph", compile_subgraph
         yield output_graph.OutputGraph, "call_user_compiler", call_user_compiler
+
+    def took(self, seconds: float) -> None:
+        """Torch compiled for so long."""
+        self._seconds += seconds
+        self._recorder.trace.compiling = Compiling(round(self._seconds, 3), len(self._kernels))
+
+    def kernel(self, source: str) -> None:
+        """Inductor wrote this one."""
+        self._kernels.add(source)
 
     def limited(self, name: str) -> None:
         """The function of this name (and place) was compiled as often as Dynamo allows."""

@@ -10,34 +10,53 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.virtual.compiled.origins import Origins
+from memprof.virtual.compiled.origins import UNKNOWN, Origins
 from memprof.virtual.machine import Machine
 
 _META = torch.device("meta")
 _SIGNATURE = re.compile(r"^def \w+\((.*?)\):", re.MULTILINE | re.DOTALL)
 _ALIGNMENT = 16
 """Bytes that generated kernels take an input to be aligned to (torch/_inductor/utils.py)."""
-_WRITTEN = ("out_ptr", "in_out_ptr")
+_READ_AND_WRITTEN = "in_out_ptr"
+_WRITTEN = ("out_ptr", _READ_AND_WRITTEN)
 
 
 class Kernel:
-    """A kernel that Inductor generated: what it writes is unknown from then on."""
+    """A kernel that Inductor generated: what it writes is unknown from then on.
 
-    def __init__(self, source: str, written: Callable[[torch.Tensor], None]) -> None:
+    Args:
+        source: its Python.
+        written: told of each tensor that a launch writes.
+        counted: told of what a launch moves: each tensor once, twice if it is read and written.
+    """
+
+    def __init__(
+        self, source: str, written: Callable[[torch.Tensor], None], counted: Callable[[list[torch.Tensor]], None]
+    ) -> None:
         found = _SIGNATURE.search(source)
         names = [name.split(":")[0].strip() for name in found[1].split(",")] if found else []
         self._outputs = [at for at, name in enumerate(names) if name.startswith(_WRITTEN)]
+        self._updated = [at for at, name in enumerate(names) if name.startswith(_READ_AND_WRITTEN)]
         self._written = written
+        self._counted = counted
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """As it is called by the wrapper."""
+        tensors = {at: value for at, value in enumerate(args) if isinstance(value, torch.Tensor)}
         for at in self._outputs:
-            if at < len(args) and isinstance(args[at], torch.Tensor):
-                self._written(args[at])
+            if at in tensors:
+                self._written(tensors[at])
+        self._counted([*tensors.values(), *(tensors[at] for at in self._updated if at in tensors)])
 
 
-def patches(machine: Machine, origins: Origins) -> Iterator[tuple[Any, str, Any]]:
-    """The patches (owner, name, replacement) of what a generated wrapper takes from torch."""
+def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) of what a generated wrapper takes from torch.
+
+    Args:
+        machine: on which it runs.
+        origins: of its buffers.
+        made: told the source of each kernel.
+    """
     from torch._inductor import async_compile, utils
     from torch._inductor.codegen import cpp
 
@@ -58,7 +77,8 @@ def patches(machine: Machine, origins: Origins) -> Iterator[tuple[Any, str, Any]
         machine.values.drop(tensor.untyped_storage()._cdata)
 
     def triton(compiler: Any, name: str, source: str, device_str: str = "cuda") -> Kernel:
-        return Kernel(source, written)
+        made(source)
+        return Kernel(source, written, lambda tensors: machine.meter.kernel(UNKNOWN, tensors))
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("part of it runs on the CPU")

@@ -25,7 +25,7 @@ from memprof.flows.ladder.search import search
 from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.remedies.from_outside import Switch
 from memprof.remedies.on_spec import switch_on
-from memprof.remedy_catalog import EXPANDABLE_SEGMENTS, REMEDIES, Remedy, in_force, ladder, tiers
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS, REMEDIES, STEPS, Remedy, in_force, ladder, tiers
 from memprof.remedy_catalog.table import in_order, read_entries
 from memprof.spec import TargetSpec
 from memprof.trace.facts import Facts
@@ -33,7 +33,7 @@ from tests.unit.findings.builder import Builder
 
 PACKAGE = Path(memprof.__file__).parent
 ROOT = PACKAGE.parent
-ALSO_OTHER_WORDS = {"bfloat16", "float16", "lora", "qlora", "freeze", "micro-batch"}
+ALSO_OTHER_WORDS = {"compile", "bfloat16", "float16", "lora", "qlora", "freeze", "micro-batch"}
 """A dtype's, an adapter's, a goal's, an option's name; rows that go through a model together."""
 MAY_NAME_THEM = {
     "flows/recommend/plans.py": "four remedies are dimensions of its search: each is a field of a plan",
@@ -128,7 +128,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remedy]:
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(memprof.remedies, "__path__", [*memprof.remedies.__path__, str(tmp_path)])
     (entry,) = read_entries(tmp_path)
-    monkeypatch.setitem(REMEDIES, entry.name, entry)
+    for table in (REMEDIES, STEPS):
+        monkeypatch.setitem(table, entry.name, entry)
     yield entry
     sys.modules.pop("memprof.remedies.toy", None)
 

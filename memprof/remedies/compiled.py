@@ -1,0 +1,84 @@
+"""compile: layers run as what torch.compile makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from memprof.errors import UsageError
+from memprof.remedies.applied import Changes, Forward, runs_in
+from memprof.remedy_catalog.remedy import Numerics, Remedy
+from memprof.workload.layers import find_layers
+
+
+@Remedy(
+    name="compile", order=145, numerics=Numerics.EXACT, saves=("activations", "temporaries"),
+    changes="layers run as torch.compile's code, which fuses operators and computes again what is cheap to",
+    cost="layers are compiled before they first run, and again for inputs of another kind",
+    conflicts={
+        "cpu-offload-weights": "compiled code takes its weights where they were when it was made",
+        "8-bit-weights": "quantized layers end the graphs", "4-bit-weights": "quantized layers end the graphs",
+        "qlora": "quantized layers end the graphs",
+    },
+    edit="memprof.remedies.spec_edits:compiled", on=lambda spec: spec.compile, compiles=True,
+    ladder=85, outside=15, helps={"activations": 40},
+)  # fmt: skip
+def install(model: nn.Module, changes: Changes) -> None:
+    """Switch it on; a layer is compiled when it is first called.
+
+    The model as one would lose what other remedies do in it, such as a loss in chunks.
+
+    Raises:
+        UsageError: nothing can be compiled here; it is on already; there are no layers.
+    """
+    why_not = _why_not(model)
+    if why_not is not None:
+        raise UsageError("compile does not apply: Inductor cannot run here", value=why_not[0], hint=why_not[1])
+    layers = find_layers(model, changes.remedy)
+    for name, module in layers:
+        if runs_in(module, Compiled) or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UsageError("compile is already on", value=name)
+        changes.set_attribute(module, "forward", Compiled(module))
+    changes.note(f"{len(layers)} layers are compiled when they are first called: {layers[0][0]} to {layers[-1][0]}")
+
+
+def _why_not(model: nn.Module) -> tuple[str, str] | None:
+    """What Inductor lacks for where the model is, and what to do; None if nothing.
+
+    A virtual card needs Triton for the code around its kernels, a CPU a compiler of C++ for the kernels themselves.
+    """
+    where = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if where != "cpu":
+        return None if _has_triton() else ("no Triton", "pip install triton")
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "no compiler of C++", "install g++ or clang++, or name one by CXX"
+    return None
+
+
+def _has_triton() -> bool:
+    return "triton" in sys.modules or importlib.util.find_spec("triton") is not None
+
+
+class Compiled(Forward):
+    """The forward of a module, compiled when it is first called; a copy compiles its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._compiled: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled forward."""
+        if self._compiled is None:
+            self._compiled = torch.compile(self._forward)
+        return self._compiled(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compiled": None}
