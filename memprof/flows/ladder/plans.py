@@ -7,10 +7,12 @@ computes again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 from memprof.errors import MemprofError, UsageError
+from memprof.flows.account import analyze
 from memprof.flows.ladder.runs import Runs, RunsWith, SpecRuns, with_ladder
 from memprof.flows.ladder.search import CHEAPER, Found, find
 from memprof.flows.profile import profile
@@ -33,6 +35,7 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doin
         RunFailedError: as `profile`.
     """
     runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
+    runs.explains = runs.original.is_stopped  # else a finding stops none of them
     found: dict[str, list[Fix]] = {}
     left_out: dict[str, str] = {}
     for plan, steps in plans(spec, spec.gpus).items():
@@ -43,15 +46,16 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doin
         found[plan] = steps
         left_out[f"--parallel {plan}"] = f"as it is, needs {format_bytes(run.needed_bytes)} of a card"
     best: tuple[float, str, Found] | None = None
-    answer = Found((), "")
+    dearer = 0.0
+    """What the remedies of the best add to its step: what needs more than it needs remedies that add as much."""
     for plan, steps in reversed(found.items()):
         beside = RunsWith(runs, steps)
-        if best is not None and best[0] <= beside.original.seconds:
-            continue  # remedies make a step no shorter
+        if best is not None and beside.original.seconds + dearer > best[0] * (1 - CHEAPER):
+            continue
         answer = find(beside, tiers()[:1])
         last = beside.with_fixes(answer.steps[-1]) if answer.steps else beside.original
         if last.fits and (best is None or last.seconds < best[0] * (1 - CHEAPER)):
-            best = last.seconds, plan, answer
+            best, dearer = (last.seconds, plan, answer), last.seconds - beside.original.seconds
     plan, answer = best[1:] if best is not None else (plan, find(RunsWith(runs, found[plan])))
     left_out.pop(f"--parallel {plan}")
     reason = f"--parallel {plan}; {answer.reason}; {_without_anything(spec, progress)}"
@@ -78,7 +82,10 @@ def plans(spec: TargetSpec, gpus: int) -> dict[str, list[Fix]]:
 def _climbed(runs: Runs, spread: Sequence[Fix], found: Found) -> tuple[Trace, Document]:
     """The answer, with a row for each step that spreads the run, and then for each remedy."""
     steps = [list(spread[:count]) for count in range(1, len(spread) + 1)]
-    return with_ladder(runs, [*steps, *([*spread, *fixes] for fixes in found.steps)], found.reason, found.left_out)
+    all_steps = [*steps, *([*spread, *fixes] for fixes in found.steps)]
+    trace, document = with_ladder(runs, all_steps, found.reason, found.left_out)
+    rungs = {name: getattr(document, name) for name in ("ladder", "ladder_reason", "ladder_left_out")}
+    return trace, dataclasses.replace(analyze(trace), **rungs)
 
 
 def _without_anything(spec: TargetSpec, progress: Callable[[str], None]) -> str:

@@ -152,6 +152,8 @@ class SpecRuns(Runs):
         self._progress = progress
         self._spec = spec
         self._simulated = simulated
+        self.explains = True
+        """Whether reports have findings; a search over many runs asks for the figures alone."""
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
@@ -192,7 +194,7 @@ class SpecRuns(Runs):
             return self._simulated, analyze(self._simulated)
         what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
         spec = self.in_force(fixes) if fixes else self._spec
-        return profile(spec, lambda doing: self._progress(f"{what}: {doing}"))
+        return profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=self.explains)
 
 
 def _sharing(spec: TargetSpec) -> int:
