@@ -21,8 +21,8 @@ if _workers:
     # Before torch is imported, which reads it once; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _workers)))
 
-os.environ["MEMPROF_CACHE"] = "off"
-"""A test is answered by what it runs, and leaves nothing behind; those of the cache have a folder of their own."""
+os.environ.update({"MEMPROF_CACHE": "off", "MEMPROF_PROCESSES": "1"})
+"""A test is answered by what it runs, in its own process, and leaves nothing behind; the workers share the cores."""
 
 _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,14 +68,20 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     """
     gpu, context_length = virtual_card(spec), spec.context_length or CONTEXT
     runs = Simulator(gpu, progress)
-    rows = []
+    kinds = []
     for task in tasks(gpu):
+        one = task.plan.spec(base_spec(task.plan.goal, spec), 1)
         try:
-            check_installed(task.plan.spec(base_spec(task.plan.goal, spec), 1))
+            check_installed(one)
         except UsageError as error:
             runs.failures[task.name] = error.line
         else:
-            rows.append(_largest(runs, spec, task, context_length))
+            kinds.append((task, one))
+    # The one that has all that another may import: an adapter on quantized weights.
+    if kinds:
+        runs.warm(max((one for _, one in kinds), key=lambda one: (one.quantize is not None, one.adapter is not None)))
+    works = [functools.partial(_largest, spec=spec, task=task, context_length=context_length) for task, _ in kinds]
+    rows = runs.searches(works)
     return Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),
         context_length=context_length,

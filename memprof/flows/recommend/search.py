@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from memprof.command_line import profile_command
@@ -123,6 +124,7 @@ class Search:
             if lean is None or not lean.outcome.fits:
                 continue
             given_up = tier.given_up
+            self._run_ahead(tier.variants(), smallest)
             fitting = [one for one in (self.at(plan, smallest) for plan in tier.variants()) if one and one.outcome.fits]
             for one in sorted(fitting, key=lambda one: one.outcome.seconds):
                 best = self._better(best, self._largest_micro_batch(one, self._better(best, one)))
@@ -165,10 +167,7 @@ class Search:
         if not self.refused.isdisjoint(plan.remedies):
             return None
         if key not in self.tried:
-            accumulation = 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
-            spec = plan.spec(self.base, micro_batch)
-            if accumulation > 1:
-                spec = spec.edit(zero_grad="zero")
+            spec, accumulation = self._asked(plan, micro_batch)
             label = plan.label(micro_batch)
             outcome = self.runs.try_run(spec, label, accumulation)
             if outcome is None:
@@ -178,6 +177,15 @@ class Search:
                 return None
             self.tried[key] = Tried(plan, micro_batch, accumulation, outcome)
         return self.tried[key]
+
+    def _asked(self, plan: Plan, micro_batch: int) -> tuple[TargetSpec, int]:
+        accumulation = 1 if self.goal is Goal.INFER else max(self.effective_batch // micro_batch, 1)
+        spec = plan.spec(self.base, micro_batch)
+        return spec.edit(zero_grad="zero") if accumulation > 1 else spec, accumulation
+
+    def _run_ahead(self, plans: Iterable[Plan], micro_batch: int) -> None:
+        likely = (plan for plan in plans if self.refused.isdisjoint(plan.remedies))
+        self.runs.run_ahead(self._asked(plan, micro_batch) for plan in likely)
 
     def confirmed(self, tried: Tried) -> Tried:
         """The same as it will be run: with its accumulation."""
@@ -306,9 +314,10 @@ def recommend(
     batch_limit = context = None
     alternatives: tuple[Alternative, ...] = ()
     if chosen is not None:
-        batch_limit = search.batch_limit(chosen)
+        limits = [functools.partial(search.batch_limit, chosen)]
         if target.vocab_size is not None:
-            context = search.context_limit(chosen, target.max_positions)
+            limits.append(functools.partial(search.context_limit, chosen, target.max_positions))
+        batch_limit, context = [*runs.searches([functools.partial(_ask, limit) for limit in limits]), None][:2]
     else:
         alternatives = cards.alternatives(search, example)
     rows = _choices(runs, found.tried, chosen)
@@ -333,6 +342,11 @@ def recommend(
         assumptions=_assumptions(question, spec),
     )
     return answer, search, dataclasses.replace(found, chosen=chosen)
+
+
+def _ask(limit: Callable[[], Bound], runs: Simulator) -> Bound:
+    """A search asks the simulator that it has."""
+    return limit()
 
 
 def _choices(runs: Simulator, tried: tuple[Tried, ...], chosen: Tried | None) -> tuple[Choice, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from memprof.catalog import Gpu
 from memprof.cost import StepWork, step_work
@@ -19,6 +22,7 @@ from memprof.remedy_catalog import helping
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.facts import Target, target_to_json
 
+Answer = TypeVar("Answer")
 HOST_MEMORY = "host memory"
 """Where a run dies that fits the card, but not its host."""
 
@@ -72,6 +76,8 @@ class Simulator:
         """The last of these."""
         self._progress = progress
         self._known: dict[tuple[TargetSpec, int], SimulatedRun] = {}
+        self._ahead: dict[tuple[TargetSpec, int], SimulatedRun | MemprofError] = {}
+        """What was run before it was asked for."""
 
     def __len__(self) -> int:
         """How many runs were made."""
@@ -91,13 +97,54 @@ class Simulator:
         key = spec, micro_batches
         if key not in self._known:
             self._progress(f"run {len(self) + 1}: {label}")
-            self._known[key] = self._run(spec, micro_batches)
+            before = self._ahead.pop(key, None)
+            if isinstance(before, MemprofError):
+                raise before
+            self._known[key] = before or self._run(spec, micro_batches)
             # The command line switches the collector off, and what a run leaves in circles must go before the next. The
             # libraries' own objects, millions that live for good, are looked through once.
             gc.collect()
             if len(self._known) == 1:
                 gc.freeze()
         return self._known[key]
+
+    def warm(self, spec: TargetSpec) -> None:
+        """Import what runs like `spec` need, once for all processes that are forked from this one, by a small one."""
+        self._progress("importing torch and the model's code")
+        if not _several_at_once():
+            return
+        with contextlib.suppress(MemprofError):  # whatever it is, the runs themselves will say it
+            profile(spec.edit(model="pythia-70m", context_length=8, steps=1), explained=False)
+        gc.collect()
+        gc.freeze()
+
+    def run_ahead(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:
+        """Run these at once, on all cores: they are likely to be asked for (`run`), and only then do they count."""
+        left = [key for key in dict.fromkeys(questions) if key not in self._known and key not in self._ahead]
+        if len(left) > 1 and _several_at_once():
+            works = [functools.partial(self._run, *key) for key in left]
+            self._ahead |= zip(left, _side_by_side(works, self._progress), strict=True)
+
+    def searches(self, works: Sequence[Callable[[Simulator], Answer]]) -> list[Answer]:
+        """What each of `works` finds with this simulator, as if they were asked in their order.
+
+        Args:
+            works: none of them needs what another finds. They run at once, each with what is known now, on all cores.
+
+        Raises:
+            MemprofError: one of them does.
+        """
+        if len(works) < 2 or not _several_at_once():
+            return [work(self) for work in works]
+        answers = []
+        for found in _side_by_side([functools.partial(_searched, work, self) for work in works], self._progress):
+            if isinstance(found, MemprofError):
+                raise found
+            self._known |= found.known
+            self.failures |= found.failures
+            self.refusal = found.refusal or self.refusal
+            answers.append(found.answer)
+        return answers
 
     def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun | None:
         """The same; None where the run cannot be made, and `failures` says why."""
@@ -140,3 +187,32 @@ class Simulator:
             dies_in=dies_in or (HOST_MEMORY if verdict.host_over_bytes else ""),
             batches=document.batches,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found(Generic[Answer]):
+    """What a search in a process of its own gives back."""
+
+    answer: Answer
+    known: dict[tuple[TargetSpec, int], SimulatedRun]
+    failures: dict[str, str]
+    refusal: MemprofError | None
+
+
+def _searched(work: Callable[[Simulator], Answer], runs: Simulator) -> _Found[Answer]:
+    answer = work(runs)
+    return _Found(answer, runs._known, runs.failures, runs.refusal)
+
+
+def _several_at_once() -> bool:
+    from memprof.workload.side_by_side import number_of_processes  # needs torch
+
+    return number_of_processes() > 1
+
+
+def _side_by_side(
+    works: Sequence[Callable[[], Answer]], progress: Callable[[str], None]
+) -> list[Answer | MemprofError]:
+    from memprof.workload.side_by_side import side_by_side
+
+    return side_by_side(works, progress)

@@ -1,0 +1,124 @@
+"""Independent pieces of work at once, each in a process that is forked from this one.
+
+A simulated run takes one core. Those of a search that do not wait for each other are run side by side: this process has
+imported torch and the libraries, the others begin with all that it has, and what comes back is what the work returned
+or raised. A process that dies without an answer (the system was out of memory) has its work done again here, so that
+the answers are the same however many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+
+from memprof.device.host import available_bytes
+from memprof.errors import MemprofError
+
+VARIABLE = "MEMPROF_PROCESSES"
+"""At most so many at once; 1: none is forked."""
+PROCESS_BYTES = 1 << 30
+"""Of host memory that has to be free for each: a run of a model of 9B takes about 0.4 GiB beside what it shares."""
+_PR_SET_PDEATHSIG = 1
+_inside = False
+"""Whether this is one of them: they fork no others."""
+
+_Answer = TypeVar("_Answer")
+
+
+def number_of_processes() -> int:
+    """How many may run at once; 1 where none can be forked.
+
+    On Linux alone: elsewhere the libraries' own threads do not outlive a fork. Nor do those of autograd where torch
+    sees a card (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp).
+    """
+    if _inside or sys.platform != "linux" or torch.cuda.device_count():
+        return 1
+    asked = os.environ.get(VARIABLE, "")
+    most = int(asked) if asked.isdigit() else len(os.sched_getaffinity(0))
+    free = available_bytes()
+    return max(1, most if free is None else min(most, free // PROCESS_BYTES))
+
+
+def side_by_side(
+    works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None] = lambda doing: None
+) -> list[_Answer | MemprofError]:
+    """What each of `works` returns, or the MemprofError that it raises, in their order.
+
+    Args:
+        works: what they return can be pickled; what they change is changed in their own process alone, or, where they
+            run here after all, in this one.
+        progress: told how many are done.
+    """
+    most = min(number_of_processes(), len(works))
+    if most < 2:
+        return [_tried(work) for work in works]
+    answers: dict[int, Any] = {}
+    running: dict[Connection, tuple[int, int]] = {}
+    left = list(enumerate(works))
+    try:
+        while left or running:
+            while left and len(running) < most:
+                place, work = left.pop(0)
+                line, pid = _forked(work, [*running])
+                running[line] = place, pid
+            for line in cast(list[Connection], wait([*running])):
+                place, pid = running[line]
+                with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+                    answers[place] = line.recv()
+                del running[line]
+                line.close()
+                os.waitpid(pid, 0)
+                progress(f"{len(works) - len(left) - len(running)} of {len(works)} done")
+    finally:
+        for line, (_, pid) in running.items():
+            line.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [answers[place] if place in answers else _tried(work) for place, work in enumerate(works)]
+
+
+def _tried(work: Callable[[], _Answer]) -> _Answer | MemprofError:
+    try:
+        return work()
+    except MemprofError as error:
+        error.__traceback__ = None  # its frames would keep the model
+        return error
+
+
+def _forked(work: Callable[[], Any], others: Sequence[Connection]) -> tuple[Connection, int]:
+    ours, theirs = Pipe(duplex=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
+        pid = os.fork()
+    if pid == 0:
+        for line in (ours, *others):
+            line.close()
+        _be(work, theirs)
+    theirs.close()
+    return ours, pid
+
+
+def _be(work: Callable[[], Any], line: Connection) -> NoReturn:
+    """One of the processes: it ends here, whatever happens, and runs nothing of what this one does at its end."""
+    global _inside
+    try:
+        _inside = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        torch.set_num_threads(1)  # a pool of threads is not inherited
+        line.send(_tried(work))
+        line.close()
+    finally:
+        os._exit(0)

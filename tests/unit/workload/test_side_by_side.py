@@ -1,0 +1,123 @@
+"""Work in processes that are forked: the same answers, in their order, and nobody is left behind."""
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from memprof.device import host
+from memprof.errors import MemprofError, UsageError
+from memprof.workload import side_by_side as forks
+from memprof.workload.side_by_side import number_of_processes, side_by_side
+
+HERE = os.getpid()
+
+
+@pytest.fixture(autouse=True)
+def two(monkeypatch):
+    monkeypatch.setenv("MEMPROF_PROCESSES", "2")
+
+
+def here(number: int) -> tuple[int, bool]:
+    return number, os.getpid() == HERE
+
+
+def fails(number: int) -> int:
+    raise UsageError("no such number", value=number, hint="take another")
+
+
+def dies(number: int) -> tuple[int, bool]:
+    if os.getpid() != HERE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return here(number)
+
+
+def trained(width: int) -> float:
+    """Parallel sums and a backward pass: what does not outlive a fork if it is not seen to."""
+    weight = torch.ones(width, width, requires_grad=True)
+    (weight @ torch.ones(width, width)).sum().backward()
+    assert weight.grad is not None
+    return weight.grad.sum().item()
+
+
+def test_answers_come_in_order_from_other_processes():
+    said = []
+    answers = side_by_side([functools.partial(here, number) for number in range(5)], said.append)
+    assert answers == [(number, False) for number in range(5)]
+    assert said[-1] == "5 of 5 done"
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_errors_for_the_user_come_back_in_their_place():
+    first, error, last = side_by_side(
+        [functools.partial(here, 1), functools.partial(fails, 2), functools.partial(here, 3)]
+    )
+    assert first == (1, False) and last == (3, False)
+    assert isinstance(error, UsageError) and (error.problem, error.value) == ("no such number", 2)
+    assert error.hint == "take another"
+
+
+def test_what_a_dead_process_leaves_is_done_here():
+    assert side_by_side([functools.partial(dies, 1), functools.partial(here, 2)]) == [(1, True), (2, False)]
+
+
+def test_threads_and_backward_passes_go_on_in_a_fork():
+    trained(300)
+    assert side_by_side([functools.partial(trained, 300)] * 2) == [300.0**3] * 2
+
+
+@pytest.mark.parametrize("why", ["asked", "memory", "card", "inside", "platform"])
+def test_none_is_forked_where_that_is_not_safe(monkeypatch, why):
+    if why == "asked":
+        monkeypatch.setenv("MEMPROF_PROCESSES", "1")
+    elif why == "memory":
+        monkeypatch.setattr(forks, "available_bytes", lambda: 3 << 29)
+    elif why == "card":
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    elif why == "inside":
+        monkeypatch.setattr(forks, "_inside", True)
+    else:
+        monkeypatch.setattr(forks.sys, "platform", "darwin")
+    assert number_of_processes() == 1
+    assert side_by_side([functools.partial(here, number) for number in range(2)]) == [(0, True), (1, True)]
+
+
+def test_as_many_as_there_are_cores(monkeypatch):
+    monkeypatch.delenv("MEMPROF_PROCESSES")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 5})
+    assert number_of_processes() == min(3, max(1, (host.available_bytes() or 1 << 40) // forks.PROCESS_BYTES))
+
+
+def test_an_interrupted_search_leaves_no_process(tmp_path):
+    """What `progress` raises stands for Ctrl-C while others run."""
+
+    def stop(doing: str) -> None:
+        raise KeyboardInterrupt
+
+    def sleeps(path: Path) -> None:
+        path.write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def waits(path: Path) -> None:
+        while not path.exists() or not path.read_text():
+            time.sleep(0.01)
+
+    path = tmp_path / "process"
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([functools.partial(sleeps, path), functools.partial(waits, path)], stop)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(path.read_text()), 0)
+
+
+def test_an_error_of_ours_is_raised_here():
+    def broken() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        side_by_side([broken, broken])
+    assert issubclass(UsageError, MemprofError)
