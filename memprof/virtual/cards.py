@@ -43,7 +43,8 @@ class Cards:
             return 0
         if not isinstance(device, int):
             named = torch.device(device) if isinstance(device, str) else getattr(device, "device", device)
-            device = None if named is None else named.index
+            # `torch.cuda.device(1)` has an `idx`.
+            device = None if named is None else named.idx if hasattr(named, "idx") else named.index
         if device is None or device < 0:
             return self.current
         if device >= self.number:

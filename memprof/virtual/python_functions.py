@@ -16,12 +16,7 @@ import torch
 
 def run_inside() -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
-    replacements = {
-        "has_torch_function": _overridden,
-        "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
-        "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
-    }
-    functions = {name: getattr(torch._C, f"_{name}") for name in replacements}
+    functions = {name: getattr(torch._C, f"_{name}") for name in _REPLACEMENTS}
     for module_name in sys.modules.keys() - _ASKED:  # of the thousands that transformers brings, each is asked once
         module = sys.modules.get(module_name)
         if module is None:
@@ -35,7 +30,7 @@ def run_inside() -> Iterator[tuple[Any, str, Any]]:
         module = sys.modules.get(module_name)
         for name in calls:
             if module is not None and vars(module).get(name) is functions[name]:
-                yield module, name, replacements[name]
+                yield module, name, _REPLACEMENTS[name]
 
 
 _ASKED: set[str] = set()
@@ -53,3 +48,13 @@ def _overridden(tensors: Any) -> bool:
         if handler not in (None, torch._C._disabled_torch_function_impl) and handler != torch.Tensor.__torch_function__:
             return True
     return False
+
+
+_REPLACEMENTS: dict[str, Any] = {
+    "has_torch_function": _overridden,
+    "has_torch_function_unary": lambda tensor: _overridden((tensor,)),
+    "has_torch_function_variadic": lambda *tensors: _overridden(tensors),
+}
+for _replacement in _REPLACEMENTS.values():
+    # TorchScript does not compile these where a function of torch calls them, but has an operator in their place.
+    torch.jit._builtins._register_builtin(_replacement, "aten::has_torch_function")  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,22 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 registry.load()
 
 
+_FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full")}
+
+
+@contextlib.contextmanager
+def _own_factories() -> Iterator[None]:
+    """Inside, torch's factories are torch's own: a program may have others there while it builds a model (nanotron)."""
+    replaced = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, factory in _FACTORIES.items():
+        setattr(torch, name, factory)
+    try:
+        yield
+    finally:
+        for name, factory in replaced.items():
+            setattr(torch, name, factory)
+
+
 class RecordingMode(Machine):
     """Runs the program's operators on the virtual GPU."""
 
@@ -80,6 +96,9 @@ class RecordingMode(Machine):
     # -- every operator ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.empty is not _FACTORIES["empty"]:
+            with _own_factories():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if _dispatch_mode(_FAKE) is not None:
             # How a DTensor learns the shapes of results: nothing of that is in memory.
             return func(*args, **(kwargs or {}))

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--fetched", type=Path, required=True)
     parser.add_argument("--only", default="", help="programs whose names have one of these words, separated by commas")
     parser.add_argument("--results", type=Path, default=Path("corpus-results"))
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, help="for each program, in place of its own limit")
     parser.add_argument("--write", action="store_true")
     told = parser.parse_args()
     told.results.mkdir(exist_ok=True)

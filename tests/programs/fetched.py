@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.programs import data, folders
 from tests.programs.libraries import LIBRARIES
+from tests.programs.other_kernels import OTHER_KERNELS
 from tests.programs.program import Program
 from tests.programs.stand_ins import (
     ANY_CIFAR,
@@ -435,4 +436,5 @@ PROGRAMS = (
         data=lambda home: data.cifar(home / "datasets"),
     ),
     *LIBRARIES,
+    *OTHER_KERNELS,
 )

@@ -65,6 +65,8 @@ class Program(Right):
     before: str = ""
     """Python that runs first, in place of downloads."""
     options: str = "--gpu rtx-4090"
+    seconds: float = 60
+    """How long it may take."""
     path: tuple[str, ...] = ()
     """Folders to import from, beside the program's own."""
 
@@ -119,8 +121,9 @@ class Result:
         return f"findings that are not right: {', '.join(sorted(told))}" if told else ""
 
 
-def run(program: Program, fetched: Path, seconds: float = 60) -> Result:
+def run(program: Program, fetched: Path, seconds: float | None = None) -> Result:
     """Run a program of the corpus as a user would, in a process of its own and in a copy of its folder."""
+    seconds = program.seconds if seconds is None else seconds
     with tempfile.TemporaryDirectory(prefix="memprof-program-") as temporary:
         home = Path(temporary)
         checkout = home / program.repository.split("/")[1]
@@ -134,7 +137,7 @@ def run(program: Program, fetched: Path, seconds: float = 60) -> Result:
             command[0] = f"corpus_{command[0]}"
         if program.before:
             (folder / _FIRST).write_text(program.before + _RUN, encoding="utf-8")
-            command.insert(0, _FIRST)
+            command.insert(next(at for at, word in enumerate(command) if word.endswith(".py")), _FIRST)
         own = [str(folder / name) for name in program.path]
         path = os.pathsep.join([str(ROOT), *own, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, **_OFFLINE, "HF_HOME": str(home / "hf"), "PYTHONPATH": path}

@@ -286,3 +286,9 @@ def test_a_snapshot_of_all_cards():
     assert [segment["device"] for segment in snapshot["segments"]] == [0, 1, 1]
     taken_by = [[event["size"] for event in trace if event["action"] == "alloc"] for trace in snapshot["device_traces"]]
     assert taken_by == [[2 * MIB], [MIB, 30 * MIB]]
+
+
+def test_a_card_is_set_by_what_selects_one():
+    with cards(2):
+        torch.cuda.set_device(torch.cuda.device(1))
+        assert torch.cuda.current_device() == 1

@@ -1,0 +1,131 @@
+"""Public programs that begin by importing what cannot be installed without a card (docs/stand-ins.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.programs import data, folders
+from tests.programs.program import Program
+from tests.programs.stand_ins import (
+    DLLOGGER,
+    NANOCHAT_FILES,
+    NO_WANDB,
+    TORCHVISION_OPERATORS,
+)
+
+
+def _ratings(home: Path) -> None:
+    """Users, items and labels as the program's own converter writes them."""
+    import torch
+
+    folder = home / "data_of_ratings"
+    folder.mkdir()
+    parts: dict[str, list[dict[str, object]]] = {}
+    for split, rows in (("train", 40_000), ("test", 1_000)):
+        pairs = torch.stack((torch.randint(0, 500, (rows,)), torch.randint(0, 300, (rows,))), dim=1)
+        torch.save(pairs, folder / f"{split}_pairs.pt")
+        torch.save((torch.arange(rows) % 100 == 0).float().view(-1, 1), folder / f"{split}_labels.pt")
+        parts[split] = [
+            {"type": "torch_tensor", "features": ["user", "item"], "files": [f"{split}_pairs.pt"]},
+            {"type": "torch_tensor", "features": ["label"], "files": [f"{split}_labels.pt"]},
+        ]
+    said = {
+        "feature_spec": {"user": {"cardinality": 500}, "item": {"cardinality": 300}, "label": {}},
+        "source_spec": parts,
+        "channel_spec": {"user_ch": ["user"], "item_ch": ["item"], "label_ch": ["label"]},
+        "metadata": {"test_samples_per_series": 100},
+    }
+    (folder / "feature_spec.yaml").write_text(json.dumps(said), encoding="utf-8")
+
+
+def _tiny_llama(home: Path) -> None:
+    """A model's folder with a tokenizer of words, and a few conversations."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = home / "model"
+    folder.mkdir()
+    words = sorted(set(data.words(500).split()))
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "pad_token": "<unk>"}), encoding="utf-8")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+        "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    rows = [{"text": data.words(200, seed)} for seed in range(64)]
+    (home / "texts").mkdir()
+    (home / "texts" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+_TINY = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LlamaForCausalLM(LlamaConfig.from_pretrained("model")).to(torch.bfloat16).save_pretrained("model")
+"""
+
+OTHER_KERNELS = (
+    Program(
+        name="nanochat base train",
+        repository="karpathy/nanochat",
+        commit="92d63d4",
+        command=(
+            "scripts/base_train.py --depth=2 --max-seq-len=512 --device-batch-size=2 --total-batch-size=1024 "
+            "--eval-every=-1 --core-metric-every=-1 --sample-every=-1 --num-iterations=5"
+        ),
+        before=NO_WANDB + NANOCHAT_FILES,
+        options="--gpu h100-80gb",
+        path=(".",),
+        seconds=300,
+    ),
+    Program(
+        name="series mamba",
+        repository="thuml/Time-Series-Library",
+        commit="4e938a1",
+        command=(
+            "run.py --task_name long_term_forecast --is_training 1 --model_id ETTh1_96_96 --data ETTh1 --root_path "
+            "./dataset/ --data_path ETTh1.csv --features M --num_workers 0 --model Mamba --expand 2 --d_ff 16 "
+            "--d_conv 4 --enc_in 7 --c_out 7"
+        ),
+        data=folders.series,
+    ),
+    Program(
+        name="apex NCF",
+        repository="NVIDIA/DeepLearningExamples",
+        commit="729963d",
+        folder="PyTorch/Recommendation/NCF",
+        command="ncf.py --data data_of_ratings --epochs 1 --batch_size 32768 --valid_batch_size 1000 --amp",
+        before=DLLOGGER,
+        data=_ratings,
+    ),
+    Program(
+        name="transformer engine mnist",
+        repository="NVIDIA/TransformerEngine",
+        commit="27486e0",
+        folder="examples/pytorch/mnist",
+        command="main.py --use-fp8 --epochs 1",
+        before=TORCHVISION_OPERATORS,
+        data=lambda home: data.idx(home.parent / "data", "MNIST"),
+        options="--gpu h100-80gb",
+    ),
+    Program(
+        name="trl sft flash attention",
+        repository="huggingface/trl",
+        commit="f2cd577",
+        command=(
+            "trl/scripts/sft.py --model_name_or_path model --dataset_name texts --attn_implementation "
+            "flash_attention_2 --dtype bfloat16 --num_train_epochs 1 --per_device_train_batch_size 4 --max_length 256 "
+            "--output_dir out --report_to none --save_strategy no --bf16 True"
+        ),
+        before=_TINY,
+        data=_tiny_llama,
+        path=(".",),
+    ),
+)
+"""Which import kernels of others; each is run as its authors say, with less data."""
