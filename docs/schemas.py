@@ -62,7 +62,7 @@ _OF_FILE = {
     "required": ["file", "options"],
 }
 _OPTIONAL: dict[type, tuple[str, ...]] = {
-    Document: ("card", "cards", "limit", "rank", "ranks", "streams"),
+    Document: ("card", "cards", "limit", "rank", "ranks", "streams", "over_time"),
     Bridge: ("nccl_group_bytes",),
     RankFacts: _NOT_OF_ALL,
     estimate.EstimateRow: tuple(name for field, name, _ in json_fields(estimate.EstimateRow) if field.default is None),
@@ -76,7 +76,7 @@ _BESIDE: dict[type, dict[str, Any]] = {
         "schema": int, "memprof_version": str, "command": str, "source": str, "passed": bool,
         "skipped": list[dict[str, str]],
     },
-    Target: {name: kind for _, name, kind in json_fields(TargetSpec)},
+    Target: {**{name: kind for _, name, kind in json_fields(TargetSpec)}, "asked": dict[str, Any]},
 }  # fmt: skip
 """What a class adds to its fields as it is written."""
 _SIMPLE: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", types.NoneType: "null"}

@@ -24,6 +24,8 @@ if _workers:
 os.environ.update({"MEMPROF_CACHE": "off", "MEMPROF_PROCESSES": "1"})
 """A test is answered by what it runs, in its own process, and leaves nothing behind; the workers share the cores."""
 
+os.environ.pop("COLUMNS", None)  # a worker of pytest has the terminal's, and what is printed is as wide
+
 _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"
 _NO_SHARED = "no shared data"

@@ -73,6 +73,6 @@ def analyze(
         from memprof.report.terminal.analysis import view
         from memprof.report.terminal.console import show
 
-        show(view(document, replay=replay, quiet=request.quiet))
+        show(view(document, replay=replay, quiet=request.quiet, file=file))
     request.write_tables(document)
     raise typer.Exit(Exit.DOES_NOT_FIT if document.ran_out else Exit.DONE)

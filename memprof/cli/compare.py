@@ -56,6 +56,6 @@ def compare(
         from memprof.report.terminal.comparison import view
         from memprof.report.terminal.console import show
 
-        show(view(comparison, top=request.top, explain=request.explain, quiet=request.quiet))
+        show(view(comparison, top=request.top, explain=request.explain, quiet=request.quiet, files=(a, b)))
     request.write_tables(comparison)
     raise typer.Exit(Exit.DONE if comparison.within else Exit.DIFFERS)

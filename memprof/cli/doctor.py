@@ -12,8 +12,10 @@ import typer
 
 from memprof.cli.options import STDIN, Reading, again
 from memprof.cli.output import Output, print_json
+from memprof.cli.progress import Progress
 from memprof.cli.streams import say
 from memprof.errors import UsageError
+from memprof.units import format_bytes
 
 EXAMPLES = """
 memprof doctor train.log
@@ -47,11 +49,15 @@ def doctor(
         _check(request, [("FILE", file), ("--model", request.model), ("--batch-size", request.batch_size)])
         return
     from memprof.doctor import Known, diagnose
+    from memprof.flows.how_far import telling
     from memprof.report.terminal.doctor import render_diagnoses
 
     known = Known(request.model, request.batch_size, request.context_length)
-    with _open(file) as stream:
-        found = diagnose(stream, _name(file), known)
+    size = 0 if file is None or file == STDIN or not file.is_file() else file.stat().st_size
+    with _open(file) as stream, Progress(quiet=request.quiet) as progress:
+        progress(f"reading {_name(file)}")
+        with telling(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
+            found = diagnose(stream, _name(file), known)
     if not found:
         raise UsageError(
             "no memory or device error is in it",

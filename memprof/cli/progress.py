@@ -1,9 +1,13 @@
-"""Progress on stderr, only when it takes a while: one line, rewritten, for people; in a pipe plain lines."""
+"""Progress on stderr, only when it takes a while: one line, rewritten, for people; in a pipe plain lines.
+
+It says what is being done, how far that is where somebody knows (flows/how_far.py), and for how long it has been.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import threading
 import time
@@ -12,6 +16,8 @@ from memprof.errors import printable
 
 EVERY = 10.0
 """Seconds between two lines where stderr is no terminal."""
+_FIRST, _AGAIN = 2.0, 0.5
+"""Seconds on a terminal until the line is there, and until it is written anew."""
 
 
 class Progress:
@@ -27,8 +33,9 @@ class Progress:
         self._teller: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
-        if not self._for_people and not self._quiet:
-            teller = threading.Thread(target=self._say_now_and_then, name="memprof progress", daemon=True)
+        if not self._quiet:
+            tell = self._redraw_now_and_then if self._for_people else self._say_now_and_then
+            teller = threading.Thread(target=tell, name="memprof progress", daemon=True)
             with contextlib.suppress(RuntimeError):  # no room for it: what is being done counts for more
                 teller.start()
                 self._teller = teller
@@ -37,15 +44,27 @@ class Progress:
     def __call__(self, doing: str) -> None:
         """Say what is being done now."""
         self._doing = printable(doing)
-        if self._for_people and not self._quiet and time.monotonic() - self._begin > 2:
-            sys.stderr.write(f"\r\033[Kmemprof: {self._doing} …")
-            sys.stderr.flush()
-            self._shown = True
+
+    def _line(self) -> str:
+        """What is being done, and how far."""
+        known = sys.modules.get("memprof.flows.how_far")  # of work that cannot say, it was not imported
+        far = "" if known is None else known.how_far()
+        return f"memprof: {self._doing}{f', {far}' if far else ''} ({time.monotonic() - self._begin:.0f} s)"
+
+    def _redraw_now_and_then(self) -> None:
+        self._ended.wait(_FIRST)
+        while not self._ended.wait(_AGAIN):
+            if self._doing:
+                with contextlib.suppress(OSError, ValueError):
+                    columns = os.get_terminal_size(sys.stderr.fileno()).columns
+                    sys.stderr.write(f"\r\033[K{self._line()[: max(columns - 1, 20)]}")
+                    sys.stderr.flush()
+                    self._shown = True
 
     def _say_now_and_then(self) -> None:
         while not self._ended.wait(EVERY):
             if self._doing:
-                sys.stderr.write(f"memprof: {self._doing} ({time.monotonic() - self._begin:.0f} s)\n")
+                sys.stderr.write(f"{self._line()}\n")
                 sys.stderr.flush()
 
     def __exit__(self, *exc: object) -> None:

@@ -16,6 +16,7 @@ from memprof.flows.each_card import document_of_cards
 from memprof.flows.each_rank import document_of_ranks, rank_of
 from memprof.ledger.bridge import build_bridge
 from memprof.ledger.ledger import Ledger, build_ledger
+from memprof.ledger.over_time import over_time
 from memprof.ledger.streams import StreamMemory
 from memprof.report.documents.report import Document, build_document
 from memprof.trace.events import CPU, Trace
@@ -81,7 +82,7 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
     usable = device.usable_bytes
     context = Context(ledger=ledger, usable_bytes=usable, card=device.name, fixes=fixes, streams=streams, **known)
     document = build_document(ledger, find_all(context), settings, bridge, streams)
-    return ledger, dataclasses.replace(document, ledger=ledger)
+    return ledger, dataclasses.replace(document, ledger=ledger, over_time=over_time(ledger))
 
 
 def with_settings(trace: Trace, alloc_conf: str) -> Trace:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError, RunFailedError
+from memprof.flows.how_far import telling
 from memprof.measured import MeasuredDevice
 from memprof.measured.outside import Outside
-from memprof.trace.events import FailureKind, Trace
+from memprof.trace.events import EventKind, FailureKind, ModuleRole, PhaseKind, Trace
 from memprof.virtual import VirtualGpu
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
@@ -46,7 +47,7 @@ def capture_virtual(
         allocator_settings=allocator_settings,
     )
     try:
-        with no_collection(), device, may_not_leave("the model"):
+        with no_collection(), device, may_not_leave("the model"), telling(lambda: _layer(device.trace)):
             workload.run(device, progress)
     except MemprofError:
         raise
@@ -63,6 +64,23 @@ def capture_virtual(
         raised.trace = trace
         raise raised from error
     return device.trace
+
+
+_LOOKED_BACK = 20_000
+"""Events: a layer has fewer."""
+
+
+def _layer(trace: Trace) -> str:
+    """The phase, and in a forward the layer that was entered last, and of how many."""
+    modules = trace.modules
+    for event in reversed(trace.events[-_LOOKED_BACK:]):
+        if event.kind is EventKind.PHASE:
+            kind = trace.phases[event.ref].kind
+            return "" if kind is PhaseKind.MODEL else kind.value
+        if event.kind is EventKind.ENTER and modules[event.ref].role is ModuleRole.LAYER:
+            alike = [at for at, one in enumerate(modules) if (one.role, one.stack) == modules[event.ref][2:]]
+            return f"layer {alike.index(event.ref) + 1} of {len(alike)}"
+    return ""
 
 
 def capture_measured(

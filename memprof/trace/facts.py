@@ -45,12 +45,13 @@ class Target(Plain):
         return self.asked.edit(**_askable({name: getattr(self, name) for name in _BOTH}))
 
     def to_json(self) -> dict[str, Any]:
-        """Both in one object."""
-        return {**to_plain(self.asked), **super(Target, self).to_json()}
+        """Both in one object, and what was asked of that which turned out."""
+        asked = {name: to_plain(getattr(self.asked, name)) for name in _BOTH}
+        return {**to_plain(self.asked), **super(Target, self).to_json(), "asked": asked}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Target:
-        """The reverse; but for a capture, which keeps both, what turned out counts as asked."""
+        """The reverse; of what early releases wrote as JSON, what turned out counts as asked."""
         asked = from_plain(TargetSpec, _askable({**values, **values.get("asked", {})}))
         return cls(asked, **fields_from_plain(cls, values))
 
@@ -185,10 +186,7 @@ class Facts(Plain):
 
     def to_json(self) -> dict[str, Any]:
         """As a capture has it."""
-        target = target_to_json(self.target)
-        if self.target is not None:
-            target["asked"] = {name: getattr(self.target.asked, name) for name in _BOTH}
-        return super(Facts, self).to_json() | {"target": target}
+        return super(Facts, self).to_json() | {"target": target_to_json(self.target)}
 
 
 def target_to_json(target: Target | None) -> dict[str, Any]:

@@ -1,12 +1,19 @@
 """-q prints the verdict alone, -v what it rests on; in a pipe progress is a plain line now and then."""
 
+import os
+import sys
 import time
 
 import pytest
 
 from memprof.cli import progress
+from memprof.flows.capture import _layer
+from memprof.flows.how_far import how_far, telling
+from memprof.trace.events import Event, EventKind, Module, ModuleRole, Phase, PhaseKind, Trace
 from memprof.trace.io import save_trace
+from tests.cli.terminal import Terminal
 from tests.golden.test_report import training_run
+from tests.processes import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,44 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
         say("reading")
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+def test_progress_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    with progress.Progress() as say, telling(lambda: "layer 3 of 9"):
+        say("training step 1 of 2")
+        time.sleep(0.08)
+    with progress.Progress() as say, telling(lambda: str(1 // 0)):
+        say("accounting")
+        time.sleep(0.08)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "memprof: training step 1 of 2, layer 3 of 9 (0 s)" and second == "memprof: accounting (0 s)"
+    assert how_far() == ""
+
+
+def test_progress_on_a_terminal_is_one_line_that_goes_away():
+    code = (
+        "from memprof.cli import progress\nimport time\nprogress._FIRST = progress._AGAIN = 0.05\n"
+        "with progress.Progress() as say:\n    say('reading ' + 'x' * 200)\n    time.sleep(0.4)\nprint('done')"
+    )
+    shown = Terminal([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}, columns=60)
+    assert shown.wait() == 0
+    assert shown.received.count("memprof: reading xxx") >= 2 and shown.screen.text.split() == ["done"]
+    shown.end()
+
+
+def test_layers_of_a_forward_are_counted():
+    trace = Trace(modules=[Module("", "Net", ModuleRole.ROOT, "")])
+    trace.modules += [Module(f"h.{n}", "Layer", ModuleRole.LAYER, "h") for n in range(3)]
+    for kind in (PhaseKind.MODEL, PhaseKind.FORWARD, PhaseKind.BACKWARD):
+        trace.phases.append(Phase(kind, 1, 1))
+    phase, enter = EventKind.PHASE, EventKind.ENTER
+    events = [(phase, 0), (phase, 1), (enter, 0), (enter, 2), (phase, 2)]
+    said = []
+    for event in events:
+        trace.events.append(Event(*event))
+        said.append(_layer(trace))
+    assert said == ["", "forward", "forward", "layer 2 of 3", "backward"]
 
 
 @pytest.mark.parametrize(

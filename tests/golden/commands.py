@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KEPT = HERE / "unchanged"
-_OF_A_MACHINE = ("memprof_version", "compile_seconds", "compiled_kernels")
+_OF_A_MACHINE = ("compile_seconds", "compiled_kernels")
 PROGRAM = KEPT / "program.py"
 
 _TINY = "--model gpt2 --context-length 64 --batch-size 2"
@@ -50,7 +50,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 def run_alone(arguments: list[str], folder: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `python ARGUMENTS`, in a new process with the checkout to be asked."""
     path = os.pathsep.join(filter(None, (_checkout(), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "MEMPROF_CACHE": "off"}
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
@@ -74,7 +74,8 @@ def _checkout() -> str:
 def comparable(document: object, folder: str) -> object:
     """Without paths of this machine, versions of memprof, and line numbers of its own files."""
     if isinstance(document, dict):
-        return {key: comparable(value, folder) for key, value in document.items() if key not in _OF_A_MACHINE}
+        kept = {key: comparable(value, folder) for key, value in document.items() if key != "memprof_version"}
+        return {key: None if key in _OF_A_MACHINE else value for key, value in kept.items()}
     if isinstance(document, list):
         values = [comparable(value, folder) for value in document]
         if all(isinstance(value, dict) and "key" in value for value in values):  # equal ones stand in order of paths

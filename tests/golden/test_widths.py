@@ -18,7 +18,7 @@ from tests.processes import ROOT, python
 REPORTS = sorted(path for path in (*KEPT.glob("*.json"), *KEPT.parent.glob("*.json")))
 NO_PICTURES = ("estimate", "vocabulary")
 """Which are shown by a command alone."""
-GRAPHICS = " ─▁▂▃▄▅▆▇█^!‼"
+GRAPHICS = " ─▁▂▃▄▅▆▇█^!‼\\"
 BESIDE = 16
 """Columns beside a long word, in a table: one that leaves no room for these is broken."""
 

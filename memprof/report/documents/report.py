@@ -14,6 +14,7 @@ from memprof.ledger.batches import Batches, batches
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
 from memprof.ledger.ledger import Ledger, LiveTensor, Row
+from memprof.ledger.over_time import OverTime
 from memprof.ledger.stage_amounts import OutOfMemory, Stage
 from memprof.ledger.state import ModelState, model_state
 from memprof.ledger.steps import TrainingStep, training_steps
@@ -163,6 +164,8 @@ class Document(Shown):
     """Of a program whose ranks ran together, a row each; all but the verdict and the findings is about `rank`."""
     streams: StreamMemory | None = None
     """Of a run that took memory on several streams; left out of other documents in JSON."""
+    over_time: OverTime | None = None
+    """By category at a hundred moments; left out where there is none, as in reports of earlier releases."""
     ledger: Ledger | None = field(default=None, compare=False, metadata=json_name(None))
     """What it was made of, for pictures of every moment; None: of JSON, or of a run of which totals were asked."""
 
@@ -189,7 +192,7 @@ class Document(Shown):
     def to_json(self) -> dict[str, Any]:
         """The document as plain JSON values (docs/concepts.md lists the names)."""
         plain = super(Document, self).to_json() | {"target": target_to_json(self.target)}
-        optional = ("cards", "limit", "rank", "ranks", "streams")
+        optional = ("cards", "limit", "rank", "ranks", "streams", "over_time")
         absent = {name for name in optional if not getattr(self, name)} | ({"card"} if not self.cards else set())
         if self.bridge is not None and self.bridge.nccl_group_bytes is None:
             del plain["bridge"]["nccl_group_bytes"]

@@ -56,7 +56,7 @@ MOST_MAPPED = 8
 _CHOOSES_FOREACH = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 """Adafactor steps parameter by parameter wherever they are; other libraries have one way each."""
 
-_NOT_SETTINGS = ("alloc_conf", "sequence_lengths")  # the allocator's own say more; what came of settings
+_NOT_SETTINGS = ("asked", "alloc_conf", "sequence_lengths")  # the allocator's own say more; what came of settings
 
 _STEP = re.compile(r"(.*) \(step (\d+)\)")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -22,12 +23,12 @@ from memprof.report.documents.analysis import (
     PinnedSegment,
     ReplayRow,
 )
-from memprof.report.terminal.cells import unit_for
+from memprof.report.terminal.cells import curve, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
+from memprof.report.terminal.next_step import render_next
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
-_BARS = " ▁▂▃▄▅▆▇█"
 MAX_PINS = 5
 """Kinds of nearly empty segments that are shown."""
 _LABEL = 11
@@ -38,8 +39,10 @@ _PATH = 28
 """Columns of a module's path beside a source line."""
 
 
-def view(document: Analysis, *, replay: bool = False, quiet: bool = False) -> RenderableType:
+def view(document: Analysis, *, replay: bool = False, quiet: bool = False, file: Path | None = None) -> RenderableType:
     """The whole document; with `replay`, how far the allocator's replay agrees with the recording too.
+
+    With `file`, what was read, the command to try next.
 
     With `quiet`, the most that each device held, alone.
     """
@@ -52,7 +55,7 @@ def view(document: Analysis, *, replay: bool = False, quiet: bool = False) -> Re
     many = len(document.devices) > 1
     parts += [_device(device, replay=replay, many=many) for device in document.devices]
     parts += [dim(f"Note: {sentence}") for sentence in document.assumptions]
-    return Group(*parts)
+    return Group(*parts, *([] if file is None else render_next(document, file)))
 
 
 def _verdict(device: DeviceReport) -> RenderableType:
@@ -156,7 +159,7 @@ def _curve(values: tuple[int, ...], columns: int, highest: int) -> str:
         max(values[count * i // columns : max(count * (i + 1) // columns, count * i // columns + 1)])
         for i in range(columns)
     ]
-    return "".join(_BARS[-(-max(level, 0) * (len(_BARS) - 1) // highest)] for level in levels)
+    return curve(levels, highest)
 
 
 def _oom(oom: Refusal) -> RenderableType:

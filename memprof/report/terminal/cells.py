@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from memprof.units import GIB, KIB, MIB
 
+_BARS = " ▁▂▃▄▅▆▇█"
 _UNITS = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("bytes", 1))
 
 
@@ -36,3 +37,8 @@ def some(names: list[str], most: int) -> str:
     """The first `most` of `names`, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def curve(values: Iterable[int], highest: int) -> str:
+    """A bar each, of the height that it has of `highest`; anything above nothing is seen."""
+    return "".join(_BARS[-(-max(value, 0) * (len(_BARS) - 1) // highest)] for value in values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -25,6 +26,7 @@ from memprof.report.documents.comparison import (
 )
 from memprof.report.terminal.cells import Unit, shape_text, some, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
+from memprof.report.terminal.next_step import render_next
 from memprof.units import format_bytes
 
 MAX_NAMED = 6
@@ -33,10 +35,12 @@ MAX_VALUE = 44
 """Columns of a setting's value."""
 
 
-def view(document: Comparison, *, top: int = 10, explain: bool = False, quiet: bool = False) -> RenderableType:
+def view(
+    document: Comparison, *, top: int = 10, explain: bool = False, quiet: bool = False, files: tuple[Path, ...] = ()
+) -> RenderableType:
     """The whole comparison, `top` rows of a table; with `explain`, the assumptions of only one too.
 
-    With `quiet`, the verdict alone.
+    With `quiet`, the verdict alone; with `files`, A and B, the command to try next.
     """
     if quiet:
         return _verdict(document)
@@ -53,7 +57,7 @@ def view(document: Comparison, *, top: int = 10, explain: bool = False, quiet: b
     if explain:
         parts.append(_assumptions(document))
     parts.append(_verdict(document))
-    return Group(*parts)
+    return Group(*parts, *render_next(document, *files))
 
 
 def _heading(document: Comparison) -> RenderableType:

@@ -9,7 +9,7 @@ from datetime import datetime
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memprof.device.cards import NvmlCard
+from memprof.device.cards import CardProcess, NvmlCard
 from memprof.monitor.run import MonitorOutcome
 from memprof.monitor.sample import Peaks, Sample, Watched
 from memprof.report.terminal.console import dim, table
@@ -120,6 +120,7 @@ class History:
     def add(self, sample: Sample) -> None:
         """Take a sample in."""
         values = {f"card {card.index}": card.used_bytes for card in sample.cards}
+        values |= {_curve_of(card, one): one.used_bytes for card in sample.cards for one in card.processes}
         values["allocated"] = sample.total("interval_peak_allocated_bytes")
         values["reserved"] = sample.total("interval_peak_reserved_bytes")
         values["resident"] = sample.resident_bytes if sample.processes else None
@@ -132,15 +133,19 @@ class History:
         return sparkline(self._values.get(name, ()), width, highest or 0).ljust(width)
 
 
+def _curve_of(card: NvmlCard, process: CardProcess) -> str:
+    return f"process {process.pid} on {card.index}"
+
+
 def cards_table(sample: Sample, peaks: Peaks, history: History) -> RenderableType:
     """The cards, one row each, the slices and processes below, and what could not be read."""
-    made = table(ruled=True)
+    made = table(ruled=True, drop=("peak", "state", "total"))
     time = f"{datetime.fromtimestamp(sample.time):%H:%M:%S}  GiB"
     made.add_column(time, no_wrap=True, overflow="ellipsis", min_width=_MIN_NAME)
     for header in ("used", "peak", "total"):
         made.add_column(header, justify="right", no_wrap=True, min_width=_AMOUNT)
-    made.add_column("", no_wrap=True, min_width=_NARROW)
-    made.add_column("", no_wrap=True)
+    made.add_column("over time", no_wrap=True, min_width=_NARROW)
+    made.add_column("state", no_wrap=True)
     for card in sample.cards:
         amounts = (card.used_bytes, peaks.cards.get(card.index), card.total_bytes)
         curve = history.curve(f"card {card.index}", card.total_bytes, _NARROW)
@@ -150,7 +155,8 @@ def cards_table(sample: Sample, peaks: Peaks, history: History) -> RenderableTyp
             made.add_row(f"  slice {piece.index} {piece.name}", *map(_cell, amounts), "", "")
         for process in card.processes:
             name = dim(f"  {process.name} ({process.pid})")
-            made.add_row(name, _cell(process.used_bytes, "?"), "", "", "", "")
+            curve = history.curve(_curve_of(card, process), card.total_bytes, _NARROW)
+            made.add_row(name, _cell(process.used_bytes, "?"), "", "", dim(curve), "")
     notes = [Text(f"memprof: {note}", style="yellow") for note in sample.notes]
     return Group(made, *notes)
 

@@ -21,10 +21,12 @@ from memprof.report.terminal.console import bar, dim, heading, indented, section
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import headline, render_limit
+from memprof.report.terminal.next_step import render_next
 from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.ranks import render_ranks
 from memprof.report.terminal.steps import render_steps
 from memprof.report.terminal.streams import render_streams
+from memprof.report.terminal.timeline import Timeline
 from memprof.spec import Mode
 from memprof.trace.events import FailureKind, short_source
 from memprof.trace.facts import ProgramFacts, Target
@@ -58,6 +60,9 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     if document.limit is not None:
         parts.append(render_limit(document.limit, document.device.total_bytes or 0))
     parts.append(_categories(document))
+    if document.over_time is not None:
+        where = at_stage(document.peak.stage, document.peak.step)
+        parts.append(Timeline(document.over_time, _unit(document), where))
     if document.bridge is not None:
         parts.append(render_bridge(document.bridge, _unit(document)))
     if document.streams is not None:
@@ -69,7 +74,7 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
         parts.append(_assumptions(document))
     else:
         parts.append(dim(f"{len(document.assumptions)} assumptions: --explain lists them."))
-    return Group(*parts)
+    return Group(*parts, *render_next(document))
 
 
 def _unit(document: Document) -> Unit:

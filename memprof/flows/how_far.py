@@ -1,0 +1,26 @@
+"""How far the work is that is done now: whoever does it says how to ask, and whoever shows it asks from a thread."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+_ASKED: list[Callable[[], str]] = []
+
+
+@contextlib.contextmanager
+def telling(ask: Callable[[], str]) -> Iterator[None]:
+    """While it is open, `how_far` is what `ask` says; it is called from another thread, and may fail."""
+    _ASKED.append(ask)
+    try:
+        yield
+    finally:
+        _ASKED.remove(ask)
+
+
+def how_far() -> str:
+    """In a few words, such as "layer 12 of 36"; empty: not known."""
+    try:
+        return _ASKED[-1]() if _ASKED else ""
+    except Exception:  # what is looked at changes in the meantime
+        return ""

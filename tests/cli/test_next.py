@@ -1,0 +1,126 @@
+"""The command to try next, which every report ends with: it runs, and shows what was said."""
+
+import dataclasses
+import json
+import re
+import shlex
+
+import pytest
+
+from memprof.flows.saved import load_json
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.next_step import next_step, render_next
+from memprof.report.terminal.report import view
+from memprof.spec import TargetSpec
+from tests.docs.test_docs import _check
+from tests.golden.commands import KEPT
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(4096, 4096).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.randn(8, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def saved(name, tmp_path, **changes):
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({"memprof_version": "", **json.loads((KEPT / f"{name}.json").read_text())}))
+    return dataclasses.replace(load_json(file), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "command"),
+    [
+        (
+            "profile",
+            "the largest batch that fits",
+            "memprof profile --model gpt2 --context-length 64 --batch-size 2 --gpu h100-80gb --largest batch-size",
+        ),
+        (
+            "profile-does-not-fit",
+            "the remedies that make it fit at the least cost",
+            "memprof profile --model llama-3.1-8b --context-length 512 --gpu rtx-4090 --fix auto",
+        ),
+        (
+            "profile-ladder",
+            "the first row that fits, in full",
+            "memprof profile --model gpt2 --context-length 256 --batch-size 4 --gpu-vram 2.5 --fix "
+            "compile,8-bit-optimizer,chunked-loss",
+        ),
+        ("run", "whether later steps take more", "memprof run --gpu h100-80gb --steps 20 program.py"),
+        ("run-until-exit", "what each finding means", "memprof help findings"),
+    ],
+)
+def test_after_a_report(name, what, command, tmp_path):
+    document = saved(name, tmp_path)
+    assert next_step(document) == (what, command)
+    _check(shlex.split(command)[1:])
+    ending = text_of(view(document)).splitlines()[-6:]
+    said = re.sub(r" \\\n\s*", " ", "\n".join(ending))
+    assert said.endswith(f"Next, {what}:\n  {command}")
+    assert "Next, " not in text_of(view(document, quiet=True))
+
+
+def test_where_remedies_are_not_enough(tmp_path):
+    """What is asked of `recommend` is the same model, goal and card, and nothing that it does not take."""
+    document = saved("profile-does-not-fit", tmp_path)
+    for asked in (
+        document.target.asked.edit(fixes=("chunked-loss",)),
+        TargetSpec(model="4B", model_is_size=True, adapter="lora", gpu_vram_bytes=8 << 30, fixes=("bfloat16",)),
+        TargetSpec(model="gpt2", mode="inference", batch_size=99, fixes=("bfloat16",)),
+    ):
+        target = dataclasses.replace(document.target, asked=asked)
+        what, command = next_step(dataclasses.replace(document, target=target))
+        assert what.startswith("what would fit this card") and command.startswith("memprof recommend --model")
+        _check(shlex.split(command)[1:])
+
+
+def test_after_a_script(tmp_path):
+    run = saved("run", tmp_path)
+    verdict, program = run.verdict, run.program
+    unknown = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=None))
+    assert next_step(unknown)[1] == "memprof run --gpu h100-80gb --until-exit program.py"
+    full = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=False))
+    assert next_step(full)[1] == "memprof run --gpu h100-80gb --fix auto program.py"
+    fixed = dataclasses.replace(full, program=dataclasses.replace(program, fixes=("bfloat16",)))
+    assert next_step(fixed)[1] == "memprof help remedies"
+    own = dataclasses.replace(run, device=dataclasses.replace(run.device, name="a card", total_bytes=6 << 30))
+    spaced = dataclasses.replace(own, program=dataclasses.replace(program, command=("-m", "my pack", "--n", "2")))
+    assert next_step(spaced)[1] == "memprof run --gpu-vram 6 --steps 20 -m 'my pack' --n 2"
+    for document in (unknown, full, fixed, spaced):
+        _check(shlex.split(next_step(document)[1])[1:])
+
+
+def test_without_a_command_line_nothing_is_said(tmp_path):
+    document = saved("run", tmp_path, command="virtual_gpu", program=None)
+    assert next_step(document) is None and render_next(document) == []
+
+
+def printed(text):
+    (found,) = re.findall(r"^Next, .*:\n  (memprof .*)$", re.sub(r" \\\n\s*", " ", text), re.MULTILINE)
+    return shlex.split(found)[1:]
+
+
+@pytest.mark.slow
+def test_they_run(memprof, script, tmp_path):
+    """From a script to its later steps; from a recording to its allocator; from two to what differs."""
+    first = memprof("run", "--gpu-vram", 2, "--save", "a.memprof", script(SCRIPT))
+    more = memprof(*printed(first.stdout))
+    assert more.exit_code == 0 and "ran to its end, 3 training steps" in more.stdout
+    assert printed(memprof("show", "a.memprof").stdout) == printed(first.stdout)
+
+    words = printed(memprof("analyze", "a.memprof").stdout)
+    assert words[:2] == ["analyze", "a.memprof"]
+    said = memprof(*words)
+    assert said.exit_code == 0
+    assert memprof(*printed(said.stdout)).exit_code == 0
+
+    larger = script(SCRIPT.replace("randn(8", "randn(512"), "larger.py")
+    assert memprof("run", "--gpu-vram", 2, "--save", "b.memprof", larger).exit_code == 0
+    words = printed(memprof("compare", "a.memprof", "b.memprof").stdout)
+    assert words[:3] == ["compare", "a.memprof", "b.memprof"] and memprof(*words).exit_code == 4
+    assert "Next" not in memprof("compare", "a.memprof", "a.memprof").stdout

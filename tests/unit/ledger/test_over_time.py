@@ -1,0 +1,42 @@
+import json
+
+from hypothesis import given, settings
+
+from memprof.ledger.ledger import build_ledger
+from memprof.ledger.over_time import FRAGMENTATION, OverTime, by_category, fullest, over_time
+from memprof.trace.plain import from_plain, to_plain
+from tests.golden.test_report import training_run
+from tests.lanes import examples
+from tests.unit.report.runs import traces
+
+
+@given(traces())
+@settings(max_examples=examples(60), deadline=None)
+def test_categories_sum_to_what_is_allocated_at_every_event(trace):
+    ledger = build_ledger(trace)
+    everything = range(len(ledger.allocated))
+    held, most = by_category(ledger, everything)
+    for event in everything:
+        assert sum(column[event] for column in held.values()) == ledger.allocated[event]
+    assert {name: max(column) for name, column in held.items()} == most
+    at_peak = {name: column[ledger.peak_event] for name, column in held.items()}
+    known = {category.value: num_bytes for category, num_bytes in ledger.by_category().items()}
+    assert {name: size for name, size in at_peak.items() if size} == {n: s for n, s in known.items() if s}
+
+
+def test_moments_of_a_run():
+    ledger = build_ledger(training_run())
+    found = over_time(ledger)
+    assert found.num_events == len(ledger.allocated) and found.peak_event in found.events
+    assert found.allocated_bytes == tuple(ledger.allocated[event] for event in found.events)
+    assert max(found.allocated_bytes) == ledger.peak_bytes
+    assert [step for step, _ in found.steps] == [1, 2] and found.refused_event is None
+    assert FRAGMENTATION not in found.categories  # it never takes a hundredth
+    assert list(found.most_bytes.values()) == sorted(found.most_bytes.values(), reverse=True)
+    assert from_plain(OverTime, json.loads(json.dumps(to_plain(found)))) == found
+
+
+def test_each_stretch_is_shown_by_its_fullest_moment():
+    allocated = [0, 5, 1, 9, 9, 2, 7, 0]
+    assert fullest(allocated, 4, 4) == [1, 3, 4, 6]
+    assert fullest(allocated, 1, 3) == [3] and fullest(allocated, 100, 4) == list(range(8))
