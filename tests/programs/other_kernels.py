@@ -82,7 +82,7 @@ OTHER_KERNELS = (
         before=NO_WANDB + NANOCHAT_FILES,
         options="--gpu h100-80gb",
         path=(".",),
-        seconds=300,
+        seconds=600,
     ),
     Program(
         name="series mamba",

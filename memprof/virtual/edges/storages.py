@@ -13,6 +13,8 @@ from memprof.virtual.machine import Machine
 
 _deepcopy = torch.Tensor.__deepcopy__
 _resize = torch.UntypedStorage.resize_
+_getitem = torch.UntypedStorage.__getitem__
+_set: Any = torch.Tensor.set_
 _NoTorchFunction = torch._C.DisableTorchFunction
 
 
@@ -58,5 +60,37 @@ def patches(recording: Machine) -> Iterator[tuple[Any, str, Any]]:
                 recording.resized(storage, device, recording.recorder.place(sys._getframe(1)))
             return result
 
+    def getitem(storage: torch.UntypedStorage, index: Any) -> Any:
+        """A slice of a storage is memory of it, which a storage without data has no pointer into."""
+        if not isinstance(index, slice) or storage.device.type != "meta":
+            return _getitem(storage, index)
+        device = recording.device_of_storage(storage)
+        start, stop, step = index.indices(storage.nbytes())
+        if device == "meta" or step != 1:
+            return _getitem(storage, index)
+        return _Part(storage, start, max(start, stop), torch.device(device))
+
+    def set_(tensor: torch.Tensor, source: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(source, _Part) or args or kwargs:
+            return _set(tensor, *(() if source is None else (source,)), *args, **kwargs)
+        size = tensor.element_size()
+        return _set(tensor, source.whole, source.start // size, (source.nbytes() // size,), (1,))
+
     yield torch.Tensor, "__deepcopy__", deepcopy
+    yield torch.Tensor, "set_", set_
     yield torch.UntypedStorage, "resize_", resize_
+    yield torch.UntypedStorage, "__getitem__", getitem
+
+
+class _Part:
+    """Bytes of a storage, as `storage[start:stop]` gives them; a tensor can be set to them."""
+
+    def __init__(self, whole: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> None:
+        self.whole, self.start, self.device = whole, start, device
+        self._nbytes = stop - start
+
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._nbytes
+
+    size = __len__ = nbytes

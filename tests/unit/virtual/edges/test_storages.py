@@ -155,3 +155,20 @@ def test_what_is_made_of_host_tensors_is_on_the_host(name, card):
     assert allocated() == 0
     assert torch.cuda.max_memory_allocated() == 0
     assert not card.trace.mismatches
+
+
+def test_a_slice_of_a_storage_is_memory_of_it(card):
+    """As nanotron makes the gradients of all parameters in one buffer."""
+    buffer = torch.zeros(1024, device="cuda")
+    held = allocated()
+    part = buffer.untyped_storage()[1024:3072]
+    assert (part.nbytes(), part.device.type) == (2048, "cuda")
+    tensor = torch.empty([], device="cuda")
+    tensor.set_(source=part)
+    assert tensor.shape == (512,) and tensor.storage_offset() == 256
+    assert tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+    assert allocated() == held
+    tensor.view(16, 32).add_(1.0)
+    host = torch.zeros(16)
+    assert torch.empty(0).set_(host.untyped_storage()[0:32]).shape == (8,)
+    assert host.untyped_storage()[0] == 0
