@@ -312,6 +312,23 @@ class GraphEnd(NamedTuple):
     """What the graph leaves in memory there for what follows."""
 
 
+class CompiledKeeps(NamedTuple):
+    """Results of one operator that a compiled graph keeps for its backward, and eager code would not."""
+
+    graph: int
+    """Of those that keep more, which one."""
+    more_bytes: int
+    """What each call of that graph keeps in all, less what eager code would keep."""
+    op: str
+    source: str
+    """`file:line function` of the program; "" if that is not known."""
+    num_bytes: int
+    """Of one result; a call has `times` of them."""
+    times: int
+    again: bool
+    """Whether the program's own backward computes it again."""
+
+
 class Compiling(NamedTuple):
     """What torch.compile took in a run, on the machine that the run was made on."""
 
@@ -405,6 +422,7 @@ class Trace:
     holders: list[Holder] = field(default_factory=list)
     """Of what piled up."""
     graph_ends: list[GraphEnd] = field(default_factory=list)
+    compiled_keeps: list[CompiledKeeps] = field(default_factory=list)
     compiling: Compiling | None = None
     """None: nothing was compiled, or it was not noted."""
     others: list[Trace] = field(default_factory=list)

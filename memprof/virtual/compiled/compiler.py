@@ -174,7 +174,7 @@ class Compiler:
             trace_rules.get_torch_obj_rule_map()
             if hasattr(TorchInGraphFunctionVariable, "_get_handlers"):
                 TorchInGraphFunctionVariable._get_handlers()
-        from memprof.virtual.compiled import program_side, tracing, wrapper
+        from memprof.virtual.compiled import program_side, saved, tracing, wrapper
 
         self._properties = torch.cuda.get_device_properties(0)
         self._drivers = list(driver_patches(self._machine.cards))
@@ -182,6 +182,7 @@ class Compiler:
         self._watch_frames()
         self._own.set_all(self._hooks())
         self._own.set_all(self._telling.patches())
+        self._own.set_all(saved.patches(self._telling.keeps_more))
         self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
         self._own.set_all(wrapper.patches(self._machine, self._origins, self._telling.kernel))
         wrapper.add_rules(type(self._machine))

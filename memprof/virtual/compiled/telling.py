@@ -7,14 +7,16 @@ computed it as it went.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from memprof.trace.events import Compiling, GraphEnd
+from memprof.trace.events import CompiledKeeps, Compiling, GraphEnd
 from memprof.units import format_bytes
 from memprof.virtual.compiled.lifting import Lifting
+from memprof.virtual.compiled.saved import Kept
 from memprof.watch.recorder import Recorder
 
 _NUMBERS = re.compile(r"\d+")
@@ -40,6 +42,7 @@ class Telling:
         self._break: Any = None
         self._seconds = 0.0
         self._kernels: set[str] = set()
+        self._graphs = 0
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patches (owner, name, replacement) of Dynamo."""
@@ -76,6 +79,13 @@ class Telling:
     def kernel(self, source: str) -> None:
         """Inductor wrote this one."""
         self._kernels.add(source)
+
+    def keeps_more(self, kept: list[Kept], more_bytes: int) -> None:
+        """A graph keeps these for its backward, and so many bytes more in all than eager code would."""
+        self._graphs += 1
+        for one, count in Counter(kept).items():
+            found = CompiledKeeps(self._graphs, more_bytes, one.op, one.source, one.num_bytes, count, one.again)
+            self._recorder.trace.compiled_keeps.append(found)
 
     def limited(self, name: str) -> None:
         """The function of this name (and place) was compiled as often as Dynamo allows."""

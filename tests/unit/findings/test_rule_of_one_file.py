@@ -43,6 +43,6 @@ def test_rules_are_asked_in_this_order():
         "run_failed", "device_mismatch", "does_not_fit", "out_of_memory_caught", "memory_growth",
         "evaluation_accumulates", "evaluation_with_gradients", "fragmentation", "streams", "gradients_twice",
         "state_not_sharded", "unsharded_group", "kept_whole", "weight_delta", "prefetch", "float32_reduction",
-        "unreduced_gradients", "logits", "attention_scores", "graph_ends", "upcast", "optimizer_state", "vocabulary",
-        "positions", "unattributed",
+        "unreduced_gradients", "logits", "attention_scores", "graph_ends", "compiled_keeps", "upcast",
+        "optimizer_state", "vocabulary", "positions", "unattributed",
     ]  # fmt: skip
