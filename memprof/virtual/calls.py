@@ -84,8 +84,8 @@ class Operator:
             self.kind = Kind.IN_PLACE
         else:
             self.kind = Kind.ALLOCATES
-        self.handler = registry.kernel_of(packet)
-        self.anywhere = packet in registry.anywhere
+        self.handler = registry.kernel_of(packet) or registry.kernel_of(func)
+        self.anywhere = packet in registry.anywhere or func in registry.anywhere
         self.expansion = expansion(func) if self.handler is None else None
         self.in_python = self.expansion is not None and in_python(func) is not None
         self.input_copies = registry.input_copies.get(packet)

@@ -30,7 +30,12 @@ def allclose(launch: Launch) -> Any:
 
 
 @kernel(
-    _aten._unique2, _aten.unique_dim, _aten.unique_consecutive, _aten.bincount, _aten.repeat_interleave, on_host=True
+    _aten._unique2,
+    _aten.unique_dim,
+    _aten.unique_consecutive,
+    _aten.bincount,
+    _aten.repeat_interleave.Tensor,  # its other overloads call this one
+    on_host=True,
 )
 def by_value(launch: Launch) -> Any:
     """Run on the values, or as if all elements differed."""

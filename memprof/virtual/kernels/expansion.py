@@ -46,12 +46,14 @@ _OPERATORS = (
 looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
 _TORCHS_OWN = "torch_nn"
 """The namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)."""
+_KERNELS = "memprof"
+"""That of memprof's own, whose bodies compute what one kernel would (workload/attention): it allocates results."""
 
 
 def in_python(func: Any) -> Callable[..., Any] | None:
     """What a card runs of an operator that is written in Python (torch.library.custom_op), with autograd apart."""
     known = OPDEFS.get(func._schema.name)
-    if known is None:
+    if known is None or func.namespace == _KERNELS:
         return None
     default: Callable[..., Any] = known._init_fn
     if "cuda" in known._backend_fns:

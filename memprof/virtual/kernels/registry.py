@@ -105,7 +105,7 @@ anywhere = Table("kernel for any device")
 
 
 def kernel(*operators: Any, on_host: bool = False) -> Callable[[Function], Function]:
-    """Register the kernel of these operators.
+    """Register the kernel of these operators, or of one overload where the others are made of it.
 
     It runs where some input is on the card; with `on_host` always, also on real tensors and without any.
     """

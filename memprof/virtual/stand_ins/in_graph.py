@@ -2,8 +2,8 @@
 
 Dynamo puts the call of a function of another library into its graph as it is, if the function asks for that.
 AOTAutograd then runs it to see the operators inside, which for a stand-in are only those that allocate. So, while a
-graph is traced, what a kernel does is put behind one operator, `memprof::stand_in`, whose result Inductor takes as made
-by somebody else; when compiled code runs, it allocates as an eager call does, scratch memory included.
+graph is traced, what a kernel does is put behind one operator, `memprof_stand_ins::call`, which Inductor takes as
+made by somebody else; when compiled code runs, it allocates as an eager call does, scratch memory included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-_NAME = "memprof::stand_in"
+_NAME = "memprof_stand_ins::call"
 
 
 class _Place(NamedTuple):

@@ -253,3 +253,14 @@ def test_of_an_operator_in_python_the_cards_body_runs() -> None:
 
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
         assert by_device(torch.empty(8, device="cuda")).shape == (16,)
+
+
+def test_elements_are_repeated_in_their_dimension_where_autograd_is_passed_by() -> None:
+    """The overload with a number is a composite, which a body in Python meets whole."""
+
+    @torch.library.custom_op("memprof_test::repeated", mutates_args=())
+    def repeated(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(3, -1)
+
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        assert repeated(torch.empty(8, 2, device="cuda")).shape == (8, 6)
