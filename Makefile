@@ -66,6 +66,7 @@ bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.simulate
 	$(BIN)/python -m tests.benchmarks.replay
 	$(BIN)/python -m tests.benchmarks.dry_run
+	$(BIN)/python -m tests.benchmarks.commands
 
 matrix: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.benchmarks.releases

@@ -272,7 +272,7 @@ def output_of(command: str) -> str | None:
     programs = {"memprof": ["-m", "memprof"], "python": []}
     allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # whatever is set here, the defaults are shown
     inherited = {name: value for name, value in os.environ.items() if name not in allocator}
-    environment = {**inherited, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**inherited, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "MEMPROF_CACHE": "off", "PYTHONPATH": str(ROOT)}
     exit_code, stdout, stderr = _python([*programs[program], *arguments], environment)
     if exit_code == 4:
         return None

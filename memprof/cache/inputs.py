@@ -28,6 +28,7 @@ _PREFIXES = (
 """Of variables that torch, transformers, PEFT, bitsandbytes, Triton or Python itself read."""
 _PACKAGES = (".dist-info", ".egg-info", ".egg-link", ".pth", ".py", ".so", ".pyd", ".zip")
 
+_elsewhere: set[str] = set()
 Stamp = tuple[str, int, int]
 """A file: path, bytes, and when it was changed, in nanoseconds."""
 
@@ -47,10 +48,20 @@ def circumstances(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     }
 
 
+def files_of_modules() -> set[str]:
+    """The files of all modules that this process has loaded, and those that were forked from it, as far as it knows."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return _elsewhere.union(file for file in files if isinstance(file, str))
+
+
+def note_files(files: Iterable[str]) -> None:
+    """Take note of files that a process has loaded which was forked from this one."""
+    _elsewhere.update(files)
+
+
 def loaded_files() -> list[Stamp] | None:
     """Every file of Python that this process has loaded, as it is now; None if one was changed since, perhaps."""
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    stamps = sorted(_stamps(file for file in files if isinstance(file, str)))
+    stamps = sorted(_stamps(files_of_modules()))
     return None if any(changed > _BEGIN_NS for _, _, changed in stamps) else stamps
 
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
+from memprof.cache.inputs import files_of_modules, note_files
 from memprof.device.host import available_bytes
 from memprof.errors import MemprofError
 
@@ -74,7 +75,8 @@ def side_by_side(
             for line in cast(list[Connection], wait([*running])):
                 place, pid = running[line]
                 with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
-                    answers[place] = line.recv()
+                    answers[place], files = line.recv()
+                    note_files(files)
                 del running[line]
                 line.close()
                 os.waitpid(pid, 0)
@@ -118,7 +120,9 @@ def _be(work: Callable[[], Any], line: Connection) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         torch.set_num_threads(1)  # a pool of threads is not inherited
-        line.send(_tried(work))
+        before = files_of_modules()
+        answer = _tried(work)
+        line.send((answer, files_of_modules() - before))
         line.close()
     finally:
         os._exit(0)

@@ -1,14 +1,17 @@
 """Work in processes that are forked: the same answers, in their order, and nobody is left behind."""
 
 import functools
+import importlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from memprof.cache.inputs import files_of_modules
 from memprof.device import host
 from memprof.errors import MemprofError, UsageError
 from memprof.workload import side_by_side as forks
@@ -112,6 +115,19 @@ def test_an_interrupted_search_leaves_no_process(tmp_path):
         side_by_side([functools.partial(sleeps, path), functools.partial(waits, path)], stop)
     with pytest.raises(ProcessLookupError):
         os.kill(int(path.read_text()), 0)
+
+
+def test_what_they_import_is_known_to_the_cache(tmp_path, monkeypatch):
+    """An answer that they gave holds as long as those files are as they were."""
+    (tmp_path / "loaded_in_a_fork.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(number: int) -> str:
+        return importlib.import_module("loaded_in_a_fork").__name__ * number
+
+    side_by_side([functools.partial(load, 1), functools.partial(load, 1)])
+    assert "loaded_in_a_fork" not in sys.modules
+    assert str(tmp_path / "loaded_in_a_fork.py") in files_of_modules()
 
 
 def test_an_error_of_ours_is_raised_here():
