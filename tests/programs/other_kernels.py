@@ -58,7 +58,7 @@ def _tiny_llama(home: Path) -> None:
         "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    rows = [{"text": data.words(200, seed)} for seed in range(64)]
+    rows = [{"text": data.words(200, seed)} for seed in range(256)]
     (home / "texts").mkdir()
     (home / "texts" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -70,6 +70,33 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LlamaForCausalLM(LlamaConfig.from_pretrained("model")).to(torch.bfloat16).save_pretrained("model")
 """
 
+
+def _nanotron(home: Path) -> None:
+    """The repository's own example of a configuration, on texts and a tokenizer that are here, without pipelines."""
+    import yaml
+
+    _tiny_llama(home)
+    said = yaml.safe_load((home / "examples" / "config_tiny_llama.yaml").read_text(encoding="utf-8"))
+    said["data_stages"] = said["data_stages"][:1]
+    said["data_stages"][0]["data"]["dataset"]["hf_dataset_or_datasets"] = "texts"
+    said["data_stages"][0]["data"]["num_loading_workers"] = 0
+    said["tokenizer"]["tokenizer_name_or_path"] = "model"
+    said["parallelism"].update(dp=4, tp=2, pp=1)
+    (home / "tiny.yaml").write_text(yaml.safe_dump(said), encoding="utf-8")
+
+
+# Of 2024: transformers 5 calls a tokenizer for batches otherwise; numba is of a kind of data set that is not read.
+_OLD_TRANSFORMERS = """
+import os, sys
+from unittest.mock import MagicMock
+
+import transformers
+
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # as the program's own first lines say
+sys.modules["numba"] = MagicMock()
+tokenizer = transformers.PreTrainedTokenizerFast
+tokenizer.batch_encode_plus = tokenizer.__call__
+"""
 OTHER_KERNELS = (
     Program(
         name="nanochat base train",
@@ -83,6 +110,17 @@ OTHER_KERNELS = (
         options="--gpu h100-80gb",
         path=(".",),
         seconds=600,
+    ),
+    Program(
+        name="nanotron llama",
+        repository="huggingface/nanotron",
+        commit="9dde940",
+        command="torchrun --nproc-per-node 8 run_train.py --config-file tiny.yaml",
+        before=_OLD_TRANSFORMERS,
+        data=_nanotron,
+        options="--gpu h100-80gb",
+        path=("src",),
+        seconds=300,
     ),
     Program(
         name="series mamba",
