@@ -11,7 +11,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import Reading, again
-from memprof.cli.output import Tabled, print_json
+from memprof.cli.output import Paged, Tabled, print_json
 from memprof.cli.progress import long_work
 
 EXAMPLES = """
@@ -31,7 +31,7 @@ class By(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Tabled):
+class Request(Tabled, Paged):
     """What is looked at."""
 
     top: int = again("top")
@@ -75,4 +75,5 @@ def analyze(
 
         show(view(document, replay=replay, quiet=request.quiet, file=file))
     request.write_tables(document)
+    request.write_page(document)
     raise typer.Exit(Exit.DOES_NOT_FIT if document.ran_out else Exit.DONE)

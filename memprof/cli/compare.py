@@ -10,7 +10,7 @@ import typer
 
 from memprof.cli.exits import Exit
 from memprof.cli.options import Reading, again
-from memprof.cli.output import Told, print_json
+from memprof.cli.output import Reported, print_json
 from memprof.cli.progress import long_work
 from memprof.spec import option
 
@@ -23,7 +23,7 @@ _FILE = "A capture (--save), a report (--json) of `memprof profile`, or a snapsh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Told):
+class Request(Reported):
     """How far apart they may be, and how much is shown."""
 
     tolerance: str = option(
@@ -58,4 +58,5 @@ def compare(
 
         show(view(comparison, top=request.top, explain=request.explain, quiet=request.quiet, files=(a, b)))
     request.write_tables(comparison)
+    request.write_page(comparison)
     raise typer.Exit(Exit.DONE if comparison.within else Exit.DIFFERS)

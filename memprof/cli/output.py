@@ -22,6 +22,7 @@ from memprof.spec import option
 if TYPE_CHECKING:
     from memprof.report.documents.report import Document
     from memprof.report.documents.shown import Shown
+    from memprof.report.page.page import Paged as Page
     from memprof.trace.events import Trace
 
 
@@ -34,6 +35,9 @@ class Listed:
     """How a command says what there is."""
 
     as_json: bool = option(False, OUTPUT, "Print the result as JSON.", flag="--json")
+
+    def __post_init__(self) -> None:
+        """What is built upon it looks at its own part, and then asks for this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,7 @@ class Tabled(Output):
     """The same, also once the script has gone to another folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.csv is not None:
             from memprof.report.export.csv import check_folder
 
@@ -92,8 +97,8 @@ class Told(Explained, Tabled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paged(Told):
-    """The same for what has moments, and so a page.
+class Paged(Output):
+    """The same for what has a page.
 
     Raises:
         UsageError: nothing can be written there, or plotly is not installed.
@@ -102,6 +107,7 @@ class Paged(Told):
     html: Path | None = option(
         None, FILES, "Write a page to look at into this file too: any browser opens it, offline.", metavar="FILE"
     )
+    force: bool = again("force")
     page: Path | None = dataclasses.field(default=None, init=False)
     """The same, also once the script has gone to another folder."""
 
@@ -116,7 +122,7 @@ class Paged(Told):
             check_place(self.html, PAGE, force=self.force)
             object.__setattr__(self, "page", self.html.absolute())
 
-    def write_page(self, document: Document) -> None:
+    def write_page(self, document: Page) -> None:
         """Write the page, if that was asked for: after the report, which must not be lost if it cannot be."""
         if self.page is not None:
             from memprof.report.page.page import write_page
@@ -128,7 +134,12 @@ class Paged(Told):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved(Paged):
+class Reported(Told, Paged):
+    """All of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Reported):
     """The same for what can be kept.
 
     Raises:
@@ -181,7 +192,7 @@ def print_json(result: _HasJson | dict[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def print_document(document: Document, output: Paged) -> None:
+def print_document(document: Document, output: Reported) -> None:
     """The report of a run on stdout, as JSON or for people, its tables and its page."""
     if output.as_json:
         print_json(document)

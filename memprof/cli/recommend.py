@@ -11,7 +11,7 @@ import typer
 from memprof.cli import settings
 from memprof.cli.exits import Exit
 from memprof.cli.options import OUTPUT, again, spec_of
-from memprof.cli.output import Explained, print_json, say_kept
+from memprof.cli.output import Explained, Paged, print_json, say_kept
 from memprof.cli.progress import Progress, long_work
 from memprof.cli.streams import say
 from memprof.errors import UsageError
@@ -33,7 +33,7 @@ _SEARCHED = "what gives up least and fits"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Explained):
+class Request(Explained, Paged):
     """What is asked: a model and a goal, or neither; a card, or the one that is here."""
 
     model: str | None = again("model", default=None)
@@ -167,6 +167,7 @@ def recommend(request: Request) -> None:
         with long_work(quiet=request.quiet) as progress:
             answer = _answer(spec, request, progress)
     _print(answer, request)
+    request.write_page(answer)
     if place is not None and kept is None:
         place.keep(answer)
     raise typer.Exit(Exit.DONE if answer.found else Exit.DOES_NOT_FIT)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from memprof.cli.options import Reading, again
-from memprof.cli.output import Paged, exit_code, print_document, print_json
+from memprof.cli.output import Reported, exit_code, print_document, print_json
 from memprof.cli.streams import say
 
 EXAMPLES = """
@@ -19,7 +19,7 @@ memprof show run.memprof --alloc-conf expandable_segments:True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown(Paged):
+class Shown(Reported):
     """How the report is made anew."""
 
     alloc_conf: str | None = again("alloc_conf", unset="those of the run")
@@ -45,3 +45,4 @@ def show(
     else:
         say(str(document).removesuffix("\n"))
     shown.write_tables(document)
+    shown.write_page(document)

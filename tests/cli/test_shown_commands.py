@@ -29,6 +29,9 @@ ELSEWHERE = {
     "memprof profile --model docs/stories/cnn.py:build --gpu rtx-4070 --largest batch-size": "likewise",
     "memprof profile --model qwen3-0.6b --gpu rtx-4090 --largest context-length": "likewise",
     "memprof run --largest batch-size train.py --batch-size {}": "likewise",
+    "memprof recommend --model llama-3.1-8b --adapter lora --gpu rtx-4090 --context-length 8192 --html choice.html": (
+        "test_html_answers.py, with a smaller model"
+    ),
     **dict.fromkeys(_commands("memprof run -q"), "tests/docs/test_long_context.py"),
     "memprof monitor": "test_monitor.py: it goes on until it is interrupted",
     **dict.fromkeys(_commands("memprof recipes run"), "tests/recipes"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from memprof.ledger.over_time import OverTime
 from memprof.report.documents.shown import Shown
 from memprof.trace.plain import json_name
 
@@ -36,6 +37,8 @@ class Side:
     """What this file does not say, or says otherwise."""
     peak_at: str | None = None
     """Stage, step and micro-batch in which most is allocated; None: the file does not say."""
+    over_time: OverTime | None = field(default=None, compare=False, repr=False, metadata=json_name(None))
+    """For the page; None: of JSON, or of a file that has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ def run_of_document(document: Document, file: str, kind: str) -> Run:
             failure=None if failure is None else f"{failure.error} in {failure.phase}",
             notes=tuple(notes),
             peak_at=at_stage(peak.stage, peak.step, peak.micro_batch),
+            over_time=document.over_time,
         ),
         settings=settings,
         all_settings=True,

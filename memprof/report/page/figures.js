@@ -24,16 +24,6 @@ function aliveAt(event) {
 
 // -- figures ----------------------------------------------------------------------------------------------------------
 
-let Plotly = null;
-const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const CONFIG = {displaylogo: false, responsive: true, displayModeBar: false, doubleClick: false};
-function layout(more) {
-  return {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
-    font: {color: style("--ink"), family: "system-ui, sans-serif", size: 12}, ...more,
-  };
-}
-
 // Stages within the range, one after another; many layers of one stack, or many steps, become one band.
 function bands([from, to]) {
   let seen = stages.filter(([, first, last]) => first < to && last > from)

@@ -23,6 +23,8 @@ COLOURS = {
     "fragmentation": "#bab0ac", "unattributed": "#79706e", "free in segments": "#c9ced4", "CUDA context": "#8a939c",
 }  # fmt: skip
 """Of the categories, and of what is beside them; from the ground of a stack up."""
+FITS, OVER = "#59a14f", "#e15759"
+"""Bars of what fits the card, and of what does not."""
 _MOST_BINS = 1200
 _LEAST_SHARE = 1 / 3000
 """Of the peak: what is less is no pixel of a treemap."""
@@ -56,7 +58,7 @@ def _ledger_of(document: Document) -> Ledger:
     return document.ledger
 
 
-def _plain(text: str) -> str:
+def plain_words(text: str) -> str:
     """plotly reads a few tags of HTML in its texts."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -99,7 +101,7 @@ def _timeline(document: Document) -> Figure:
     return figure_of(
         traces,
         {
-            "title": {"text": _plain(f"Memory over the run: {format_bytes(ledger.peak_bytes)} at the peak")},
+            "title": {"text": plain_words(f"Memory over the run: {format_bytes(ledger.peak_bytes)} at the peak")},
             "xaxis": {"title": {"text": "event"}, "tickformat": ",d"},
             "yaxis": {"title": {"text": unit.name}, "rangemode": "tozero"},
             "shapes": shapes, "annotations": notes, "hovermode": "x unified",
@@ -171,7 +173,7 @@ def _treemap(document: Document) -> Figure:
     shown = [path for path, num_bytes in bytes_of.items() if num_bytes > ledger.peak_bytes * _LEAST_SHARE]
     tree = {
         "type": "treemap", "branchvalues": "total", "maxdepth": 3, "textinfo": "label+text", "hoverinfo": "label+text",
-        "ids": ["\0".join(path) for path in shown], "labels": [_plain(path[-1]) for path in shown],
+        "ids": ["\0".join(path) for path in shown], "labels": [plain_words(path[-1]) for path in shown],
         "parents": ["\0".join(path[:-1]) for path in shown], "values": [bytes_of[path] for path in shown],
         "text": [f"{format_bytes(bytes_of[path])}, {bytes_of[path] / ledger.peak_bytes:.1%}" for path in shown],
         "marker": {"colors": [COLOURS[colours[path].most_common(1)[0][0]] for path in shown]},
@@ -206,8 +208,8 @@ def _ladder(document: Document) -> Figure:
         "y": [f"{place}. {f'+ {rung.added}' if rung.added else 'as it is'}" for place, rung in enumerate(rungs)],
         "x": [rung.device_used_bytes / unit.num_bytes for rung in rungs],
         "text": [format_bytes(rung.device_used_bytes) for rung in rungs], "textposition": "auto",
-        "marker": {"color": ["#59a14f" if rung.fits else "#e15759" for rung in rungs]},
-        "hovertext": [_plain(rung.cost.note) for rung in rungs], "hoverinfo": "text",
+        "marker": {"color": [FITS if rung.fits else OVER for rung in rungs]},
+        "hovertext": [plain_words(rung.cost.note) for rung in rungs], "hoverinfo": "text",
     }  # fmt: skip
     return figure_of(
         [bars],

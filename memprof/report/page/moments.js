@@ -1,41 +1,17 @@
 // What is known of every moment. The data are lives of storages, and the kinds that they are of (see moments.py); whatever
 // is shown of a moment or a stretch is summed up from them here, in whole bytes (a double holds them up to 8 PiB).
-const $ = id => document.getElementById(id);
-
-async function inflated(id) {
-  const bytes = Uint8Array.from(atob($(id).textContent), letter => letter.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-}
-
-function element(tag, text, properties = {}) {
-  const made = Object.assign(document.createElement(tag), properties);
-  if (text !== undefined && text !== null) made.textContent = text;
-  return made;
-}
-
-const data = JSON.parse(await inflated("data"));
 const {moments, capacity, context} = data;
 const {kinds, words, begin, end, kind: kindOf, extra, stages} = moments;
 const N = moments.events;
 
 // -- words ------------------------------------------------------------------------------------------------------------
 
-const UNITS = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["bytes", 1]];
-const number = (value, digits = 2) =>
-  value.toLocaleString("en-US", {minimumFractionDigits: digits, maximumFractionDigits: digits});
-function size(bytes) {
-  const [name, unit] = UNITS.find(([, one]) => Math.abs(bytes) >= one) ?? UNITS[3];
-  return unit === 1 ? `${bytes} bytes` : `${number(bytes / unit)} ${name}`;
-}
-const exact = bytes => Math.abs(bytes) < 1024 ? size(bytes) : `${size(bytes)} (${number(bytes, 0)} bytes)`;
 const word = place => place < 0 ? "" : words[place];
 const shortSource = source => {
   const [path, line] = source.replace(/ [^ ]*$/, "").replaceAll("\\", "/").split(/:(?=\d+$)/);
   return path.split("/").slice(-2).join("/") + (line ? `:${line}` : "");
 };
 const anyLayer = path => path.replace(/(?<=\.|^)\d+(?=\.|$)/g, "*");
-// plotly reads a few tags of HTML in its texts; a name such as <lambda> is none.
-const plain = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 const tensorOf = kind => `${word(kinds.shape[kind])} ${word(kinds.dtype[kind])}`.trim() || "storage";
 const moduleOf = kind => kinds.module[kind] < 0 ? "outside modules" : word(kinds.module[kind]) || "the model's own code";
 function stageAt(event) {

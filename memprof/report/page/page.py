@@ -1,4 +1,7 @@
-"""A report as one page of HTML: everything is in the file, and nothing is asked of a network.
+"""A document as one page of HTML: everything is in the file, and nothing is asked of a network.
+
+A report of a run is shown moment by moment (page.html); comparisons, recordings and recommendations in sections
+(answer.html).
 
 The page's data and plotly are compressed and in base64: a browser inflates them in milliseconds, the file is a third
 as long, and no word of a foreign program can end the element that it stands in. The script writes words as text, never
@@ -15,14 +18,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+
 from memprof.errors import UsageError
 from memprof.findings import Finding
 from memprof.remedy_catalog import STEPS
+from memprof.report.documents.analysis import Analysis
+from memprof.report.documents.comparison import Comparison
+from memprof.report.documents.recommendation import Recommendation
 from memprof.report.documents.report import Document
 from memprof.report.page.figures import COLOURS
 from memprof.report.page.library import plotly_script
 from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
+from memprof.report.page.sections import sections_of
 from memprof.report.page.segments import segments_at_peak
+from memprof.report.terminal import analysis, comparison, recommendation
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import render_heading, view
 from memprof.trace.files import Form, write_whole
@@ -30,14 +40,19 @@ from memprof.trace.plain import to_plain
 
 _OURS = "<!DOCTYPE html>\n<!-- a page of memprof -->"
 PAGE = Form("page", "--html", lambda begin, end: begin.startswith(_OURS.encode()))
+_ALL = 1000
+"""Rows of a table: more than any comparison has."""
 _WIDE = 10_000
 """Columns of a text that the browser breaks into lines."""
-_SCRIPTS = ("moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
-"""In this order they are one function."""
+_RUN = ("page.html", "base.js", "moments.js", "figures.js", "segments.js", "ladder.js", "page.js")
+_ANSWER = ("answer.html", "base.js", "answer.js")
+"""A body and its scripts, which in this order are one function."""
+Paged = Document | Comparison | Analysis | Recommendation
+"""What has a page."""
 
 
-def write_page(document: Document, path: Path, *, force: bool = False) -> None:
-    """Write the page of a report.
+def write_page(document: Paged, path: Path, *, force: bool = False) -> None:
+    """Write the page of a document.
 
     Args:
         force: replace a file that memprof has not written, too.
@@ -49,29 +64,31 @@ def write_page(document: Document, path: Path, *, force: bool = False) -> None:
     write_whole(path, page_of(document).encode(), PAGE, force=force)
 
 
-def page_of(document: Document) -> str:
+def page_of(document: Paged) -> str:
     """The page itself.
 
     Raises:
         UsageError: the report is of JSON, which has no moments, or plotly is not installed.
     """
-    title, data = _heading(document)[0], page_data(document)
+    is_run = isinstance(document, Document)
+    data = page_data(document) if isinstance(document, Document) else answer_data(document)
+    body, *scripts = _RUN if is_run else _ANSWER
     return f"""{_OURS}
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)}</title>
+<title>{html.escape(data["heading"][0])}</title>
 <style>
 {_file("page.css")}</style>
 </head>
 <body>
-{_file("page.html")}<script type="application/octet-stream" id="data">{_packed(json.dumps(data).encode())}</script>
+{_file(body)}<script type="application/octet-stream" id="data">{_packed(json.dumps(data).encode())}</script>
 <script type="application/octet-stream" id="library">{_packed(plotly_script())}</script>
 <script>
 "use strict";
 (async () => {{
-{"".join(map(_file, _SCRIPTS))}}})().catch(error => {{
+{"".join(map(_file, scripts))}}})().catch(error => {{
   document.getElementById("verdict").textContent =
     `This page could not be shown: ${{error}}. It needs a browser of 2023 or newer (DecompressionStream).`;
   throw error;
@@ -80,6 +97,31 @@ def page_of(document: Document) -> str:
 </body>
 </html>
 """
+
+
+def answer_data(document: Comparison | Analysis | Recommendation) -> dict[str, Any]:
+    """What the script of an answer is given, as plain JSON values."""
+    if isinstance(document, Comparison):
+        lines, good = lines_of(comparison.render_heading(document)), document.within
+        verdict, text = lines_of(comparison.view(document, quiet=True)), text_of(comparison.view(document, top=_ALL))
+    elif isinstance(document, Analysis):
+        lines, good = [f"memprof analyze: {document.file}, a {document.format}"], not document.ran_out
+        verdict, text = lines_of(analysis.view(document, quiet=True)), text_of(analysis.view(document))
+    else:
+        lines, good = lines_of(recommendation.render_heading(document)), document.found
+        verdict, text = recommendation.verdict_lines(document), text_of(recommendation.view(document, explain=True))
+    return {
+        "heading": lines,
+        "verdict": "\n".join(verdict),
+        "good": good,
+        "sections": [section.to_json() for section in sections_of(document)],
+        "text": text,
+    }
+
+
+def lines_of(view: RenderableType) -> list[str]:
+    """What it says, for a browser to break into lines."""
+    return [line.strip() for line in text_of(view, width=_WIDE).strip().splitlines() if line.strip()]
 
 
 def page_data(document: Document) -> dict[str, Any]:

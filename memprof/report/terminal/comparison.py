@@ -45,7 +45,7 @@ def view(
     if quiet:
         return _verdict(document)
     unit = unit_for(max((max(row.a_bytes or 0, row.b_bytes or 0) for row in document.totals), default=0))
-    parts: list[RenderableType] = [_heading(document), _settings(document), _totals(document, unit)]
+    parts: list[RenderableType] = [render_heading(document), _settings(document), _totals(document, unit)]
     parts += [
         _stages(document, unit, top),
         _categories(document, unit, top),
@@ -60,7 +60,8 @@ def view(
     return Group(*parts, *render_next(document, *files))
 
 
-def _heading(document: Comparison) -> RenderableType:
+def render_heading(document: Comparison) -> RenderableType:
+    """The two, and what kinds of runs they are."""
     lines = [heading("memprof compare")]
     for letter, side in (("A", document.a), ("B", document.b)):
         lines.append(Text(f"{letter}: {side.file}, {_described(side)}"))

@@ -30,7 +30,7 @@ def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet
     if quiet:
         show((_largest if answer.largest else _configuration)(answer, explain=False)[0])
         return
-    show(_view(answer, explain=explain))
+    show(view(answer, explain=explain))
     # As they are, so that they can be copied.
     sys.stdout.write(printable(_scripts(answer)))
 
@@ -57,10 +57,10 @@ _TITLES = {
 }
 
 
-def _view(answer: Recommendation, *, explain: bool) -> RenderableType:
+def view(answer: Recommendation, *, explain: bool = False) -> RenderableType:
     """Everything but the scripts."""
     note = [dim(f"The card: {answer.card_note}.")] if answer.card_note else []
-    parts: list[RenderableType] = [heading(_title(answer)), *note, Text("")]
+    parts: list[RenderableType] = [render_heading(answer), *note, Text("")]
     if answer.largest:
         parts += _largest(answer, explain=explain)
     else:
@@ -71,6 +71,27 @@ def _view(answer: Recommendation, *, explain: bool) -> RenderableType:
         notes = [*answer.assumptions, *(f"Not run: {name}: {why}" for name, why in answer.not_applied.items())]
         parts.append(section("What was assumed", *map(dim, notes), below=1))
     return Group(*parts)
+
+
+def render_heading(answer: Recommendation) -> Text:
+    """What was asked."""
+    return heading(_title(answer))
+
+
+def verdict_lines(answer: Recommendation) -> list[str]:
+    """What to use, or that nothing fits."""
+    if answer.largest:
+        fitting = [row for row in answer.largest if row.model is not None]
+        return [f"{row.task}: {row.model}, up to {row.context_length or 0:,} tokens" for row in fitting] or [
+            "Nothing fits"
+        ]
+    if answer.chosen is None:
+        return ["Nothing fits", answer.reason]
+    return [
+        f"Use {answer.chosen.name}; {_batches(answer.chosen, answer)}",
+        _need(answer.chosen),
+        *_limits(answer.chosen, answer),
+    ]
 
 
 def _title(answer: Recommendation) -> str:

@@ -1,0 +1,415 @@
+"""The pages of comparisons, recordings and recommendations: what is in each section, and how its figure is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memprof.ledger.over_time import OverTime
+from memprof.report.documents.analysis import Analysis, BlockRow, DeviceReport
+from memprof.report.documents.comparison import Comparison, Side, TensorSide, TotalRow
+from memprof.report.documents.recommendation import Choice, Largest, Recommendation
+from memprof.report.page.figures import COLOURS, FITS, OVER, plain_words
+from memprof.report.terminal.cells import Unit, shape_text, unit_for
+from memprof.trace.events import short_source
+from memprof.units import format_bytes
+
+Cell = str | int | tuple[str, int | float | None]
+"""A word, a number, or what is shown of a number that rows are sorted by."""
+_MOST_BARS = 24
+_ROW = 30
+"""Pixels of a bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of a page; plotly's traces and layout, a table, a text, or several of them."""
+
+    title: str
+    note: str = ""
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+    """Headers: `>` figures, `$` a command."""
+    rows: tuple[tuple[Cell, ...], ...] = ()
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the page's script takes it."""
+        columns = [
+            {"name": name.lstrip(">$"), "number": name.startswith(">"), "code": name.startswith("$")}
+            for name in self.columns
+        ]
+        return {
+            "title": self.title,
+            "note": self.note,
+            "figure": {"data": self.traces, "layout": self.layout} if self.traces else None,
+            "table": {"columns": columns, "rows": self.rows} if self.rows else None,
+            "text": self.text,
+        }
+
+
+def sections_of(document: Comparison | Analysis | Recommendation) -> list[Section]:
+    """Those of a document, in the order of reading; none that has nothing to show."""
+    make = {Comparison: _comparison, Analysis: _analysis, Recommendation: _recommendation}[type(document)]
+    return [one for one in make(document) if one.traces or one.rows or one.text]  # type: ignore[operator]
+
+
+def _size(num_bytes: int | None, *, sign: bool = False) -> Cell:
+    if num_bytes is None:
+        return "-", None
+    plus = "+" if sign and num_bytes > 0 else "-" if num_bytes < 0 else ""
+    return plus + format_bytes(abs(num_bytes)), num_bytes
+
+
+def _bars(names: Sequence[str], sides: dict[str, tuple[Sequence[int], str | list[str]]], unit: Unit) -> dict[str, Any]:
+    """Traces and layout of horizontal bars: a name a row, and of each side its bytes and colour."""
+    traces = [
+        {
+            "type": "bar", "orientation": "h", "name": side, "y": [plain_words(name) for name in names],
+            "x": [size / unit.num_bytes for size in sizes], "marker": {"color": colour},
+            "text": [format_bytes(size) for size in sizes], "textposition": "auto", "hoverinfo": "y+text+name",
+        }
+        for side, (sizes, colour) in sides.items()
+    ]  # fmt: skip
+    layout = {
+        "height": 90 + _ROW * len(names) * len(sides), "barmode": "group", "showlegend": len(sides) > 1,
+        "yaxis": {"autorange": "reversed", "fixedrange": True}, "xaxis": {"title": {"text": unit.name}},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+    }  # fmt: skip
+    return {"traces": traces, "layout": layout}
+
+
+# -- two runs ----------------------------------------------------------------------------------------------------------
+
+_A, _B = "#4e79a7", "#f28e2b"
+
+
+def _comparison(document: Comparison) -> Iterator[Section]:
+    runs = [(letter, side) for letter, side in (("A", document.a), ("B", document.b)) if side.over_time is not None]
+    if runs:
+        yield Section(
+            "Memory over both runs",
+            "Allocated by category, event by event, at a hundred moments of each; both have the same scale.",
+            **_both_over_time(runs),
+        )
+    rows = [row for row in document.totals if row.a_bytes is not None or row.b_bytes is not None]
+    yield Section(
+        "Totals", f"Tolerance: {document.tolerance}.", columns=("figure", ">A", ">B", ">difference", "verdict"),
+        rows=tuple(
+            (
+                row.name, _size(row.a_bytes), _size(row.b_bytes), _size(row.difference_bytes, sign=True),
+                _verdict(row),
+            )
+            for row in rows
+        ),
+    )  # fmt: skip
+    if document.categories:
+        highest = max(max(row.a_bytes, row.b_bytes) for row in document.categories)
+        names = [row.category for row in document.categories]
+        a, b = [row.a_bytes for row in document.categories], [row.b_bytes for row in document.categories]
+        yield Section(
+            "Categories", "At each one's own peak, without kernels' own memory.",
+            **_bars(names, {"A": (a, _A), "B": (b, _B)}, unit_for(highest)),
+        )  # fmt: skip
+    yield Section(
+        "Tensors at the peak that differ", f"Matched by {document.tensors_matched_by}.",
+        columns=(">difference", "category", "where", "A", "B"),
+        rows=tuple(
+            (_size(row.difference_bytes, sign=True), row.category, row.where or "", _side(row.a), _side(row.b))
+            for row in document.tensors
+        ),
+    )  # fmt: skip
+    yield Section(
+        "Stages that differ", "The most that is allocated in each.",
+        columns=("stage", ">step", ">A", ">B", ">difference"),
+        rows=tuple(
+            (
+                row.name, row.step,
+                *(_size(None if side is None else side.peak_allocated_bytes) for side in (row.a, row.b)),
+                _size(row.difference_bytes, sign=True) if row.difference_bytes is not None else (row.status, None),
+            )
+            for row in document.stages
+            if row.difference_bytes != 0
+        ),
+    )  # fmt: skip
+    yield Section(
+        "Settings that differ",
+        columns=("setting", "A", "B"),
+        rows=tuple((row.name, _word(row.a), _word(row.b)) for row in document.settings),
+    )
+    yield Section(
+        "Findings that differ", columns=("finding", ">A", ">B"),
+        rows=tuple(
+            (row.id, _found(row.in_a, row.a_bytes), _found(row.in_b, row.b_bytes)) for row in document.findings or ()
+        ),
+    )  # fmt: skip
+
+
+def _verdict(row: TotalRow) -> str:
+    if not row.compared:
+        return f"not compared: {row.why_not}"
+    return "equal" if row.difference_bytes == 0 else "within" if row.within else "differs"
+
+
+def _both_over_time(runs: list[tuple[str, Side]]) -> dict[str, Any]:
+    known = [(letter, side.over_time) for letter, side in runs if side.over_time is not None]
+    highest = max(max(found.allocated_bytes) for _, found in known)
+    unit = unit_for(highest)
+    traces: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {
+        "height": 60 + 250 * len(known), "showlegend": True, "hovermode": "x unified", "annotations": [],
+        "grid": {"rows": len(known), "columns": 1, "pattern": "independent", "ygap": 0.28},
+        "legend": {"orientation": "h", "y": -0.08, "yanchor": "top"},
+    }  # fmt: skip
+    named: set[str] = set()
+    for number, (letter, found) in enumerate(known, 1):
+        axis = "" if number == 1 else str(number)
+        traces += _areas(found, axis, unit, named)
+        layout[f"xaxis{axis}"] = {"tickformat": ",d", "showgrid": False}
+        layout[f"yaxis{axis}"] = {"range": [0, 1.08 * highest / unit.num_bytes], "title": {"text": unit.name}}
+        peak = max(found.allocated_bytes)
+        layout["annotations"].append(
+            {
+                "text": f"{letter}: peak {format_bytes(peak)}", "showarrow": False, "x": 0, "xanchor": "left",
+                "xref": f"x{axis} domain", "y": 1.02, "yanchor": "bottom", "yref": f"y{axis} domain",
+            }
+        )  # fmt: skip
+    return {"traces": traces, "layout": layout}
+
+
+def _areas(found: OverTime, axis: str, unit: Unit, named: set[str]) -> Iterator[dict[str, Any]]:
+    """An area a category, from the ground of the stack up, as the page of a run has them."""
+    for name, colour in COLOURS.items():
+        if name not in found.categories:
+            continue
+        yield {
+            "type": "scatter", "mode": "lines", "name": name, "stackgroup": f"run{axis}", "legendgroup": name,
+            "showlegend": name not in named, "x": found.events, "xaxis": f"x{axis}", "yaxis": f"y{axis}",
+            "y": [size / unit.num_bytes for size in found.categories[name]], "fillcolor": colour,
+            "line": {"shape": "hv", "width": 0, "color": colour},
+            "hovertemplate": f"%{{y:,.2f}} {unit.name}",
+        }  # fmt: skip
+        named.add(name)
+
+
+def _side(side: TensorSide | None) -> str:
+    if side is None:
+        return "-"
+    what = format_bytes(side.num_bytes) if side.shape is None else f"{shape_text(side.shape)} {side.dtype}"
+    return f"{side.count} x {what} {side.op.removeprefix('aten.')}"
+
+
+def _word(value: Any) -> str:
+    return "-" if value is None or value == "" else str(value)
+
+
+def _found(is_there: bool, num_bytes: int | None) -> Cell:
+    return ("-", None) if not is_there else ("found", None) if num_bytes is None else _size(num_bytes)
+
+
+# -- a recording -------------------------------------------------------------------------------------------------------
+
+
+def _analysis(document: Analysis) -> Iterator[Section]:
+    for device in document.devices:
+        of = f" of device {device.device}" if len(document.devices) > 1 else ""
+        yield from _device(device, of)
+
+
+def _device(device: DeviceReport, of: str) -> Iterator[Section]:
+    line = device.timeline
+    if len(line.events) > 1:
+        yield Section(
+            f"Memory over the recording{of}", "Allocated by tensors, and reserved for them.", **_curves(device)
+        )
+    reasons = [f"Event {oom.event:,}: {reason}" for oom in device.ooms for reason in oom.reasons]
+    yield Section(f"Out of memory{of}", text="\n".join(reasons))
+    moment, total = device.moment, device.moment.amounts.allocated_bytes + device.moment.pending_bytes or 1
+    groups = moment.groups[:_MOST_BARS]
+    where = (
+        "at the end" if device.state_only else {"event": "after the event"}.get(moment.what, f"at the {moment.what}")
+    )
+    names = [f"{place}. {_short(row.key) or 'not known'}" for place, row in enumerate(groups, 1)]
+    unit = unit_for(max((row.allocated_bytes for row in groups), default=0), smallest=1)
+    colours = [COLOURS.get(row.category, OVER) for row in groups]
+    yield Section(
+        f"What is alive {where}{of}",
+        f"{format_bytes(moment.amounts.allocated_bytes)} in {moment.num_blocks:,} blocks, by {moment.by}; the largest "
+        "groups, in the colours of their categories.",
+        **(_bars(names, {"bytes": ([row.allocated_bytes for row in groups], colours)}, unit) if groups else {}),
+        columns=(">bytes", ">share", ">blocks", "category", moment.by, "operator", "module"),
+        rows=tuple(
+            (
+                _size(row.allocated_bytes), (f"{row.allocated_bytes / total:.1%}", row.allocated_bytes), row.count,
+                row.category, _short(row.key), row.op.removeprefix("aten."), row.module,
+            )
+            for row in moment.groups
+        ),
+    )  # fmt: skip
+    yield Section(
+        f"Largest blocks{of}", columns=(">bytes", ">alike", "life in events", "category", "line", "operator", "module"),
+        rows=tuple(
+            (
+                _size(block.allocated_bytes), block.alike,
+                _life(block),
+                block.category, _short(block.source), block.op.removeprefix("aten."), block.module,
+            )
+            for block in moment.blocks
+        ),
+    )  # fmt: skip
+    yield Section(
+        f"Leaks{of}", "What steps leave behind and nothing frees.",
+        columns=(">a step", ">in all", ">blocks", "line", "operator"),
+        rows=tuple(
+            (_size(leak.per_step_bytes), _size(leak.allocated_bytes), leak.count, _short(leak.source), leak.op)
+            for leak in device.leaks or ()
+        ),
+    )  # fmt: skip
+    ends = (("peak", device.fragmentation_at_peak), ("end", device.fragmentation_at_end))
+    parts = {
+        "reserved, not in use": "free_bytes", "in wholly free segments": "releasable_bytes",
+        "pinned by live blocks": "pinned_bytes", "largest free block": "largest_free_bytes",
+        "rounding": "rounding_bytes",
+    }  # fmt: skip
+    yield Section(
+        f"Fragmentation{of}", columns=("what", *(f">at the {name}" for name, _ in ends)),
+        rows=tuple((name, *(_size(getattr(row, key)) for _, row in ends)) for name, key in parts.items()),
+    )  # fmt: skip
+
+
+def _life(block: BlockRow) -> str:
+    born = "start" if block.born_event < 0 else f"{block.born_event:,}"
+    return f"{born} - {'end' if block.freed_event is None else f'{block.freed_event:,}'}"
+
+
+def _curves(device: DeviceReport) -> dict[str, Any]:
+    line = device.timeline
+    unit = unit_for(max((*line.reserved_bytes, *line.allocated_bytes)), smallest=1)
+    traces = [
+        {
+            "type": "scatter", "mode": "lines", "name": name, "x": line.events, "fill": fill,
+            "line": {"shape": "hv", "color": colour},
+            "y": [size / unit.num_bytes for size in sizes], "hovertemplate": f"%{{y:,.2f}} {unit.name}",
+        }
+        for name, sizes, fill, colour in (
+            ("reserved", line.reserved_bytes, "none", "#bab0ac"), ("allocated", line.allocated_bytes, "tozeroy", _A),
+        )
+    ]  # fmt: skip
+    ooms = [("out of memory", oom.event) for oom in device.ooms]
+    moments = [(name, at) for name, at in [("peak", device.peak.event), *ooms] if at >= 0]
+    layout = {
+        "height": 380, "showlegend": True, "hovermode": "x unified",
+        "xaxis": {"title": {"text": "event"}, "tickformat": ",d", "showgrid": False},
+        "yaxis": {"title": {"text": unit.name}, "rangemode": "tozero"},
+        "shapes": [_upright(at, "dot") for _, at in moments],
+        "annotations": [_above(at, name) for name, at in moments],
+    }  # fmt: skip
+    return {"traces": traces, "layout": layout}
+
+
+def _short(source: str) -> str:
+    head, _, function = source.rpartition(" ")
+    return f"{short_source(source)} {function}" if head and ":" in head else source
+
+
+# -- what to use -------------------------------------------------------------------------------------------------------
+
+
+def _recommendation(answer: Recommendation) -> Iterator[Section]:
+    total = answer.device.total_bytes
+    chosen = answer.chosen
+    if chosen is not None:
+        yield Section(
+            "What to use",
+            f"{chosen.name}, micro-batch {chosen.micro_batch}. Why: {answer.reason}.",
+            text=chosen.command,
+        )
+    if answer.choices:
+        shown = sorted(answer.choices, key=lambda one: (one is not chosen, not one.fits, one.step_seconds or 0.0))
+        bars = shown[:_MOST_BARS]
+        unit = unit_for(max(one.needed_bytes for one in bars))
+        names = [f"{place}. {one.name}, {one.micro_batch} at a time" for place, one in enumerate(bars, 1)]
+        names[0] = names[0].replace(". ", ". chosen: ", 1) if bars[0] is chosen else names[0]
+        colours = [FITS if one.fits else OVER for one in bars]
+        drawn = _bars(names, {"needs": ([one.needed_bytes for one in bars], colours)}, unit)
+        drawn["traces"][0]["text"] = [f"{format_bytes(one.needed_bytes)}, {_seconds(one.step_seconds)}" for one in bars]
+        _mark_capacity(drawn["layout"], total, unit)
+        moved = "of it between cards" if answer.gpus > 1 else "of it transfers"
+        yield Section(
+            "What was run",
+            "What the card must have, and the least time of a step; red does not fit, the line is the card. "
+            "The chosen one first, then those that fit, the quickest first.",
+            **drawn,
+            columns=(
+                "configuration", ">at a time", ">needs", ">left over", ">step", f">{moved}", "numbers", "verdict",
+                "$the run",
+            ),
+            rows=tuple(_choice(one, over_cards=answer.gpus > 1) for one in shown),
+        )  # fmt: skip
+    fitting = [row for row in answer.largest if row.model is not None]
+    if fitting:
+        unit = unit_for(max(row.needed_bytes for row in fitting))
+        names = [f"{row.task}: {row.model}" for row in fitting]
+        drawn = _bars(names, {"needs": ([row.needed_bytes for row in fitting], FITS)}, unit)
+        _mark_capacity(drawn["layout"], total, unit)
+        yield Section(
+            "The largest models that fit", "What each needs of the card; the line is what it has.", **drawn,
+            columns=("use", "model", ">parameters", ">needs", ">longest context", "next larger", "$the run"),
+            rows=tuple(map(_largest, answer.largest)),
+        )  # fmt: skip
+    yield Section(
+        "What would do instead", columns=("what", "which", ">needs", "how it is known"),
+        rows=tuple(
+            (one.what, one.name, _size(one.needed_bytes), "an estimate" if one.estimate else "it was run")
+            for one in answer.alternatives
+        ),
+    )  # fmt: skip
+    for name, script in answer.snippets.items():
+        launch = f"# start with: {answer.launch[name]}\n" if name in answer.launch else ""
+        yield Section(f"Script: {name}", text=f"{launch}{script}")
+
+
+def _largest(row: Largest) -> tuple[Cell, ...]:
+    if row.model is None:
+        return row.task, "none", ("-", None), ("-", None), ("-", None), row.next_model or "-", ""
+    parameters, tokens = (f"{row.num_parameters:,}", row.num_parameters), row.context_length or 0
+    size, after = _size(row.needed_bytes), row.next_model or "-"
+    return row.task, row.model, parameters, size, (f"{tokens:,}", tokens), after, row.command
+
+
+def _choice(one: Choice, *, over_cards: bool) -> tuple[Cell, ...]:
+    verdict = "fits" if one.fits and one.margin_bytes >= 0 else "only just" if one.fits else f"dies in {one.dies_in}"
+    moved = one.link_seconds if over_cards else one.bus_seconds
+    return (
+        one.name, one.micro_batch, _size(one.needed_bytes), _size(one.margin_bytes),
+        (_seconds(one.step_seconds), one.step_seconds),
+        (_seconds(moved), moved), one.given_up or "the same", verdict, one.command,
+    )  # fmt: skip
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "time not known"
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:,.2f} ms"
+
+
+def _mark_capacity(layout: dict[str, Any], total: int | None, unit: Unit) -> None:
+    if total is not None:
+        at = total / unit.num_bytes
+        layout["shapes"], layout["annotations"] = (
+            [_upright(at, "dash")],
+            [_above(at, f"the card: {format_bytes(total)}")],
+        )
+
+
+def _upright(at: float, dash: str) -> dict[str, Any]:
+    return {
+        "type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1,
+        "line": {"dash": dash, "width": 1.5},
+    }  # fmt: skip
+
+
+def _above(at: float, text: str) -> dict[str, Any]:
+    return {"x": at, "y": 1, "yref": "paper", "yanchor": "bottom", "text": text, "showarrow": False}
