@@ -160,6 +160,10 @@ def test_the_table_filters_and_sorts(page):
 def test_a_findings_evidence_shows_its_tensors(page, made):
     titles = [finding["title"] for finding in made.report["findings"]]
     assert titles and page.run("[...document.querySelectorAll('#found a')].map(one => one.textContent)") == titles
+    said = page.run("[...document.querySelectorAll('#found li')].map(one => one.textContent)")
+    for text, finding in zip(said, made.report["findings"], strict=True):
+        assert all(name in text.removeprefix(finding["title"]) for name in finding["remedies"])
+    assert page.run("document.getElementById('next').textContent").startswith("Next, what each finding means: memprof ")
     targets = "[...document.querySelectorAll('#found a')].map(one => document.querySelector(one.hash).textContent)"
     assert all(title in text for title, text in zip(titles, page.run(targets), strict=True))
     links = page.run("document.querySelectorAll('#findings a').length")

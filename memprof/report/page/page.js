@@ -175,6 +175,9 @@ function findings() {
     const item = element("li"), title = element("div"), list = element("ul"), line = element("li");
     item.id = `finding-${$("findings").children.length + 1}`;
     line.append(element("a", finding.title, {href: `#${item.id}`}));
+    if (finding.remedies.length) {
+      line.append(element("span", ` Would help: ${finding.remedies.map(one => one.name).join(", ")}.`, {className: "soft"}));
+    }
     $("found").append(line);
     title.append(element("span", finding.severity, {className: `severity ${finding.severity}`}), `: ${finding.title}`);
     for (const evidence of finding.evidence) {
@@ -210,6 +213,8 @@ function build() {
   $("verdict").textContent = data.verdict;
   if (data.fits !== null) $("verdict").className = data.fits ? "good" : "bad";
   $("text").textContent = data.text;
+  $("next").hidden = !data.next;
+  if (data.next) $("next").append(`Next, ${data.next[0]}: `, element("code", data.next[1]));
   radio($("modes"), MODES, "mode", drawTimeline);
   radio($("views"), VIEWS, "view", () => drawHolders(now));
   const places = {"the peak": moments.peak};

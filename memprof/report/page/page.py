@@ -34,6 +34,7 @@ from memprof.report.page.sections import sections_of
 from memprof.report.page.segments import segments_at_peak
 from memprof.report.terminal import analysis, comparison, recommendation
 from memprof.report.terminal.console import text_of
+from memprof.report.terminal.next_step import next_step
 from memprof.report.terminal.report import render_heading, view
 from memprof.trace.files import Form, write_whole
 from memprof.trace.plain import to_plain
@@ -153,6 +154,7 @@ def page_data(document: Document) -> dict[str, Any]:
         "cards": to_plain(document.cards),
         "ranks": to_plain(document.ranks),
         "segments": None if document.on_cpu else segments_at_peak(ledger, moments).to_json(),
+        "next": next_step(document),
         "text": str(document),
     }
 
