@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy
+import pyarrow
+from pyarrow import parquet
 
 from tests.programs import data
 
@@ -17,6 +19,14 @@ def mnist(folder: str = "data") -> Callable[[Path], None]:
 def nanogpt(home: Path) -> None:
     for split in ("train", "val"):
         data.tokens(home / "data" / "openwebtext" / f"{split}.bin", 200_000, 50_257)
+
+
+def nanochat(home: Path) -> None:
+    folder = home / "nanochat-base" / "base_data_climbmix"
+    folder.mkdir(parents=True)
+    texts = pyarrow.table({"text": [data.words(600)] * 2048})
+    for shard in range(2):
+        parquet.write_table(texts, folder / f"shard_{shard:05d}.parquet", row_group_size=128)
 
 
 def char_gpt(home: Path) -> None:

@@ -70,6 +70,29 @@ class MNIST(torch.utils.data.TensorDataset):
 demos.MNIST = demos._MNIST = MNIST
 demos.MNISTDataModule.prepare_data = lambda self: None
 """
+NANOCHAT_TOKENIZER = """
+import os, sys, types
+from pathlib import Path
+import torch
+
+os.environ["NANOCHAT_BASE_DIR"] = str(Path("nanochat-base").resolve())
+for name in ("requests", "rustbpe", "tiktoken", "wandb"):
+    sys.modules.setdefault(name, types.ModuleType(name))
+import nanochat.tokenizer as tokenizer
+
+class Words:
+    get_vocab_size = lambda self: 32_768
+    get_bos_token_id = lambda self: 0
+    decode = lambda self, ids: ""
+    def encode(self, text, prepend=None, append=None, num_threads=1):
+        if isinstance(text, list):
+            return [self.encode(one, prepend) for one in text]
+        return ([] if prepend is None else [prepend]) + [1 + hash(word) % 32_000 for word in text.split()]
+    __call__ = encode
+
+tokenizer.get_tokenizer = Words
+tokenizer.get_token_bytes = lambda device="cpu": torch.ones(32_768, dtype=torch.int32, device=device)
+"""
 NANOGPT_CHECKPOINT = """
 import os, torch
 from model import GPT, GPTConfig
