@@ -206,13 +206,16 @@ class RunsWith(Runs):
 
     def __init__(self, runs: Runs, always: Sequence[Fix]) -> None:
         self._runs, self._always = runs, list(always)
+        self._asked: set[tuple[str, ...]] = set()
+        """How many runs a search may make is of those with these on."""
         super().__init__(runs._gpu)
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._asked)
 
     def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
         """The run with these in force, and those that always are."""
+        self._asked.add(tuple(sorted(map(str, fixes))))
         together = [*self._always, *fixes]
         return self._runs.with_fixes(together) if together else self._runs.original
 
