@@ -53,6 +53,16 @@ PROGRAMS = (
         findings=frozenset({"logits-explosion", "fragmentation"}),
     ),
     Program(
+        name="modded-nanogpt",
+        repository="KellerJordan/modded-nanogpt",
+        commit="0690f2c7",
+        command="torchrun --nproc-per-node 8 train_gpt2.py",
+        data=folders.modded_nanogpt,
+        options="--gpu h100-80gb",
+        seconds=400,
+        findings=frozenset({"logits-explosion", "fragmentation"}),
+    ),
+    Program(
         name="nanochat base_train",
         repository="karpathy/nanochat",
         commit="92d63d4",

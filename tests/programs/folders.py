@@ -46,6 +46,11 @@ def fineweb(folder: str, magic: int = 20240520, version: int = 1, count: int = 1
     return make
 
 
+def modded_nanogpt(home: Path) -> None:
+    fineweb("data/fineweb10B", count=3_000_000)(home)
+    (home / "logs").mkdir()  # the program's own log has a folder in it
+
+
 def pets(home: Path) -> None:
     data.images(home / "pictures")
     for label in (0, 1):
