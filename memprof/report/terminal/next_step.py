@@ -21,6 +21,7 @@ from memprof.units import spell_size
 
 MORE_STEPS = 20
 """Of a script that was stopped after fewer: enough to see whether memory goes on growing."""
+_FINDINGS = ("what each finding means", "memprof help findings")
 _ALL = 1000
 """Rows of a table: more than any comparison has."""
 
@@ -41,7 +42,7 @@ def next_step(document: Document | Analysis | Comparison, *files: Path) -> tuple
     if isinstance(document, Comparison):
         return _after_comparison(document, *files) if files else None
     if document.source != "simulated":
-        return "what each finding means", "memprof help findings"
+        return _FINDINGS if document.findings else None
     if document.program is not None:
         return _after_run(document, document.program)
     if document.command == "profile" and document.target is not None:
@@ -104,7 +105,7 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
         return "what each remedy does and costs", "memprof help remedies"
     if alone and program.ended == "steps" and program.steps < MORE_STEPS:
         return "whether later steps take more", run("--steps", str(MORE_STEPS))
-    return "what each finding means", "memprof help findings"
+    return _FINDINGS if document.findings else None
 
 
 def _card(document: Document) -> list[str]:

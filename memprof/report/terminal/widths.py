@@ -11,6 +11,8 @@ from contextvars import ContextVar
 WIDTH = 110
 """Columns of a text that is not for a terminal, unless COLUMNS says otherwise."""
 NARROWEST, WIDEST = 20, 1000
+_RUNNING = 32
+"""Columns that are enough for running text."""
 COLOURLESS: ContextVar[bool] = ContextVar("colourless", default=False)
 """Whether `--no-color` was given."""
 
@@ -39,6 +41,8 @@ def aligned(
 ) -> tuple[list[str], list[str]]:
     """Lines of aligned columns, headers first, and the columns that were left out.
 
+    Words in the last column may run on in lines of their own below it, before a column of figures is left out for them.
+
     Args:
         headers: those that begin with `>` are of figures, to the right.
         rows: a cell a column.
@@ -48,16 +52,26 @@ def aligned(
     names = [header.removeprefix(">") for header in headers]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     kept, gone = list(range(len(names))), list[str]()
+    if not headers[-1].startswith(">"):
+        longest = max(len(word) for cells in (names, *rows) for word in cells[-1].split() or [""])
+        running = min(widths[-1], max(longest, _RUNNING))
+    else:
+        running = widths[-1]
     for name in drop:
-        if sum(widths[place] + 2 for place in kept) - 2 <= width:
+        if sum(widths[place] + 2 for place in kept[:-1]) + running <= width:
             break
         found = [place for place in kept if names[place] == name]
         if found:
             kept.remove(found[-1])
             gone.append(name)
+    before = sum(widths[place] + 2 for place in kept[:-1])
     lines = []
     for line in (names, *rows):
-        cells = (f"{line[one]:{'>' if headers[one].startswith('>') else '<'}{widths[one]}}" for one in kept)
+        cells = [f"{line[one]:{'>' if headers[one].startswith('>') else '<'}{widths[one]}}" for one in kept]
+        if before + len(line[-1]) > width and running <= width - before:
+            cells[-1] = f"\n{' ' * before}".join(
+                textwrap.wrap(line[-1], width - before, break_on_hyphens=False, break_long_words=False)
+            )
         lines.append("  ".join(cells).rstrip())
     return lines, gone
 
