@@ -70,7 +70,6 @@ def test_profile(memprof, arguments, parts):
         (("gsus", "--json"), "No such command 'gsus'. Did you mean 'gpus'?", "memprof"),
         (("--frob", "--json"), "No such option: --frob", "memprof"),
         (("recipes", "frob", "--json"), "No such command 'frob'.", "memprof recipes"),
-        (("help", "--json"), "No such option: --json", "memprof help"),
     ],
 )
 def test_what_is_no_command_is_an_error_in_json_too(memprof, words, problem, command):

@@ -93,7 +93,6 @@ class Model(nn.Module):
 """
 KINDS = {
     "library": ("no meta kernel", "NotImplementedError", "no_fake"),
-    "custom": ("no meta kernel", "RuntimeError", "opaque"),
     "aten": ("no meta kernel", "NotImplementedError", "aten.histogram"),
     "value": ("unknown value", "AssertionError", None),
     "numpy": ("error", "TypeError", None),
@@ -199,7 +198,7 @@ def test_the_report_so_far_names_what_stopped_it(memprof, file, tmp_path, kind, 
 
 
 def test_a_run_that_fails_beyond_the_card_says_both(memprof, file):
-    result = memprof("profile", "--model", f"{file}:make_custom", "--gpu-vram", "0.42", "--json")
+    result = memprof("profile", "--model", f"{file}:make_library", "--gpu-vram", "0.42", "--json")
     assert result.exit_code == 1
     assert result.json["verdict"]["fits"] is False
     assert {"run-failed", "does-not-fit"} <= {finding["id"] for finding in result.json["findings"]}

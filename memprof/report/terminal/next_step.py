@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from memprof.catalog import find_gpu
 from memprof.command_line import profile_command
 from memprof.errors import UsageError
+from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import Document
@@ -130,7 +131,7 @@ def _after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
     held = max(device.fragmentation_at_peak.free_bytes for device in document.devices)
     if held and not any(device.state_only for device in document.devices):
         what = "whether expandable segments would reserve less"
-        return what, shlex.join([*words, "--alloc-conf", "expandable_segments:True"])
+        return what, shlex.join([*words, "--alloc-conf", EXPANDABLE_SEGMENTS])
     return "which modules hold it", shlex.join([*words, "--by", "module"])
 
 

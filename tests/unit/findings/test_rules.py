@@ -434,4 +434,4 @@ def test_errors_come_first_then_the_most_expensive() -> None:
     assert errors == sorted(errors, reverse=True) and sum(errors) == 2
     rest = [finding.num_bytes or 0 for finding in findings if finding.severity is not Severity.ERROR]
     assert len(rest) >= 3 and rest == sorted(rest, reverse=True)
-    assert len(RULES) == 25
+    assert len(RULES) == 26

@@ -50,7 +50,7 @@ def test_checkpointing_that_is_on() -> None:
         (finding,) = of(b.context(50 * MIB, spec=spec), "does-not-fit")
         return finding.remedies
 
-    assert asked()[:2] == ("activation-checkpointing", "micro-batch")
+    assert asked()[:3] == ("activation-checkpointing", "compile", "micro-batch")
     assert "activation-checkpointing" not in asked(activation_checkpointing=True)
     assert "activation-checkpointing" not in asked(fixes=("activation-checkpointing",))
     assert "activation-checkpointing" not in asked(fixes=("cpu-offload-weights",))  # it runs layers again itself

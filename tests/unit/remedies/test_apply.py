@@ -126,7 +126,7 @@ def test_with_dropout_and_a_cache(name):
     def make():
         return model_for(name, attention_dropout=0.3, use_cache=True).train()
 
-    if name == "sdpa-attention":
+    if name in ("sdpa-attention", "compile"):
         pytest.skip("another kernel draws other numbers")
     model = make()
     original = copy.deepcopy(model)
