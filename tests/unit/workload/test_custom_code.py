@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ class OwnForCausalLM(PreTrainedModel):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with code, which leaves a file `ran` behind."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)  # of another test, with that one's folder
     made = tmp_path / "own-model"
     made.mkdir()
     (made / "configuration_own.py").write_text(CONFIGURATION.format(mark=str(tmp_path / "ran")))

@@ -85,8 +85,8 @@ def test_a_real_package_is_used(packages: Path) -> None:
 
 
 def test_a_library_that_looks_is_told_that_there_is_none(gpu: VirtualGpu, packages: Path) -> None:
-    (packages / "library.py").write_text(PROBE)
-    assert importlib.import_module("library").flash_attn is None
+    (packages / "library_that_looks.py").write_text(PROBE)
+    assert importlib.import_module("library_that_looks").flash_attn is None
     assert not said(gpu)
 
 
