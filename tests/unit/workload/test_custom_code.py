@@ -41,6 +41,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
         monkeypatch.delitem(sys.modules, name)  # of another test, with that one's folder
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if not (Path(entry) / "transformers_modules").is_dir()]
+    )
     made = tmp_path / "own-model"
     made.mkdir()
     (made / "configuration_own.py").write_text(CONFIGURATION.format(mark=str(tmp_path / "ran")))
