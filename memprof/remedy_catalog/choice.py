@@ -94,7 +94,7 @@ def find_remedies(names: str | Sequence[str], among: Mapping[str, Remedy] = REME
         if name not in among:
             raise unknown_name("remedy", name, among)
         if name in seen:
-            raise UsageError("a remedy is named twice", value=repr(name))
+            raise UsageError("a remedy is named twice", value=repr(name), hint="name it once")
         seen.add(name)
     chosen = [remedy for remedy in among.values() if remedy.name in seen]
     for remedy in chosen:

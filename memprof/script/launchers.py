@@ -91,11 +91,14 @@ class _Started:
         processes: on each machine.
 
     Raises:
-        UsageError: there is no such rank, or there are fewer cards than processes.
+        UsageError: there is no such rank, no process, or there are fewer cards than processes.
     """
 
     def __init__(self, launcher: str, place: Place, processes: Sequence[int]) -> None:
-        most = max(processes)
+        most = max(processes, default=0)
+        if min(processes, default=0) < 1:
+            hint = "at least one process on each machine"
+            raise UsageError(f"{launcher} is to start nothing", value=f"{most} processes", hint=hint)
         if place.cards is not None and most > place.cards:
             raise UsageError(
                 f"{launcher} is to start {most} processes on a machine with {place.cards} of the cards",
@@ -156,11 +159,20 @@ def find_launcher(name: str, arguments: Sequence[str], *, is_module: bool) -> tu
 def _torchrun(arguments: Sequence[str], place: Place, module: str = "torch.distributed.run") -> Start:
     run = importlib.import_module("torch.distributed.run")
     args = importlib.import_module(module).parse_args(list(arguments))
-    processes = run.determine_local_world_size(args.nproc_per_node)
-    nodes = run.parse_min_max_nnodes(args.nnodes)[1]
+    processes = _number("--nproc-per-node", args.nproc_per_node, run.determine_local_world_size)
+    nodes = _number("--nnodes", args.nnodes, lambda text: run.parse_min_max_nnodes(text)[1])
     started = _Started("torch.distributed.run", place, [processes] * nodes)
     local_rank = () if run.get_use_env(args) else (f"--local-rank={started.local_rank}",)
     return started.start(args, _variables_of_torch(args, started), *local_rank)
+
+
+def _number(flag: str, text: str, read: Callable[[str], int]) -> int:
+    """What torch's launcher reads in one of its options, which it raises several errors of."""
+    try:
+        return read(text)
+    except (ValueError, RuntimeError) as error:
+        problem = "torch's launcher cannot read it"
+        raise UsageError(problem, value=f"{flag} {text}", hint="a number, as torchrun --help has it") from error
 
 
 def _variables_of_torch(args: Any, started: _Started) -> dict[str, str]:

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from memprof.errors import UsageError
 from memprof.trace.events import GPU
 
+_MOST = 120
+"""C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux."""
 _NO_SUCH_CARD = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
 """c10/cuda/CUDAException.cpp."""
 
@@ -21,9 +24,15 @@ class Cards:
         number: of them.
         used: device -> whether the program has used the card otherwise than by a tensor; written here.
         are_peers: whether they read each other's memory.
+
+    Raises:
+        UsageError: torch sees no machine with so many.
     """
 
     def __init__(self, number: int, used: dict[str, bool], *, are_peers: bool = False) -> None:
+        if number > _MOST:
+            hint = f"at most {_MOST} on a machine; --nodes says how many machines, world_size how many ranks"
+            raise UsageError("torch takes fewer cards of one machine", value=f"{number:,} cards", hint=hint)
         self.number = number
         self.several = number > 1
         self.are_peers = are_peers

@@ -97,7 +97,7 @@ def test_after_a_script(tmp_path):
 
 def test_without_a_command_line_nothing_is_said(tmp_path):
     document = saved("run", tmp_path, command="virtual_gpu", program=None)
-    assert next_step(document) is None and render_next(document) == []
+    assert next_step(document) is None and render_next(next_step(document)) == []
 
 
 def printed(text):

@@ -25,7 +25,7 @@ from memprof.report.documents.analysis import (
 )
 from memprof.report.terminal.cells import curve, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
-from memprof.report.terminal.next_step import render_next
+from memprof.report.terminal.next_step import after_analysis, render_next
 from memprof.trace.events import short_source
 from memprof.units import format_bytes
 
@@ -55,7 +55,7 @@ def view(document: Analysis, *, replay: bool = False, quiet: bool = False, file:
     many = len(document.devices) > 1
     parts += [_device(device, replay=replay, many=many) for device in document.devices]
     parts += [dim(f"Note: {sentence}") for sentence in document.assumptions]
-    return Group(*parts, *([] if file is None else render_next(document, file)))
+    return Group(*parts, *([] if file is None else render_next(after_analysis(document, file))))
 
 
 def _verdict(device: DeviceReport) -> RenderableType:

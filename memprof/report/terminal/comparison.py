@@ -26,7 +26,7 @@ from memprof.report.documents.comparison import (
 )
 from memprof.report.terminal.cells import Unit, shape_text, some, unit_for
 from memprof.report.terminal.console import dim, heading, section, table
-from memprof.report.terminal.next_step import render_next
+from memprof.report.terminal.next_step import after_comparison, render_next
 from memprof.units import format_bytes
 
 MAX_NAMED = 6
@@ -57,7 +57,7 @@ def view(
     if explain:
         parts.append(_assumptions(document))
     parts.append(_verdict(document))
-    return Group(*parts, *render_next(document, *files))
+    return Group(*parts, *render_next(after_comparison(document, files)))
 
 
 def render_heading(document: Comparison) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
@@ -11,14 +12,16 @@ from memprof.catalog import find_gpu
 from memprof.command_line import profile_command
 from memprof.errors import UsageError
 from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
-from memprof.report.documents.analysis import Analysis
-from memprof.report.documents.comparison import Comparison
 from memprof.report.documents.report import Document
 from memprof.report.terminal.console import Command, dim, section
 from memprof.spec import TargetSpec
 from memprof.trace.events import FailureKind
 from memprof.trace.facts import ProgramFacts, Target
 from memprof.units import spell_size
+
+if TYPE_CHECKING:  # a report of a run needs neither
+    from memprof.report.documents.analysis import Analysis
+    from memprof.report.documents.comparison import Comparison
 
 MORE_STEPS = 20
 """Of a script that was stopped after fewer: enough to see whether memory goes on growing."""
@@ -27,21 +30,16 @@ _ALL = 1000
 """Rows of a table: more than any comparison has."""
 
 
-def render_next(document: Document | Analysis | Comparison, *files: Path) -> list[RenderableType]:
-    """The line and what it is for; nothing where nothing is known to try. `files` are those that were read."""
-    found = next_step(document, *files)
+def render_next(found: tuple[str, str] | None) -> list[RenderableType]:
+    """The line and what it is for; nothing where nothing is known to try."""
     if found is None:
         return []
     what, command = found
     return [section(dim(f"Next, {what}:"), Command(command))]
 
 
-def next_step(document: Document | Analysis | Comparison, *files: Path) -> tuple[str, str] | None:
-    """What to see next, and the command that shows it; None where no command line made the document."""
-    if isinstance(document, Analysis):
-        return _after_analysis(document, *files) if files else None
-    if isinstance(document, Comparison):
-        return _after_comparison(document, *files) if files else None
+def next_step(document: Document) -> tuple[str, str] | None:
+    """What to see after a report, and the command that shows it; None where no command line made it."""
     if document.source != "simulated":
         return _FINDINGS if document.findings else None
     if document.program is not None:
@@ -49,6 +47,29 @@ def next_step(document: Document | Analysis | Comparison, *files: Path) -> tuple
     if document.command == "profile" and document.target is not None:
         return _after_profile(document, document.target)
     return None
+
+
+def after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
+    """What to see after the analysis of `file`."""
+    words = ["memprof", "analyze", str(file)]
+    if any(device.what_if is not None for device in document.devices):
+        return "the sizes of the blocks", shlex.join([*words, "--by", "size"])
+    if document.ran_out:
+        moment = next(device.moment.what for device in document.devices if device.ooms)
+        if moment != "oom":
+            return "what was alive when memory ran out", shlex.join([*words, "--at", "oom"])
+    held = max(device.fragmentation_at_peak.free_bytes for device in document.devices)
+    if held and not any(device.state_only for device in document.devices):
+        what = "whether expandable segments would reserve less"
+        return what, shlex.join([*words, "--alloc-conf", EXPANDABLE_SEGMENTS])
+    return "which modules hold it", shlex.join([*words, "--by", "module"])
+
+
+def after_comparison(document: Comparison, files: tuple[Path, ...]) -> tuple[str, str] | None:
+    """What to see after the comparison of two files; None where they agree, or are not files."""
+    if document.within or not files:
+        return None
+    return "every row that differs", shlex.join(["memprof", "compare", *map(str, files), "--top", str(_ALL)])
 
 
 def _after_profile(document: Document, target: Target) -> tuple[str, str] | None:
@@ -118,24 +139,3 @@ def _card(document: Document) -> list[str]:
     if card is not None and card.total_bytes == total:
         return ["--gpu", card.key]
     return [] if total is None else ["--gpu-vram", spell_size(total)]
-
-
-def _after_analysis(document: Analysis, file: Path) -> tuple[str, str]:
-    words = ["memprof", "analyze", str(file)]
-    if any(device.what_if is not None for device in document.devices):
-        return "the sizes of the blocks", shlex.join([*words, "--by", "size"])
-    if document.ran_out:
-        moment = next(device.moment.what for device in document.devices if device.ooms)
-        if moment != "oom":
-            return "what was alive when memory ran out", shlex.join([*words, "--at", "oom"])
-    held = max(device.fragmentation_at_peak.free_bytes for device in document.devices)
-    if held and not any(device.state_only for device in document.devices):
-        what = "whether expandable segments would reserve less"
-        return what, shlex.join([*words, "--alloc-conf", EXPANDABLE_SEGMENTS])
-    return "which modules hold it", shlex.join([*words, "--by", "module"])
-
-
-def _after_comparison(document: Comparison, a: Path, b: Path) -> tuple[str, str] | None:
-    if document.within:
-        return None
-    return "every row that differs", shlex.join(["memprof", "compare", str(a), str(b), "--top", str(_ALL)])

@@ -21,7 +21,7 @@ from memprof.report.terminal.console import bar, dim, heading, indented, section
 from memprof.report.terminal.folding import shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import headline, render_limit
-from memprof.report.terminal.next_step import render_next
+from memprof.report.terminal.next_step import next_step, render_next
 from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.ranks import render_ranks
 from memprof.report.terminal.steps import render_steps
@@ -74,7 +74,7 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
         parts.append(_assumptions(document))
     else:
         parts.append(dim(f"{len(document.assumptions)} assumptions: --explain lists them."))
-    return Group(*parts, *render_next(document))
+    return Group(*parts, *render_next(next_step(document)))
 
 
 def _unit(document: Document) -> Unit:

@@ -148,6 +148,23 @@ def test_what_is_no_python_program(command):
         start(command)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--nproc-per-node x", "value: --nproc-per-node x"),
+        ("--nnodes x", "value: --nnodes x"),
+        ("--nnodes 1:x", "value: --nnodes 1:x"),
+        ("--nnodes 1:2:3", "value: --nnodes 1:2:3"),
+        ("--nproc-per-node 0", "is to start nothing"),
+        ("--nproc-per-node -1", "is to start nothing"),
+        ("--nnodes 0", "is to start nothing"),
+    ],
+)
+def test_numbers_that_torchs_launcher_cannot_take(options, said):
+    with pytest.raises(UsageError, match=said):
+        start(f"torchrun {options} train.py")
+
+
 def test_programs_of_the_user(tmp_path):
     (tmp_path / "deepspeed").write_text("print('mine')")
     for name, is_module in (("deepspeed", False), ("train.py", False), ("torchrun", True), ("src/torchrun", False)):

@@ -33,6 +33,8 @@ def test_several_cards_of_the_library():
     assert run.report(limit_bytes=(426 << 20) + (22 << 20)).verdict.fits is False
     with pytest.raises(UsageError, match="n must be at least 1"):
         memprof.virtual_gpus(0)
+    with pytest.raises(UsageError, match="99,999 cards"):
+        memprof.virtual_gpus(99_999)
 
 
 def megabytes(number: int, device: str, **options) -> torch.Tensor:
