@@ -47,17 +47,29 @@ def profile(
         RunFailedError: the model's code raised, or did what cannot be simulated; it carries the trace and the report
             so far.
     """
-    # Here and not above: reading a capture and answering --help need no torch.
-    from memprof.flows.capture import capture_measured, capture_virtual
-    from memprof.workload.models import find_source
-    from memprof.workload.step import Workload
-
     if spec.parallel is None and (spec.gpus > 1 or spec.rank is not None):
         asked = f"--gpus {spec.gpus}" if spec.gpus > 1 else f"--rank {spec.rank}"
         hint = "add --parallel fsdp, or ddp; --fix auto finds out"
         raise UsageError("how is the model spread over the cards?", value=asked, hint=hint)
     if spec.parallel is not None and spec.rank is None and parse_plan(spec.parallel, spec.gpus).layers == 1:
-        return _one_of_each_kind(spec, spec.parallel, progress, explained)
+        trace = _one_of_each_kind(spec, spec.parallel, progress)
+    else:
+        trace = _ran(spec, progress)
+    progress("accounting")
+    return trace, analyze(trace, explained=explained)
+
+
+def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
+    """One process of it, run or measured.
+
+    Raises:
+        MemprofError: as `profile`.
+    """
+    # Here and not above: reading a capture and answering --help need no torch.
+    from memprof.flows.capture import capture_measured, capture_virtual
+    from memprof.workload.models import find_source
+    from memprof.workload.step import Workload
+
     gpu = virtual_card(spec)
     device = device_facts(gpu) if spec.device == "virtual" else measured_device_facts(spec.device)
     device = dataclasses.replace(device, host_memory_bytes=spec.host_memory_bytes)
@@ -102,24 +114,22 @@ def profile(
         device=device,
         allocator=in_force.now.facts,
     )
-    progress("accounting")
     if failed is None:
-        return trace, analyze(trace, explained=explained)
+        return trace
+    progress("accounting")
     with contextlib.suppress(EmptyTraceError):  # it failed before anything was on the card
         failed.document = analyze(trace)
         failed.hint = "the finding run-failed says what to do; --debug shows the traceback"
     raise failed
 
 
-def _one_of_each_kind(
-    spec: TargetSpec, plan: str, progress: Callable[[str], None], explained: bool
-) -> tuple[Trace, Document]:
+def _one_of_each_kind(spec: TargetSpec, plan: str, progress: Callable[[str], None]) -> Trace:
     """One rank after the other, of each kind that the plan has."""
     traces = []
     kinds = parse_plan(plan, spec.gpus).kinds_of_ranks()
     for rank, alike in kinds:
         of = f"rank {rank}: " if len(kinds) > 1 else ""
-        trace, _ = profile(spec.edit(rank=rank), functools.partial(_say, progress, of), explained=False)
+        trace = _ran(spec.edit(rank=rank), functools.partial(_say, progress, of))
         assert trace.facts.rank is not None and trace.facts.target is not None
         trace.facts = dataclasses.replace(
             trace.facts,
@@ -127,8 +137,7 @@ def _one_of_each_kind(
             target=dataclasses.replace(trace.facts.target, asked=spec),
         )
         traces.append(trace)
-    whole = in_order(traces)
-    return whole, analyze(whole, explained=explained)
+    return in_order(traces)
 
 
 def _say(progress: Callable[[str], None], of: str, doing: str) -> None:

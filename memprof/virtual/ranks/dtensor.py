@@ -1,4 +1,8 @@
-"""Where DTensor asks for more of a tensor than its layout: for a guard of its device, or for its storage's device."""
+"""Where DTensor asks for more of a tensor than its layout: for a guard of its device, or for its storage's device.
+
+And where it takes a time that is quadratic in the tensors of a list, of which an optimizer has one for each parameter:
+with hundreds of them, that would be half of a run.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ def patches() -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
     """By module, the patches (owner, name, replacement) once it is imported."""
     return {
         "torch.distributed.tensor._sharding_prop": _of_propagation,
+        "torch.distributed.tensor._ops.single_dim_strategy": _of_strategies,
         "torch.distributed._functional_collectives": _of_collectives,
     }
 
@@ -26,9 +31,48 @@ def _of_propagation(module: Any) -> Iterator[tuple[Any, str, Any]]:
         # Its fake tensors are "on cuda". Written out in Python this one ends in the method copy_, which takes a guard.
         if schema.op is torch.ops.aten.uniform_.default:
             return schema.args_schema[0].tensor_meta
+        if schema.op.name().startswith("aten::_foreach_") and not schema.op._schema.returns:
+            return None  # in place: the original would run it on fake tensors, to the same answer
         return original(propagator, schema)
 
     yield owner, name, propagate
+    flag = getattr(module, "_propagate_use_strided_shard_flag", None)
+    if flag is not None:
+        yield module, flag.__name__, _of_strided_alone(flag, module._StridedShard)
+
+
+def _of_strided_alone(flag: Callable[[Any, Any], None], strided: type) -> Callable[[Any, Any], None]:
+    """`flag`, which does nothing where no argument is strided, and is asked for each tensor of a list: then all
+    arguments are looked at once."""
+    last: list[Any] = [None, False]
+
+    def propagate(strategy: Any, schema: Any) -> None:
+        if last[0] is not schema:
+            specs = schema.args_spec
+            last[:] = schema, any(isinstance(placement, strided) for spec in specs for placement in spec.placements)
+        if last[1]:
+            flag(strategy, schema)
+
+    return propagate
+
+
+def _of_strategies(module: Any) -> Iterator[tuple[Any, str, Any]]:
+    original = getattr(module, "tree_map_only", None)
+    if original is None:
+        return
+
+    def tree_map_only(kind: Any, function: Any, tree: Any, is_leaf: Any = None) -> Any:
+        # Of each argument of an operator on lists, that of one tensor. Lists of tensors are leaves, and stand nowhere
+        # but at the top; what else there is (hundreds of numbers) stays as it is.
+        if isinstance(kind, type) and kind.__name__ == "TupleStrategy" and isinstance(tree, tuple) and len(tree) == 2:
+            arguments, named = tree
+            return (
+                tuple(function(one) if isinstance(one, kind) else one for one in arguments),
+                {name: function(one) if isinstance(one, kind) else one for name, one in named.items()},
+            )
+        return original(kind, function, tree, is_leaf=is_leaf)
+
+    yield module, "tree_map_only", tree_map_only
 
 
 def _of_collectives(module: Any) -> Iterator[tuple[Any, str, Any]]:

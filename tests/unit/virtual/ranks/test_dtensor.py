@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
+from memprof.virtual.ranks import dtensor
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -59,3 +62,39 @@ def test_a_sequence_is_gathered_and_scattered(monkeypatch: pytest.MonkeyPatch) -
         assert result.shape == (20, 8) and result.device == torch.device("cuda", 1)
         result.sum().backward()
         assert model[0].weight.grad.to_local().shape == (8, 16)
+
+
+def test_an_optimizers_lists_are_spread_as_torch_spreads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is passed over for lists of hundreds of tensors changes nothing: the same requests, and the same layouts."""
+
+    def steps(mesh_shape: tuple[int, ...]) -> tuple[object, ...]:
+        _clear_sharding_prop_cache()
+        with rank(1, 4, monkeypatch) as gpu:
+            mesh = init_device_mesh("cuda", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
+            model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3))).cuda()
+            if len(mesh_shape) > 1:  # shards of parts: their placements are strided
+                parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            for layer in model:
+                fully_shard(layer, mesh=mesh["dp"] if len(mesh_shape) > 1 else mesh)
+            groups: dict[object, list[nn.Parameter]] = {}
+            for parameter in model.parameters():
+                groups.setdefault(parameter.device_mesh, []).append(parameter)
+            optimizer = torch.optim.AdamW([{"params": group} for group in groups.values()], foreach=True)
+            for _ in range(2):
+                model(torch.rand(4, 12, device="cuda")).sum().backward()
+                optimizer.step()
+            layouts = [
+                (name, value.placements, value.device_mesh.shape)
+                for state in optimizer.state.values()
+                for name, value in state.items()
+                if isinstance(value, DTensor)
+            ]
+            assert len(layouts) == 12
+            sizes = [storage.num_bytes for storage in gpu.trace.storages]
+            return gpu.trace.events, sizes, layouts
+
+    for shape in ((4,), (2, 2)):
+        fast = steps(shape)
+        with monkeypatch.context() as patched:
+            patched.setattr(dtensor, "patches", dict)
+            assert steps(shape) == fast
