@@ -49,6 +49,8 @@ _NoTorchFunction = torch._C.DisableTorchFunction
 _dispatch_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_AUTOCAST_IS_OFF = torch._C._dispatch_tls_local_exclude_set()
+"""What torch leaves out of every dispatch outside of autocast."""
 registry.load()
 
 
@@ -109,7 +111,7 @@ class RecordingMode(Machine):
             operator = self._operator(func)
             if operator.expansion is not None:
                 if operator.in_python:
-                    with torch._C._EnableTorchFunction(), self.function_mode, self:
+                    with torch._C._EnableTorchFunction(), _dispatch_of_operators(), self.function_mode, self:
                         return operator.expansion(*args, **(kwargs or {}))
                 with self:
                     return operator.expansion(*args, **(kwargs or {}))
@@ -479,6 +481,13 @@ class RecordingMode(Machine):
         if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
             return None
         return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
+
+
+def _dispatch_of_operators() -> Any:
+    """Dispatch as it is inside an operator that is Python: under a mode all keys of features are off, and torch then
+    compiles nothing that makes a tensor of numbers. What differentiates is off by grad mode, which is off there."""
+    excluded, included = torch._C._dispatch_tls_local_exclude_set(), torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded & _AUTOCAST_IS_OFF)
 
 
 def _launch(call: Call) -> Any:

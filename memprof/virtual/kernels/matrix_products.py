@@ -101,6 +101,14 @@ def grouped_mm(launch: Launch) -> Any:
     return result
 
 
+@kernel(_aten._scaled_mm.out)
+def scaled_mm_out(launch: Launch) -> Any:
+    """Into a tensor that is there, as compiled code calls it; there is no meta kernel for that."""
+    out = launch.kwargs["out"]
+    launch.values.drop(out.untyped_storage()._cdata)
+    return out
+
+
 @composite(_linear)
 def linear(
     machine: Machine, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None

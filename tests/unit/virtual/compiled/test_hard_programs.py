@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memprof
+from memprof.catalog import find_gpu
 from memprof.trace.events import EventKind
 from memprof.virtual import VirtualGpu
 from tests.unit.virtual.compiled.test_compiler import CARD, LARGE, SMALL, Block, batch, eager_lines, moves
@@ -386,3 +387,24 @@ def test_layers_that_are_compiled_and_sharded_gather_and_let_go_as_eager_ones() 
         fused = [trace.op(s) for s in made if s.num_bytes == LARGE]
         assert ("aten.gelu_backward" in fused) != compiles, fused
     assert found[0] == found[1] and found[0]
+
+
+def test_an_operator_in_python_compiles_its_own_body() -> None:
+    """As modded-nanogpt's products in float8 do: numbers become tensors there, and nothing ends the graph."""
+
+    @torch.library.custom_op("memprof_test::product_in_float8", mutates_args=())
+    def product(x: torch.Tensor) -> torch.Tensor:
+        @torch.compile(fullgraph=True)
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            narrow, scale = x.div(2).to(torch.float8_e4m3fn), x.new_tensor(2.0, dtype=torch.float32)
+            return torch._scaled_mm(narrow, narrow.T, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+
+        return inner(x)
+
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:  # the oldest card with float8
+        x = torch.empty(64, 256, device="cuda")
+        before = len(gpu.trace.storages)
+        product(x)
+        taken = [storage.num_bytes for storage in gpu.trace.storages[before:]]
+    assert taken == [64 * 256, 64 * 256, 4, 64 * 64 * 2]  # both factors in float8, the scale, the product
+    assert not told(gpu, "A graph ends")
