@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy
+
 from tests.programs import data, folders
 from tests.programs.program import Program
-from tests.programs.stand_ins import (
-    DLLOGGER,
-    NANOCHAT_FILES,
-    NO_WANDB,
-    TORCHVISION_OPERATORS,
-)
+from tests.programs.stand_ins import DLLOGGER
 
 
 def _ratings(home: Path) -> None:
@@ -63,6 +60,46 @@ def _tiny_llama(home: Path) -> None:
     (home / "texts" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def _documents(home: Path) -> None:
+    """Shards of texts of some hundred tokens each, which begin with the token that ends the one before."""
+    numbers = numpy.random.default_rng(0)
+    for split, count in (("train_000001", 6_000_000), ("train_000002", 6_000_000), ("val_000000", 3_000_000)):
+        head = numpy.array([20240520, 1, count, *[0] * 253], dtype=numpy.int32)
+        tokens = numbers.integers(0, 50_256, count).astype(numpy.uint16)
+        tokens[numpy.cumsum(numbers.integers(400, 1200, count // 1200))] = 50_256
+        tokens[0] = 50_256
+        file = home / "data" / "fineweb10B" / f"fineweb_{split}.bin"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(head.tobytes() + tokens.tobytes())
+
+
+def _coco(home: Path) -> None:
+    """Eight pictures with five outlined rectangles each, in COCO's own folders."""
+    numbers = numpy.random.default_rng(0)
+    for split in ("train2017", "val2017"):
+        data.images(home / "coco" / split, classes=1, each=8, size=640)
+        pictures, outlines = [], []
+        for number in range(8):
+            name = f"class0/{number}.png"
+            pictures.append({"id": number, "file_name": name, "width": 640, "height": 640})
+            for x, y, width, height in numbers.integers(100, 250, (5, 4)).tolist():
+                corners = [x, y, x + width, y, x + width, y + height, x, y + height]
+                outlines.append(
+                    {
+                        "id": len(outlines) + 1,
+                        "image_id": number,
+                        "category_id": 1 + len(outlines) % 90,
+                        "bbox": [x, y, width, height],
+                        "area": width * height,
+                        "iscrowd": 0,
+                        "segmentation": [corners],
+                    }
+                )
+        categories = [{"id": number, "name": str(number)} for number in range(1, 91)]
+        said = {"images": pictures, "annotations": outlines, "categories": categories}
+        data.write_json(home / "coco" / "annotations" / f"instances_{split}.json", said)
+
+
 _TINY = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -99,17 +136,25 @@ tokenizer.batch_encode_plus = tokenizer.__call__
 """
 OTHER_KERNELS = (
     Program(
-        name="nanochat base train",
-        repository="karpathy/nanochat",
-        commit="92d63d4",
-        command=(
-            "scripts/base_train.py --depth=2 --max-seq-len=512 --device-batch-size=2 --total-batch-size=1024 "
-            "--eval-every=-1 --core-metric-every=-1 --sample-every=-1 --num-iterations=5"
-        ),
-        before=NO_WANDB + NANOCHAT_FILES,
+        name="modded-nanogpt FlashAttention 3",
+        repository="KellerJordan/modded-nanogpt",
+        checkout="modded-nanogpt-2025",
+        commit="9350f4d3",
+        command="torchrun --standalone --nproc_per_node=8 train_gpt.py",
+        data=_documents,
         options="--gpu h100-80gb",
-        path=(".",),
         seconds=600,
+        findings=frozenset({"logits-explosion", "fragmentation"}),
+    ),
+    Program(
+        name="torchvision mask rcnn",
+        repository="pytorch/vision",
+        commit="acccf864",
+        folder="references/detection",
+        command="train.py --data-path coco --model maskrcnn_resnet50_fpn --batch-size 2 --workers 0 --epochs 1",
+        data=_coco,
+        seconds=300,
+        findings=frozenset({"fragmentation"}),
     ),
     Program(
         name="nanotron llama",
@@ -148,7 +193,6 @@ OTHER_KERNELS = (
         commit="27486e0",
         folder="examples/pytorch/mnist",
         command="main.py --use-fp8 --epochs 1",
-        before=TORCHVISION_OPERATORS,
         data=lambda home: data.idx(home.parent / "data", "MNIST"),
         options="--gpu h100-80gb",
     ),

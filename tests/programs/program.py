@@ -56,6 +56,8 @@ class Program(Right):
     """As `owner/name` of GitHub."""
     commit: str
     command: str
+    checkout: str = ""
+    """Its folder among the checkouts; empty: the repository's name."""
     driver: bool = False
     """The command's program is of ours, in drivers/: for a library without a program of its own."""
     folder: str = "."
@@ -76,9 +78,13 @@ class Program(Right):
 
     def missing(self, fetched: Path) -> str:
         """Why it cannot be run; empty if it can."""
-        if not (fetched / self.repository.split("/")[1] / self.folder).is_dir():
+        if not (fetched / self.at() / self.folder).is_dir():
             return f"no checkout of {self.repository} in {fetched}"
         return ""
+
+    def at(self) -> str:
+        """The folder of its checkout."""
+        return self.checkout or self.repository.split("/")[1]
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def run(program: Program, fetched: Path, seconds: float | None = None) -> Result
     seconds = program.seconds if seconds is None else seconds
     with tempfile.TemporaryDirectory(prefix="memprof-program-") as temporary:
         home = Path(temporary)
-        checkout = home / program.repository.split("/")[1]
+        checkout = home / program.at()
         shutil.copytree(fetched / checkout.name, checkout, ignore=shutil.ignore_patterns(".git"), symlinks=True)
         folder = checkout / program.folder
         if program.data is not None:

@@ -124,69 +124,11 @@ datasets.Planetoid = planetoid
 sizes = dict(num_graphs=188, avg_num_nodes=18, num_channels=7, num_classes=2)
 datasets.TUDataset = lambda root, name, **how: FakeDataset(task="graph", **sizes).shuffle()
 """
-NANOCHAT_FILES = """
-import os, pickle, random
-import pyarrow, pyarrow.parquet, tiktoken, torch
-
-base = os.environ["NANOCHAT_BASE_DIR"] = os.path.abspath("base")
-for name in ("tokenizer", "base_data_climbmix"):
-    os.makedirs(os.path.join(base, name), exist_ok=True)
-special = ("bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
-           "output_start", "output_end")
-encoding = tiktoken.Encoding(
-    "bytes", pat_str=".", mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-    special_tokens={f"<|{name}|>": 256 + at for at, name in enumerate(special)},
-)
-with open(os.path.join(base, "tokenizer", "tokenizer.pkl"), "wb") as file:
-    pickle.dump(encoding, file)
-torch.save(torch.ones(256 + len(special), dtype=torch.int32), os.path.join(base, "tokenizer", "token_bytes.pt"))
-words = random.Random(0)
-texts = [" ".join(words.choices(("one", "two", "three"), k=words.randint(20, 200))) for _ in range(2000)]
-for number in range(2):
-    file = os.path.join(base, "base_data_climbmix", f"shard_{number:05d}.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=200)
-"""
 DLLOGGER = """
 import sys
 from unittest.mock import MagicMock
 
 sys.modules["dllogger"] = MagicMock()
-"""
-# torchvision for CUDA beside torch for the CPU: its Python is there, its compiled operators are not.
-TORCHVISION_OPERATORS = """
-import torch
-
-try:
-    import torchvision
-except RuntimeError:
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    of_rois = "Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width"
-    for schema in (
-        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        f"roi_align({of_rois}, int sampling_ratio, bool aligned) -> Tensor",
-        "_roi_align_backward(Tensor grad, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-        "SymInt batch_size, SymInt channels, SymInt height, SymInt width, int sampling_ratio, bool aligned) -> Tensor",
-        f"roi_pool({of_rois}) -> (Tensor, Tensor)",
-        "_roi_pool_backward(Tensor grad, Tensor rois, Tensor argmax, float spatial_scale, SymInt pooled_height, "
-        "SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width) -> Tensor",
-        f"ps_roi_align({of_rois}, int sampling_ratio) -> (Tensor, Tensor)",
-        "_ps_roi_align_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale, "
-        "SymInt pooled_height, SymInt pooled_width, int sampling_ratio, SymInt batch_size, SymInt channels, "
-        "SymInt height, SymInt width) -> Tensor",
-        f"ps_roi_pool({of_rois}) -> (Tensor, Tensor)",
-        "_ps_roi_pool_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale, "
-        "SymInt pooled_height, SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width) "
-        "-> Tensor",
-        "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, "
-        "SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, "
-        "SymInt offset_groups, bool use_mask) -> Tensor",
-        "_deform_conv2d_backward(Tensor grad, Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, "
-        "SymInt stride_h, SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, "
-        "SymInt groups, SymInt offset_groups, bool use_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    ):
-        library.define(schema)
-    import torchvision
 """
 TIMM_WITHOUT_WEIGHTS = """
 import timm

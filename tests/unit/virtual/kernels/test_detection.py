@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -12,20 +13,8 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
 from memprof.virtual.kernels import detection
+from memprof.virtual.stand_ins import torchvision as torchvision_operators
 
-_LIBRARIES: list[torch.library.Library] = []
-"""Operators are gone with the library that defines them."""
-_REGIONS = "Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width"
-_CONVOLUTION = (
-    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, SymInt stride_w, "
-    "SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, SymInt offset_groups, "
-    "bool use_mask"
-)
-_SCHEMAS = (
-    f"roi_align({_REGIONS}, int sampling_ratio, bool aligned) -> Tensor",
-    f"deform_conv2d({_CONVOLUTION}) -> Tensor",
-    f"_deform_conv2d_backward(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
 IS_HERE = importlib.util.find_spec("torchvision") is not None
 WHY = "torchvision is not installed: its models of detection did not run"
 
@@ -34,21 +23,21 @@ WHY = "torchvision is not installed: its models of detection did not run"
 def gpu() -> Iterator[VirtualGpu]:
     if IS_HERE:
         import torchvision  # noqa: F401
-    elif not _LIBRARIES:
-        _define()
+    else:
+        _defined()
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         detection.register_loaded()
         yield gpu
 
 
-def _define() -> None:
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in _SCHEMAS:
-        library.define(schema)
+@functools.cache
+def _defined() -> torch.library.Library:
+    """The operators, and the shape that torchvision's Python gives for one."""
+    library = torchvision_operators.define()
     library.impl(
         "roi_align", lambda data, rois, _, *size: data.new_empty((len(rois), data.shape[1], *size[:2])), "Meta"
     )
-    _LIBRARIES.append(library)
+    return library
 
 
 def sizes(gpu: VirtualGpu, first: int) -> list[int]:
