@@ -31,8 +31,8 @@ def for_the_cpu() -> Iterator[list[int]]:
         graphs.append(len(graph.graph.nodes))
         return compile_inner(graph, _retarget(graph, inputs), *args, **kwargs)
 
-    def patches(machine: Any, origins: Any) -> Iterator[tuple[Any, str, Any]]:
-        for owner, name, replacement in wrapped(machine, origins):
+    def patches(*of_the_run: Any) -> Iterator[tuple[Any, str, Any]]:
+        for owner, name, replacement in wrapped(*of_the_run):
             if owner is not cpp.CppScheduling:
                 yield owner, name, replacement
             if name == "_empty_strided_cuda":

@@ -47,7 +47,8 @@ def test_attention_over_divided_texts_is_attention(tmp_path):
     program = tmp_path / "attention.py"
     program.write_text(ATTENTION)
     done = python(program, tmp_path / "meeting", SCRIPT)
-    assert done.exit_code == 0 and done.stdout.split() == ["equal", "equal"], done.stderr
+    # Two processes write: the ends of their lines may change places.
+    assert done.exit_code == 0 and "".join(done.stdout.split()) == "equalequal", done.stderr
 
 
 def run(cards: int, *arguments: str) -> dict:
