@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from memprof.allocator import Needs, OnCard, SegmentLayout
+from memprof.allocator.blocks import DEFAULT_POOL
 from memprof.findings.does_not_fit import stage_text
 from memprof.findings.evidence import (
     file_and_line,
@@ -62,7 +63,7 @@ def find(context: Context) -> list[Finding]:
         if gap < MIN_BYTES or gap < MIN_SHARE * reserved:
             return []
         segments, owners = run.layout_at(event)
-    evidence = _kept(segments)
+    evidence = [*_kept(segments), *_of_graphs(ledger.trace, segments)]
     remedies: tuple[str, ...] = ()
     if not run.config.expandable_segments and run.release.has_expandable_segments:
         other = run.under(dataclasses.replace(run.config, expandable_segments=True))
@@ -83,6 +84,7 @@ def find(context: Context) -> list[Finding]:
 
 def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
     """How much of it cannot be given back, and how much can."""
+    segments = [segment for segment in segments if segment.pool_id == DEFAULT_POOL]
     whole = [segment.size for segment in segments if not segment.allocated]
     free = [segment.size - segment.allocated for segment in segments if 0 < segment.allocated < segment.size]
     lines = [
@@ -100,6 +102,24 @@ def _kept(segments: list[SegmentLayout]) -> list[Evidence]:
                 sum(whole),
             )
         )
+    return lines
+
+
+def _of_graphs(trace: Trace, segments: list[SegmentLayout]) -> list[Evidence]:
+    """What private pools hold of it, and which functions' CUDA graphs are for the most sizes."""
+    free = [segment.size - segment.allocated for segment in segments if segment.pool_id != DEFAULT_POOL]
+    if not sum(free):
+        return []
+    text = (
+        f"{format_bytes(sum(free))} in {plural(sum(map(bool, free)), 'segment')} of private pools (CUDA graphs, "
+        "torch.cuda.MemPool), which serve nothing else"
+    )
+    lines = [Evidence(text, sum(free))]
+    for one in sorted(trace.graphed, key=lambda one: -one.sizes)[:MOST_SHOWN]:
+        if one.sizes > 1:
+            what = f"{one.sizes} sizes of its inputs: the fewer sizes (padding), the fewer graphs"
+            text = f"compiled code at {file_and_line(one.source)} has CUDA graphs for {what}"
+            lines.append(Evidence(text, source=one.source))
     return lines
 
 

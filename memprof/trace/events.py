@@ -329,6 +329,16 @@ class CompiledKeeps(NamedTuple):
     """Whether the program's own backward computes it again."""
 
 
+class Graphed(NamedTuple):
+    """Compiled code that runs in CUDA graphs."""
+
+    source: str
+    """`file:line function` of the program that is compiled, or that calls code of a library's."""
+    sizes: int
+    """Of inputs that it was called with, compiled again or not: each has graphs of its own, in a pool that all graphs
+    share and nothing else takes from."""
+
+
 class Compiling(NamedTuple):
     """What torch.compile took in a run, on the machine that the run was made on."""
 
@@ -423,6 +433,7 @@ class Trace:
     """Of what piled up."""
     graph_ends: list[GraphEnd] = field(default_factory=list)
     compiled_keeps: list[CompiledKeeps] = field(default_factory=list)
+    graphed: list[Graphed] = field(default_factory=list)
     compiling: Compiling | None = None
     """None: nothing was compiled, or it was not noted."""
     others: list[Trace] = field(default_factory=list)

@@ -7,11 +7,14 @@ are copied into tensors that the graph keeps. A replay takes nothing: here it ta
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from memprof.trace.events import NONE, Graphed
 from memprof.watch.recorder import Recorder
 
 TOLD = (
@@ -30,6 +33,7 @@ class Graphs:
         self._recorder = recorder
         self._assume = assume
         self._pool = 0
+        self._sizes: Counter[str] = Counter()
 
     def keep(self, compiled: Any, settings: dict[str, Any], name: str) -> None:
         """Run what Inductor compiled for the function `name` as a graph, unless a card would not."""
@@ -42,7 +46,15 @@ class Graphs:
             self._assume(_SKIPPED.format(name, str(why_not).partition("\n")[0].rstrip(". ")))
             return
         self._assume(TOLD)
-        compiled.current_callable = _Graph(self, compiled.current_callable, static)
+        compiled.current_callable = _Graph(self, compiled.current_callable, static, not settings.get("is_backward"))
+
+    def note_sizes(self) -> None:
+        """The program calls a function with sizes that it was not yet called with."""
+        line = self._recorder.place(sys._getframe(1)).source
+        trace = self._recorder.trace
+        if line != NONE:
+            self._sizes[trace.sources[line]] += 1
+            trace.graphed[:] = [Graphed(*item) for item in self._sizes.items()]
 
     def run(
         self, compiled: Callable[[list[Any]], Any], inputs: list[Any], copied: Iterable[int]
@@ -62,12 +74,15 @@ class Graphs:
 
 
 class _Graph:
-    """One compiled function: called with a list of inputs, which it empties."""
+    """One compiled function, or its backward: called with a list of inputs, which it empties."""
 
-    def __init__(self, graphs: Graphs, compiled: Callable[[list[Any]], Any], static: set[int]) -> None:
+    def __init__(
+        self, graphs: Graphs, compiled: Callable[[list[Any]], Any], static: set[int], is_forward: bool
+    ) -> None:
         self._graphs = graphs
         self._compiled = compiled
         self._static = static
+        self._is_forward = is_forward
         self._calls: dict[tuple[int, ...], int] = {}
         self._copies: list[Any] = []
 
@@ -75,6 +90,8 @@ class _Graph:
         sizes = tuple(value for value in inputs if isinstance(value, int))
         number = self._calls[sizes] = self._calls.get(sizes, 0) + 1
         copied: list[int] = []
+        if number == 1 and self._is_forward:
+            self._graphs.note_sizes()
         if number == _CAPTURED_AT:
             torch.cuda.empty_cache()  # torch.cuda.graph begins with it
             tensors = (at for at, value in enumerate(inputs) if isinstance(value, torch.Tensor))

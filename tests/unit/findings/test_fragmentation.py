@@ -6,7 +6,7 @@ from memprof.allocator import CardMemory, parse_config, replay_on_card
 from memprof.findings import Context, Finding, Severity
 from memprof.findings.fragmentation import find
 from memprof.ledger.ledger import build_ledger
-from memprof.trace.events import Owner, PhaseKind, Role
+from memprof.trace.events import Event, EventKind, Graphed, Owner, PhaseKind, Role
 from tests.unit.findings.builder import Builder
 
 MIB = 1 << 20
@@ -54,6 +54,23 @@ def test_expandable_segments_are_evaluated_and_not_only_named() -> None:
     saved = before.required_reserved_bytes - after.required_reserved_bytes
     assert saved > 0 and finding.evidence[1].num_bytes == saved
     assert finding.remedies == ("expandable-segments",)
+
+
+def test_a_private_pool_gives_nothing_back() -> None:
+    """What CUDA graphs hold is named apart, with the line that has them made for several sizes."""
+    b = Builder()
+    b.phase(PhaseKind.FORWARD)
+    b.free(b.new(3 * WIDE))
+    b.trace.events.append(Event(EventKind.POOL, 1))
+    for size in (WIDE, 2 * WIDE, 4 * WIDE):
+        b.free(b.new(size))
+    b.trace.events.append(Event(EventKind.POOL, 0))
+    b.trace.graphed += [Graphed("model.py:9 step", 3), Graphed("model.py:8 other", 1)]
+    texts = [line.text for line in one(b.context()).evidence]
+    assert "384.00 MiB in 1 segment without a tensor: given back when the card is full" in texts[1]
+    assert texts[2].startswith("384.00 MiB in 2 segments of private pools")
+    assert texts[3].startswith("compiled code at model.py:9 has CUDA graphs for 3 sizes of its inputs")
+    assert not any("model.py:8" in text for text in texts)
 
 
 def test_the_verdict_before_and_after() -> None:

@@ -163,6 +163,17 @@ def test_cuda_graphs_have_a_pool_that_is_kept() -> None:
     # The batch, and the gradient of the result that the backward's graph is given.
     assert [s.num_bytes for s in trace.storages if trace.op(s) == "aten.empty_strided"] == [SMALL, SMALL]
     assert any("in a pool of their own" in line for line in trace.assumptions)
+    (line,) = trace.graphed
+    assert line.sizes == 1 and line.source.endswith(" forward")
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_graphs_are_counted_for_each_size(gpu: VirtualGpu, dynamic: bool | None) -> None:
+    """Whether they are compiled again or not."""
+    step = torch.compile(lambda x: (x + 1) * 2, mode="reduce-overhead", dynamic=dynamic)
+    for rows in (1024, 2048, 4096, 2048):
+        step(torch.randn(rows, 1024, device="cuda"))
+    assert [line.sizes for line in gpu.trace.graphed] == [3]
 
 
 # -- functions ---------------------------------------------------------------------------------------------------------
