@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -76,14 +76,11 @@ class Program:
     def _check_module(self) -> None:
         sys.path.insert(0, os.getcwd())
         try:
-            found = importlib.util.find_spec(self.name)
-        except (ImportError, ValueError, AttributeError):
-            found = None
+            found = _spec_of(self.name)
         finally:
             sys.path.pop(0)
         if found is None:
             raise UsageError("no such module", value=self.name, hint="-m takes a name as `python -m` does")
-        # Asked of the package's folders, for importlib.util.find_spec would import the package.
         inside = found.submodule_search_locations
         if inside is not None and PathFinder.find_spec(f"{self.name}.__main__", inside) is None:
             raise UsageError(
@@ -170,7 +167,7 @@ class Program:
                 handlers.drop()
             raise SystemExit(status)
 
-        sys.argv = [self.name, *self.arguments]
+        sys.argv = ["-m" if self.is_module else self.name, *self.arguments]  # while packages around it are imported
         folder = os.getcwd() if self.is_module else str(Path(self.name).resolve().parent)
         sys.path.insert(0, folder)
         os._exit = exit_now
@@ -179,6 +176,20 @@ class Program:
         finally:
             sys.argv, sys.path[:] = argv, path
             os._exit = leave
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Where the module `name` is. The packages around it are not imported, as importlib.util.find_spec would: they are
+    the program's, which is to find its card and arguments."""
+    first, *parts = name.split(".")
+    try:
+        found = importlib.util.find_spec(first)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    for number, part in enumerate(parts, 1):
+        inside = None if found is None else found.submodule_search_locations
+        found = None if inside is None or not part else PathFinder.find_spec(".".join((first, *parts[:number])), inside)
+    return found
 
 
 def _ended_by(error: BaseException) -> ScriptOutcome:

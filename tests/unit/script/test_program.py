@@ -180,3 +180,18 @@ def test_patience_while_memory_grows():
     for completed, grew in ((2, False), (3, False), (4, True)):
         with pytest.raises(StopRun):
             rule.after_step(completed, grew=grew)
+
+
+def test_packages_around_a_module_are_imported_by_its_run(tmp_path, monkeypatch, capsys):
+    """They are the program's: with its arguments, and what they lack is its error."""
+    package = tmp_path / "around"
+    package.mkdir()
+    (package / "train.py").write_text("print('trains')")
+    (package / "__init__.py").write_text("import sys; print(sys.argv); import no_such_library")
+    monkeypatch.chdir(tmp_path)
+    program = Program("around.train", ("a",), is_module=True)
+    program.check()
+    assert "around" not in sys.modules and not capsys.readouterr().out
+    outcome = program.run(StopRule())
+    assert outcome.ended is Ended.ERROR and isinstance(outcome.error, ModuleNotFoundError)
+    assert capsys.readouterr().out == "['-m', 'a']\n"
