@@ -131,7 +131,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         spec = spec.edit(parallel=BESIDE)
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
-    runs = SpecRuns(spec, progress, simulated)
+    runs = SpecRuns(spec, progress, simulated, likely=fixes)
     if how.fix is None:
         return climb(runs, ladder(spec.gpus))
     return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)

@@ -40,6 +40,14 @@ class Fix:
     def __str__(self) -> str:
         return self.remedy.name if self.value is None else f"{self.remedy.name}={self.value}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For another process by name: an entry of the table has views of mappings, which cannot be pickled.
+        return _named, (self.remedy.name, self.value)
+
+
+def _named(name: str, value: str | None) -> Fix:
+    return Fix(STEPS[name], value)
+
 
 def parse_fixes(text: str, among: Mapping[str, Remedy] = REMEDIES) -> list[Fix]:
     """The fixes in "chunked-loss=2048,activation-checkpointing", in the order in which they are named.

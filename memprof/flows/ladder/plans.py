@@ -3,28 +3,32 @@
 A plan that fits as it is gives nothing up. Where none does, each has its cheapest set of remedies, and the plan that
 then takes least time for as many sequences is the answer: what it sends between cards is priced like what a remedy
 computes again.
+
+A plan is not run where it cannot fit: cards that share what a replica holds at its peak hold all of it together.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from memprof.errors import MemprofError, UsageError
-from memprof.flows.account import analyze
-from memprof.flows.ladder.runs import Runs, RunsWith, SpecRuns, with_ladder
+from memprof.flows.ahead import at_once
+from memprof.flows.ladder.runs import LadderRun, Runs, RunsWith, SpecRuns, with_ladder
 from memprof.flows.ladder.search import CHEAPER, Found, find
-from memprof.flows.profile import profile
 from memprof.remedies.fixes import Fix, edit_spec
 from memprof.remedy_catalog import BESIDE, SPREADS, tiers
+from memprof.remedy_catalog.remedy import WEIGHTS
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
+from memprof.workload.plan import parse_plan
 
 _MOST_CARDS = 256
 """Beyond so many it is not asked whether it fits without remedies."""
+_OF_SEQUENCES = ("activations", "logits and loss", "inputs")
 
 
 def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None) -> tuple[Trace, Document]:
@@ -36,30 +40,101 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doin
     """
     runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
     runs.explains = runs.original.is_stopped  # else a finding stops none of them
-    found: dict[str, list[Fix]] = {}
+    found = plans(spec, spec.gpus)
+    plan, left_out = _that_fits(runs, spec.gpus, found)
+    if plan is not None:
+        fits = f"--parallel {plan} over {spec.gpus} cards fits as it is: nothing is given up"
+        return _climbed(runs, found[plan], Found((), fits, left_out))
+    more = _more_cards(runs, spec)
+    runs.ahead(found.values(), [] if more is None else [more])
+    plan, answer = _with_remedies(runs, found, at_once(spec), progress)
+    left_out.pop(f"--parallel {plan}")
+    reason = f"--parallel {plan}; {answer.reason}; {_without_anything(runs, spec, more)}"
+    return _climbed(runs, found[plan], Found(answer.steps, reason, left_out | answer.left_out))
+
+
+def _that_fits(runs: Runs, gpus: int, found: Mapping[str, Sequence[Fix]]) -> tuple[str | None, dict[str, str]]:
+    """The first plan that fits as it is, if one does, and what those before it need."""
+    usable = runs.original.document.device.usable_bytes or 0
+    least = {plan: _least(runs, plan, gpus) for plan in found}
+    runs.ahead(steps for plan, steps in found.items() if least[plan] <= usable)
     left_out: dict[str, str] = {}
-    for plan, steps in plans(spec, spec.gpus).items():
-        run = runs.with_fixes(steps) if steps else runs.original
-        if run.fits:
-            fits = f"--parallel {plan} over {spec.gpus} cards fits as it is: nothing is given up"
-            return _climbed(runs, steps, Found((), fits, left_out))
-        found[plan] = steps
-        left_out[f"--parallel {plan}"] = f"as it is, needs {format_bytes(run.needed_bytes)} of a card"
+    for plan, steps in found.items():
+        if steps and least[plan] > usable:
+            needs = f"at least {format_bytes(least[plan])}"
+        else:
+            run = runs.with_fixes(steps)
+            if run.fits:
+                return plan, left_out
+            needs = format_bytes(run.needed_bytes)
+        left_out[f"--parallel {plan}"] = f"as it is, needs {needs} of a card"
+    return None, left_out
+
+
+def _with_remedies(
+    runs: Runs, found: Mapping[str, Sequence[Fix]], processes: int, progress: Callable[[str], None]
+) -> tuple[str, Found]:
+    """The plan whose cheapest remedies that keep the numbers make the quickest step; if nothing fits so, what is found
+    for the one that needs least. Those that share most are asked first, `processes` of them at a time.
+
+    Raises:
+        RunFailedError: as `profile`.
+    """
+    from memprof.workload.side_by_side import side_by_side
+
     best: tuple[float, str, Found] | None = None
     dearer = 0.0
     """What the remedies of the best add to its step: what needs more than it needs remedies that add as much."""
-    for plan, steps in reversed(found.items()):
-        beside = RunsWith(runs, steps)
-        if best is not None and beside.original.seconds + dearer > best[0] * (1 - CHEAPER):
-            continue
-        answer = find(beside, tiers()[:1])
-        last = beside.with_fixes(answer.steps[-1]) if answer.steps else beside.original
-        if last.fits and (best is None or last.seconds < best[0] * (1 - CHEAPER)):
-            best, dearer = (last.seconds, plan, answer), last.seconds - beside.original.seconds
-    plan, answer = best[1:] if best is not None else (plan, find(RunsWith(runs, found[plan])))
-    left_out.pop(f"--parallel {plan}")
-    reason = f"--parallel {plan}; {answer.reason}; {_without_anything(spec, progress)}"
-    return _climbed(runs, found[plan], Found(answer.steps, reason, left_out | answer.left_out))
+
+    def may_be_better(plan: str) -> bool:
+        return best is None or runs.with_fixes(found[plan]).seconds + dearer <= best[0] * (1 - CHEAPER)
+
+    left = list(found)[::-1]
+    while left:
+        asked, left = [plan for plan in left[:processes] if may_be_better(plan)], left[processes:]
+        works = [functools.partial(_cheapest, runs, found[plan]) for plan in asked]
+        for plan, answer in zip(asked, side_by_side(works, progress), strict=True):
+            if isinstance(answer, MemprofError):
+                raise answer
+            if answer.fits and may_be_better(plan) and (best is None or answer.seconds < best[0] * (1 - CHEAPER)):
+                best, dearer = (answer.seconds, plan, answer.found), answer.seconds - answer.seconds_before
+                runs.know(answer.rows)
+    if best is not None:
+        return best[1:]
+    plan = min(found, key=lambda plan: runs.with_fixes(found[plan]).needed_bytes)
+    return plan, find(RunsWith(runs, found[plan]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cheapest:
+    """The cheapest remedies beside a plan, the time of a step without them and with them, and the runs of its rows."""
+
+    found: Found
+    fits: bool
+    seconds_before: float
+    seconds: float
+    rows: Sequence[tuple[Sequence[Fix], LadderRun]]
+
+
+def _cheapest(runs: Runs, steps: Sequence[Fix]) -> _Cheapest:
+    """What is found for a plan, be it in a process of its own."""
+    beside = RunsWith(runs, steps)
+    found = find(beside, tiers()[:1])
+    rows = [([*steps, *fixes], beside.with_fixes(fixes)) for fixes in found.steps]
+    last = rows[-1][1] if rows else beside.original
+    return _Cheapest(found, last.fits, beside.original.seconds, last.seconds, rows)
+
+
+def _least(runs: Runs, plan: str, gpus: int) -> int:
+    """Of a card, for what `plan` shares of what a replica holds at its peak: of weights, their gradients and states all
+    cards have a part if they are sharded, of a sequence's tensors those that share it. What DDP alone has is not in
+    it."""
+    spread = parse_plan(plan, gpus)
+    target, peak = runs.original.document.target, runs.original.document.peak
+    if target is None or target.asked.amp is not None:
+        return 0  # fully_shard's own mixed precision keeps other tensors than autocast does
+    weights, sequence = (sum(peak.categories.get(one, 0) for one in of) for of in (WEIGHTS, _OF_SEQUENCES))
+    return weights // (spread.size if spread.sharded else 1) + sequence // spread.sharing
 
 
 def plans(spec: TargetSpec, gpus: int) -> dict[str, list[Fix]]:
@@ -83,26 +158,29 @@ def _climbed(runs: Runs, spread: Sequence[Fix], found: Found) -> tuple[Trace, Do
     """The answer, with a row for each step that spreads the run, and then for each remedy."""
     steps = [list(spread[:count]) for count in range(1, len(spread) + 1)]
     all_steps = [*steps, *([*spread, *fixes] for fixes in found.steps)]
-    trace, document = with_ladder(runs, all_steps, found.reason, found.left_out)
-    rungs = {name: getattr(document, name) for name in ("ladder", "ladder_reason", "ladder_left_out")}
-    return trace, dataclasses.replace(analyze(trace), **rungs)
+    return with_ladder(runs, all_steps, found.reason, found.left_out)
 
 
-def _without_anything(spec: TargetSpec, progress: Callable[[str], None]) -> str:
-    """On how many cards it fits without a remedy; twice as many are tried at a time."""
-    gpus = 2 * spec.gpus
+def _more_cards(runs: Runs, spec: TargetSpec, gpus: int = 0) -> TargetSpec | None:
+    """The run on more than `gpus` cards, on as many as could take it without a remedy; twice as many are looked at a
+    time. None: no plan is for more, or none of _MOST_CARDS could."""
+    gpus = 2 * (gpus or spec.gpus)
     while gpus <= _MOST_CARDS:
         plan = [*plans(spec, gpus)][-1]
-        tried = spec.edit(gpus=gpus, parallel=plan)
+        if _least(runs, plan, gpus) <= (runs.original.document.device.usable_bytes or 0):
+            return spec.edit(gpus=gpus, parallel=plan)
+        gpus *= 2
+    return None
+
+
+def _without_anything(runs: SpecRuns, spec: TargetSpec, more: TargetSpec | None) -> str:
+    """On how many cards it fits without a remedy."""
+    while more is not None:
         try:
-            fits = profile(tried, functools.partial(_say, progress, f"{gpus} cards"), explained=False)[1].verdict.fits
+            fits = runs.report(more, f"{more.gpus} cards").verdict.fits
         except MemprofError:
             break
         if fits:
-            return f"{gpus} such cards take it as it is (--parallel {plan})"
-        gpus *= 2
-    return f"no number of cards up to {gpus // 2} takes it as it is"
-
-
-def _say(progress: Callable[[str], None], of: str, doing: str) -> None:
-    progress(f"{of}: {doing}")
+            return f"{more.gpus} such cards take it as it is (--parallel {more.parallel})"
+        more = _more_cards(runs, spec, more.gpus)
+    return f"no number of cards up to {_MOST_CARDS if more is None else more.gpus // 2} takes it as it is"

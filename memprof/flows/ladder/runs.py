@@ -5,13 +5,18 @@ pipeline, and nothing is added up from estimates.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.cost import StepWork, bottleneck_of, cost_of, step_work
+from memprof.errors import UsageError
 from memprof.flows.account import analyze, with_settings
+from memprof.flows.ahead import Ahead
 from memprof.flows.cards import virtual_card
 from memprof.flows.profile import profile
 from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
@@ -90,8 +95,16 @@ class Runs(abc.ABC):
     def on_now(self) -> frozenset[str]:
         """Remedies that are in force as it is."""
 
+    @abc.abstractmethod
+    def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
+        """Each of these is likely to be asked for, and none waits for another: they may be made at once."""
+
+    def know(self, rows: Iterable[tuple[Sequence[Fix], LadderRun]]) -> None:
+        """These were made elsewhere."""
+        self._known |= {tuple(sorted(map(str, fixes))): run for fixes, run in rows}
+
     def __len__(self) -> int:
-        """How many were made."""
+        """How many were asked for."""
         return len(self._known)
 
     def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
@@ -144,16 +157,31 @@ class Runs(abc.ABC):
 
 
 class SpecRuns(Runs):
-    """Runs of one spec; `simulated` is the run as it is, if it was made already."""
+    """Runs of one spec.
+
+    Args:
+        simulated: the run as it is, if it was made already.
+        likely: remedies that will be asked for: if what they make of the spec does not depend on the run as it is, that
+            is run at the same time.
+    """
 
     def __init__(
-        self, spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, simulated: Trace | None = None
+        self,
+        spec: TargetSpec,
+        progress: Callable[[str], None] = lambda doing: None,
+        simulated: Trace | None = None,
+        likely: Sequence[Fix] = (),
     ) -> None:
         self._progress = progress
         self._spec = spec
         self._simulated = simulated
         self.explains = True
         """Whether reports have findings; a search over many runs asks for the figures alone."""
+        self._ahead = Ahead(progress)
+        if likely and simulated is None and spec.device == "virtual":
+            with contextlib.suppress(UsageError, _AskedError):
+                edited = functools.reduce(lambda spec, fix: edit_spec(spec, fix, _Unknown()), likely, spec)
+                self._ahead.run([spec, edited], explained=True)
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
@@ -172,6 +200,24 @@ class SpecRuns(Runs):
     def check(self, fixes: Sequence[Fix]) -> None:
         """Raises UsageError if they do not go with the spec."""
         self.in_force(fixes)
+
+    def ahead(self, sets: Iterable[Sequence[Fix]], others: Iterable[TargetSpec] = ()) -> None:
+        """These are likely to be asked for; `others` are specs of `report`."""
+        specs = [*others]
+        for fixes in sets:
+            made = [fix for fix in fixes if not fix.remedy.alloc_conf]
+            if made and tuple(sorted(map(str, made))) not in self._known:
+                with contextlib.suppress(UsageError):
+                    specs.append(self.in_force(made))
+        self._ahead.run(specs, explained=self.explains)
+
+    def report(self, spec: TargetSpec, what: str) -> Document:
+        """The report on a run of another spec, `what` in a few words.
+
+        Raises:
+            MemprofError: it cannot be run.
+        """
+        return self._profiled(spec, what)[1]
 
     def on_now(self) -> frozenset[str]:
         """What the spec has already."""
@@ -193,8 +239,28 @@ class SpecRuns(Runs):
         if not fixes and self._simulated is not None:
             return self._simulated, analyze(self._simulated)
         what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
-        spec = self.in_force(fixes) if fixes else self._spec
-        return profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=self.explains)
+        return self._profiled(self.in_force(fixes) if fixes else self._spec, what)
+
+    def _profiled(self, spec: TargetSpec, what: str) -> tuple[Trace, Document]:
+        made = self._ahead.take(spec)
+        return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=self.explains)
+
+
+class _AskedError(Exception):
+    """A remedy depends on what the run as it is turned out to be."""
+
+
+class _Unknown(Mapping[str, Any]):
+    """The target of a run that was not made yet: nobody may ask it anything."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise _AskedError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        raise _AskedError
+
+    def __len__(self) -> int:
+        raise _AskedError
 
 
 def _sharing(spec: TargetSpec) -> int:
@@ -212,6 +278,10 @@ class RunsWith(Runs):
 
     def __len__(self) -> int:
         return len(self._asked)
+
+    def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
+        """These are likely to be asked for, with those that are always on."""
+        self._runs.ahead([*self._always, *fixes] for fixes in sets)
 
     def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
         """The run with these in force, and those that always are."""
@@ -259,6 +329,8 @@ def with_ladder(
         run = runs.with_fixes(fixes)
         rungs.append(runs.rung(fixes, run, before))
         before = run
+    # Of what was run ahead the report came without its ledger, of what a search asked for without its findings.
+    document = before.document if before.document.ledger is not None else analyze(before.trace)
     return before.trace, dataclasses.replace(
-        before.document, ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
+        document, ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
     )

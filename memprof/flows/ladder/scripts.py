@@ -10,7 +10,7 @@ import dataclasses
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,9 @@ class ScriptRuns(Runs):
         self._from_outside = from_outside
         self._progress = progress
         super().__init__(request.gpu)
+
+    def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
+        """Nothing is: a script may write, and count on what its run before left."""
 
     def check(self, fixes: Sequence[Fix]) -> None:
         """Raises UsageError if one of them cannot be switched on from outside."""

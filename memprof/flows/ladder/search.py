@@ -119,6 +119,7 @@ def _enough(runs: Runs, everything: list[Fix], among: list[Fix], not_applied: di
 
 def _needed(runs: Runs, fixes: list[Fix]) -> list[Fix]:
     """Without those that it fits without; what was put on last is asked first, for the others led there."""
+    runs.ahead(_without_one(fixes))
     for fix in reversed(fixes):
         rest = [other for other in fixes if other is not fix]
         if rest and _answers(runs, rest) is not None:
@@ -133,16 +134,23 @@ def _cheaper(runs: Runs, fixes: list[Fix], among: list[Fix]) -> list[Fix]:
     """
     best = runs.with_fixes(fixes)
     others = [fix for fix in among if fix not in fixes]
+    runs.ahead(_without_one(fixes))
     for dear in [fix for fix in fixes if _price(runs, fix, fixes) > CHEAPER * best.seconds]:
         rest = [fix for fix in fixes if fix is not dear]
         for other in others:
             if not set(other.remedy.saves) & set(dear.remedy.saves):
                 continue
-            for candidate in ([*rest, other], [*fixes, other]):
+            candidates = ([*rest, other], [*fixes, other])
+            runs.ahead(candidates)
+            for candidate in candidates:
                 run = _answers(runs, candidate)
                 if run is not None and run.seconds < best.seconds * (1 - CHEAPER):
                     fixes, best = candidate, run
     return fixes
+
+
+def _without_one(fixes: list[Fix]) -> list[list[Fix]]:
+    return [[other for other in fixes if other is not fix] for fix in fixes] if len(fixes) > 1 else []
 
 
 def _price(runs: Runs, fix: Fix, fixes: list[Fix]) -> float:

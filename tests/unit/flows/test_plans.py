@@ -9,8 +9,11 @@ import pytest
 import memprof
 from memprof.catalog import Gpu, find_gpu
 from memprof.cost import step_work
+from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import UsageError
-from memprof.flows.ladder.plans import plans, search_plans
+from memprof.flows.ladder.plans import _least, _that_fits, plans, search_plans
+from memprof.flows.ladder.runs import SpecRuns, apply_fixes
+from memprof.remedies.fixes import parse_fixes
 from memprof.spec import TargetSpec
 
 CONFIG = {
@@ -50,15 +53,53 @@ def test_the_simplest_plan_that_fits_gives_nothing_up(spec):
     assert list(document.ladder_left_out) == ["--parallel ddp"]
 
 
-def test_remedies_are_taken_where_no_plan_is_enough(spec):
+def test_remedies_are_taken_where_no_plan_is_enough(spec, monkeypatch):
     least = memprof.profile(spec.edit(parallel="ulysses=2,fsdp"))[1]
     too_small = least.device.context_bytes + least.peak.allocated_bytes - (32 << 20)
+    monkeypatch.setenv("MEMPROF_PROCESSES", "2")
     _, document = search_plans(spec.edit(gpu_vram_bytes=too_small))
+    assert document.ledger is not None  # it is explained, wherever it was run
     assert document.verdict.fits and document.ladder[-1].remedies
     assert document.ladder_reason.startswith(f"--parallel {document.target.asked.parallel}")
     assert "4 such cards take it as it is (--parallel ulysses=4,fsdp)" in document.ladder_reason
     assert document.ladder[-1].cost.link_bytes and document.ladder[0].parallel == "ddp"
     assert document.ladder[-1].parallel == document.target.asked.parallel
+
+
+@pytest.mark.nightly
+def test_one_process_finds_what_several_find(spec, monkeypatch):
+    found = []
+    for processes in "12":
+        monkeypatch.setenv("MEMPROF_PROCESSES", processes)
+        found.append(search_plans(spec.edit(gpu_vram_bytes=(9 << 30) // 10))[1].to_json())
+    assert found[0] == found[1] and len(found[0]["ladder"]) > 2
+
+
+@pytest.mark.parametrize("length", [256, 4096])
+def test_a_plan_that_is_not_run_could_not_fit(spec, length):
+    """What is passed over by what a replica holds needs at least that, be it weights or activations that decide."""
+    runs = SpecRuns(spec.edit(parallel="ddp", context_length=length))
+    for plan in plans(spec, 2):
+        least, document = _least(runs, plan, 2), memprof.profile(spec.edit(parallel=plan, context_length=length))[1]
+        assert 0.3 * document.peak.allocated_bytes < least <= document.peak.allocated_bytes, plan
+    usable = _least(runs, "ulysses=2,fsdp", 2) - 1
+    small = spec.edit(context_length=length, gpu_vram_bytes=usable + CONTEXT_BYTES)
+    fits, left_out = _that_fits(SpecRuns(small.edit(parallel="ddp")), 2, plans(small, 2))
+    assert fits is None and left_out["--parallel ulysses=2,fsdp"].startswith("as it is, needs at least ")
+    assert left_out["--parallel ddp"].startswith("as it is, needs ") and "least" not in left_out["--parallel ddp"]
+
+
+def test_remedies_are_run_beside_the_run_as_it_is(spec, monkeypatch):
+    """Both rows of `--fix` at once, where no remedy asks what the run turned out to be; the answer is the same."""
+    fixes = parse_fixes("activation-checkpointing,chunked-loss=128")
+    answers = []
+    for processes in "12":
+        monkeypatch.setenv("MEMPROF_PROCESSES", processes)
+        runs = SpecRuns(spec.edit(parallel="fsdp"), likely=fixes)
+        assert [*runs._ahead._made] == ([] if processes == "1" else [runs.in_force(fixes)])
+        answers.append(apply_fixes(runs, fixes)[1].to_json())
+    assert answers[0] == answers[1]
+    assert not SpecRuns(spec.edit(parallel="fsdp"), likely=parse_fixes("vocabulary-cap=1000"))._ahead._made
 
 
 def test_cards_without_a_plan_are_asked_for_one(spec):

@@ -1,0 +1,79 @@
+"""Runs that do not wait for each other, at once: what is likely to be asked for is run before it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+
+from memprof.errors import MemprofError
+from memprof.flows.profile import profile
+from memprof.report.documents.report import Document
+from memprof.spec import TargetSpec
+from memprof.trace.events import Trace
+
+
+def at_once(spec: TargetSpec) -> int:
+    """How many runs like `spec` may be made at once, each in a process of its own.
+
+    One after the other are made runs of code that is the user's own: it may write, and count on what a run before left.
+    """
+    from memprof.workload.side_by_side import number_of_processes  # needs torch
+
+    _, colon, factory = spec.model.rpartition(":")
+    own = spec.trust_remote_code or (colon and factory.isidentifier())
+    return number_of_processes() if spec.device == "virtual" and not own and not spec.compile else 1
+
+
+def warm(spec: TargetSpec, progress: Callable[[str], None]) -> None:
+    """Import what runs like `spec` need, once for all processes that are forked from this one, by a small one."""
+    progress("importing torch and the model's code")
+    small = spec.edit(
+        model="pythia-70m", model_is_size=False, context_length=8, batch_size=1, steps=1, vocab_size=None, lengths=None,
+        parallel=spec.parallel and "fsdp", rank=None, fixes=(),
+    )  # fmt: skip
+    with contextlib.suppress(MemprofError):  # whatever it is, the runs themselves will say it
+        profile(small, explained=False)
+
+
+class Ahead:
+    """Runs that were made before they were asked for."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+        self._is_warm = False
+        self._made: dict[TargetSpec, tuple[Trace, Document] | MemprofError] = {}
+
+    def run(self, specs: Iterable[TargetSpec], *, explained: bool) -> None:
+        """Make these at once, each in a process of its own; nothing is done where that gains nothing.
+
+        Args:
+            explained: whether their reports have findings.
+        """
+        from memprof.workload.side_by_side import side_by_side
+
+        left = [spec for spec in dict.fromkeys(specs) if spec not in self._made]
+        if len(left) < 2 or at_once(left[0]) < 2:
+            return
+        if not self._is_warm:
+            warm(left[0], self._progress)
+            self._is_warm = True
+        works = [functools.partial(_run, spec, explained) for spec in left]
+        self._made |= zip(left, side_by_side(works, self._progress), strict=True)
+
+    def take(self, spec: TargetSpec) -> tuple[Trace, Document] | None:
+        """The run of `spec`, without its ledger; None: it was not made.
+
+        Raises:
+            MemprofError: it cannot be made.
+        """
+        made = self._made.pop(spec, None)
+        if isinstance(made, MemprofError):
+            raise made
+        return made
+
+
+def _run(spec: TargetSpec, explained: bool) -> tuple[Trace, Document]:
+    trace, document = profile(spec, explained=explained)
+    return trace, dataclasses.replace(document, ledger=None)
