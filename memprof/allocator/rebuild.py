@@ -22,16 +22,28 @@ from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.config import AllocatorConfig
 from memprof.allocator.rounding import SMALL_BUFFER, SMALL_SIZE, round_size
 from memprof.allocator.segments import Segments
-from memprof.trace.snapshot import Action, BlockState, SnapshotEvent, SnapshotSegment
+from memprof.trace.columns import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    EventColumns,
+)
+from memprof.trace.snapshot import BlockState, SnapshotSegment
 
 OTHER_STREAM = -1
 """Which stream a late free waited for is not recorded."""
 
 
-def completes_at_once(events: list[SnapshotEvent], index: int) -> bool:
+def completes_at_once(events: EventColumns, index: int) -> bool:
     """Whether the free that the event at `index` asks for is done at once: no other stream held it up."""
-    following = events[index + 1 : index + 2]
-    return [(one.action, one.address) for one in following] == [(Action.FREE_COMPLETED, events[index].address)]
+    after = index + 1
+    if after == len(events) or events.actions[after] != FREE_COMPLETED:
+        return False
+    return events.addresses[after] == events.addresses[index]
 
 
 @dataclass(slots=True)
@@ -77,46 +89,54 @@ class State:
     """Where events and final segments do not fit together: then the trace is not whole."""
 
 
-def state_before(
-    segments: list[SnapshotSegment], events: list[SnapshotEvent], config: AllocatorConfig | None = None
-) -> State:
+def state_before(segments: list[SnapshotSegment], events: EventColumns, config: AllocatorConfig | None = None) -> State:
     """Undo `events` (one device, oldest first) from the final `segments`, under the settings `config`."""
     config = AllocatorConfig() if config is None else config
     state = State()
     ranges = Ranges(segments, config)
-    live: dict[int, LiveBlock] = {}
+    final: list[LiveBlock] = []
     for segment in segments:
         for block in segment.blocks:
             if block.state is not BlockState.INACTIVE:
                 pending = block.state is BlockState.PENDING_FREE
                 requested = block.size if block.requested is None else block.requested
-                live[block.address] = LiveBlock(block.address, requested, block.size, pending)
+                final.append(LiveBlock(block.address, requested, block.size, pending))
+    # By address: the event that ended the block's life, or the place from the end in `final`, which is below 0.
+    live = {block.address: place for place, block in enumerate(final, -len(final))}
+    waiting = {block.address for block in final if block.pending}
+    """Addresses of blocks whose free completes, and has not been asked for yet."""
+    actions, addresses = events.actions, events.addresses
     for index in range(len(events) - 1, -1, -1):
-        event = events[index]
-        action, address = event.action, event.address
-        if action is Action.ALLOC:
+        action, address = actions[index], addresses[index]
+        if action == ALLOC:
             if live.pop(address, None) is None:
                 state.contradictions.append(f"event {index} allocates {address:#x}, which nothing frees")
-        elif action is Action.FREE_COMPLETED:
+            waiting.discard(address)
+        elif action == FREE_COMPLETED:
             if address in live:
                 state.contradictions.append(f"event {index} frees {address:#x}, which is live after it")
-            live[address] = LiveBlock(address, event.size, None, pending=True)
-        elif action is Action.FREE_REQUESTED:
-            held = live.get(address)
-            if held is None:
+            live[address] = index
+            waiting.add(address)
+        elif action == FREE_REQUESTED:
+            if address not in live:
                 state.contradictions.append(f"event {index} frees {address:#x}, but its free never completes")
-                live[address] = LiveBlock(address, event.size, None, pending=False)
-            else:
-                held.pending = False
+                live[address] = index
+            waiting.discard(address)
         else:
-            problem = ranges.undo(event)
+            problem = ranges.undo(events, index)
             if problem:
                 state.contradictions.append(f"event {index} {problem}")
     state.ranges = ranges.sorted()
-    state.live = live
-    for event in events:
-        if event.action in (Action.SEGMENT_MAP, Action.SEGMENT_UNMAP):
-            state.spaces.setdefault((event.stream, ranges.is_small(event.size)), []).append(event.address)
+    for address, place in live.items():
+        if place < 0:
+            block_then = final[place]
+            block_then.pending = address in waiting
+        else:
+            block_then = LiveBlock(address, events.sizes[place], None, pending=address in waiting)
+        state.live[address] = block_then
+    for index in events.places(SEGMENT_MAP, SEGMENT_UNMAP):
+        key = events.streams[index], ranges.is_small(events.sizes[index])
+        state.spaces.setdefault(key, []).append(addresses[index])
     for run in state.ranges:
         if run.expandable:
             state.spaces.setdefault((run.stream, run.is_small), []).append(run.address)
@@ -144,15 +164,15 @@ class Ranges:
         """Whether `mapped` bytes at a time are of the small pool, which maps in units of 2 MiB; the large of 20."""
         return mapped % self.large_segment != 0
 
-    def undo(self, event: SnapshotEvent) -> str | None:
-        """What is wrong with `event`, or None."""
-        address, size = event.address, event.size
-        if event.action is Action.SEGMENT_ALLOC:
+    def undo(self, events: EventColumns, index: int) -> str | None:
+        """What is wrong with the event at `index`, or None."""
+        action, address, size = events.actions[index], events.addresses[index], events.sizes[index]
+        if action == SEGMENT_ALLOC:
             found = self.by_address.get(address)
             if found is None or found.size != size or found.expandable:
                 return f"takes a segment at {address:#x} that is not there afterwards"
             self._remove(found)
-        elif event.action is Action.SEGMENT_MAP:
+        elif action == SEGMENT_MAP:
             found = self._at(address)
             if found is None or not found.expandable or _end(found) < address + size:
                 return f"maps memory at {address:#x} that is not there afterwards"
@@ -161,14 +181,15 @@ class Ranges:
                 self._add(_part(found, found.address, address))
             if address + size < _end(found):
                 self._add(_part(found, address + size, _end(found)))
-        elif event.action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
+        elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
             at = bisect_left(self.order, address)
             if self._at(address) is not None or (at < len(self.order) and self.order[at] < address + size) or not size:
                 return f"gives memory at {address:#x} back that is still there afterwards"
-            expandable = event.action is Action.SEGMENT_UNMAP
+            expandable = action == SEGMENT_UNMAP
             # Every segment of the small pool has this size, and none of the large pool.
             small = self.is_small(size) if expandable else size == SMALL_BUFFER
-            run = Range(address, size, event.stream, small, event.pool_id, expandable)
+            pool_id = events.pool_ids[events.pools[index]]
+            run = Range(address, size, events.streams[index], small, pool_id, expandable)
             if expandable:
                 run = self._joined(run)
             self._add(run)
@@ -207,7 +228,7 @@ def _part(run: Range, begin: int, end: int) -> Range:
     return Range(begin, end - begin, run.stream, run.is_small, run.pool_id, run.expandable)
 
 
-def _measure(state: State, events: list[SnapshotEvent], config: AllocatorConfig) -> None:
+def _measure(state: State, events: EventColumns, config: AllocatorConfig) -> None:
     """Find the size of every live block that no record gives."""
     addresses = sorted(state.live)
     starts = [run.address for run in state.ranges]
@@ -239,27 +260,25 @@ def _measure(state: State, events: list[SnapshotEvent], config: AllocatorConfig)
     _measure_by_neighbours(state, events, open_ends)
 
 
-def _measure_by_neighbours(
-    state: State, events: list[SnapshotEvent], open_ends: list[tuple[int, int, LiveBlock]]
-) -> None:
+def _measure_by_neighbours(state: State, events: EventColumns, open_ends: list[tuple[int, int, LiveBlock]]) -> None:
     """Blocks followed by more than 1 MiB: the first allocation there shows where they end."""
     firsts = [first for first, _, _ in open_ends]
     waiting = {block.address: block for _, _, block in open_ends}
-    for event in events:
+    for action, address in zip(events.actions, events.addresses, strict=True):
         if not waiting:
             break
-        if event.action is Action.ALLOC:
-            at = bisect_right(firsts, event.address) - 1
+        if action == ALLOC:
+            at = bisect_right(firsts, address) - 1
             if at < 0:
                 continue
             first, last, block = open_ends[at]
-            if event.address < last and block.address in waiting:
+            if address < last and block.address in waiting:
                 del waiting[block.address]
-                if event.address - first <= SMALL_SIZE:
+                if address - first <= SMALL_SIZE:
                     assert block.size is not None
-                    block.size += event.address - first
-        elif event.action is Action.FREE_REQUESTED and event.address in waiting:
-            del waiting[event.address]
+                    block.size += address - first
+        elif action == FREE_REQUESTED and address in waiting:
+            del waiting[address]
             state.ambiguous += 1
     state.ambiguous += len(waiting)
 

@@ -22,12 +22,23 @@ from memprof.allocator.recorded_driver import RETURNS, TAKES, RecordedDriver
 from memprof.allocator.rounding import MIN_BLOCK, SMALL_SIZE, round_size
 from memprof.allocator.segments import whole_units
 from memprof.allocator.streams import Completion
+from memprof.trace.columns import (
+    ALLOC,
+    ANNOTATE,
+    CODES,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    SEGMENT_MAP,
+    SNAPSHOT,
+    EventColumns,
+)
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent, SnapshotSegment
 
 MAX_READINGS = 64
 """Replays of one trace at most."""
 
 _ENDS = (Action.ALLOC, Action.OOM)
+_STOPS = frozenset(CODES[action] for action in (*_ENDS, Action.FREE_REQUESTED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +126,20 @@ class _Replay:
         """By event: whether what is recorded there was taken to be the next request's own doing."""
         self.device = device
         self.final = [segment for segment in snapshot.segments if segment.device == device]
-        trace = snapshot.traces[device] if device < len(snapshot.traces) else []
+        trace = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
+        self.end = len(trace)
         # Snapshots and annotations change nothing; their places in the trace are kept for messages.
-        kept = [(i, e) for i, e in enumerate(trace) if e.action not in (Action.SNAPSHOT, Action.ANNOTATE)]
-        self.places = [place for place, _ in kept]
-        self.events = [event for _, event in kept]
-        self.places.append(len(trace))
+        self.events, self.places = trace.without(SNAPSHOT, ANNOTATE)
         config = config_from_settings(snapshot.settings)
         self.state: State = state_before(self.final, self.events, config)
         self.driver = RecordedDriver(self.events, config.large_segment_size)
         self.allocator = CachingAllocator(total_bytes, config, driver=self.driver, completion=Completion.AT_SYNC)
         self.driver.live = self.allocator.segment_store.live
         if not snapshot.settings:
-            maps = any(event.action is Action.SEGMENT_MAP for event in self.events)
+            maps = SEGMENT_MAP in self.events.actions
             self.allocator.expandable |= maps or any(segment.expandable for segment in self.final)
         self.private = {segment.address: segment for segment in self.final if segment.pool_id != DEFAULT_POOL}
         self.first: Difference | None = None
-        self.identical = 0
         self.sizes = array("q")
         self.flushes: list[int] = []
         self.live: dict[int, Block] = {}
@@ -144,24 +152,26 @@ class _Replay:
         self.pending = {address: self.live[address] for address, block in self.state.live.items() if block.pending}
 
     def run(self) -> Recorded:
-        index = 0
-        while index < len(self.events) and self.first is None:
-            event = self.events[index]
-            if event.action is Action.FREE_REQUESTED:
-                index += self.free(index, event)
-            elif event.action in _ENDS:
+        index, count = 0, len(self.events)
+        while self.first is None:
+            index = self.usual(index)
+            if index == count:
+                break
+            action = self.events.actions[index]
+            if action == FREE_REQUESTED:
+                index += 1 + self.free(index)
+            elif action in _STOPS:
                 self.request(index, index)
+                index += 1
             else:
                 index = self.between(index)
-                continue
-            index += 1
         identical = self.first is None and _layout(self.final) == _layout(self.allocator.segments())
         if not identical:
             self.differs(len(self.events), "the final layout is another one")
         return Recorded(
             device=self.device,
-            allocations=sum(event.action is Action.ALLOC for event in self.events),
-            identical_addresses=self.identical,
+            allocations=self.events.actions.count(ALLOC),
+            identical_addresses=len(self.sizes),
             final_layout_identical=identical,
             first_difference=self.first,
             config=self.allocator.config,
@@ -170,14 +180,56 @@ class _Replay:
             flushes=tuple(self.flushes),
         )
 
+    def usual(self, index: int) -> int:
+        """Requests of the default pool and frees that complete at once, from `index` on: nearly all of a recording.
+
+        Returns:
+            The first event that is neither; that after the first difference, if there is one.
+        """
+        events, driver, live, sizes = self.events, self.driver, self.live, self.sizes
+        actions, addresses, requested, streams = events.actions, events.addresses, events.sizes, events.streams
+        malloc, free, count = self.allocator.malloc, self.allocator.free, len(events)
+        if self.private or len(events.pool_ids) > 1:
+            return index
+        while index < count:
+            action = actions[index]
+            if action == ALLOC:
+                driver.at = index
+                driver.stream = stream = streams[index]
+                size, address = requested[index], addresses[index]
+                driver.small = size <= SMALL_SIZE
+                try:
+                    block = malloc(size, stream)
+                except OutOfMemory:
+                    self.answered(index, None)
+                    return index + 1
+                index += 1
+                if block.address != address or driver.problem is not None:
+                    self.answered(index - 1, block)
+                    return index
+                live[address] = block
+                sizes.append(block.size)
+            elif action == FREE_REQUESTED:
+                address, after = addresses[index], index + 1
+                if after == count or addresses[after] != address or actions[after] != FREE_COMPLETED:
+                    return index
+                held = live.pop(address, None)
+                if held is None:
+                    return index
+                free(held)
+                index += 2
+            else:
+                return index
+        return index
+
     def between(self, start: int) -> int:
         """Events from `start` that neither request nor free: the next request's own doing, or done before it.
 
         Returns:
             The index to go on at.
         """
-        end = start
-        while end < len(self.events) and self.events[end].action not in (*_ENDS, Action.FREE_REQUESTED):
+        end, actions = start, self.events.actions
+        while end < len(actions) and actions[end] not in _STOPS:
             end += 1
         window = self.events[start:end]
         last = self.events[end] if end < len(self.events) else None
@@ -247,10 +299,15 @@ class _Replay:
         block: Block | None = None
         with contextlib.suppress(OutOfMemory):
             block = self.allocator.malloc(event.size, event.stream, self.pool_of(event))
+        completed = [other.address for other in self.events[start:index] if other.action is Action.FREE_COMPLETED]
+        self.answered(index, block, completed)
+
+    def answered(self, index: int, block: Block | None, completed: Sequence[int] = ()) -> None:
+        """What the allocator answered to the request at `index`, and the frees that completed meanwhile."""
+        event = self.events[index]
         self.check_driver(index, index)
-        for other in self.events[start:index]:
-            if other.action is Action.FREE_COMPLETED:
-                self.complete(other.address)
+        for address in completed:
+            self.complete(address)
         if event.action is Action.OOM:
             if block is not None:
                 self.differs(index, f"{event.size} bytes were refused, the replay finds {block.address:#x}")
@@ -260,7 +317,6 @@ class _Replay:
             self.differs(index, f"{event.size} bytes at {event.address:#x}, the replay says {block.address:#x}")
         elif self.first is None:
             self.live[event.address] = block
-            self.identical += 1
             self.sizes.append(block.size)
 
     def complete(self, address: int) -> None:
@@ -268,16 +324,17 @@ class _Replay:
         if block is not None and block.events:  # else a wait within the allocator has found it done
             self.allocator.complete(block)
 
-    def free(self, index: int, event: SnapshotEvent) -> int:
+    def free(self, index: int) -> int:
         """The free at `index`; how many of the events after it belong to it."""
-        block = self.live.pop(event.address, None)
+        address = self.events.addresses[index]
+        block = self.live.pop(address, None)
         if block is None:
-            self.differs(index, f"{event.address:#x} is freed, but nothing is there")
+            self.differs(index, f"{address:#x} is freed, but nothing is there")
             return 0
         at_once = completes_at_once(self.events, index)
         if not at_once:
             self.allocator.record_stream(block, OTHER_STREAM)
-            self.pending[event.address] = block
+            self.pending[address] = block
         self.allocator.free(block)
         return int(at_once)
 
@@ -300,7 +357,8 @@ class _Replay:
 
     def differs(self, index: int, problem: str) -> None:
         if self.first is None:
-            self.first = Difference(self.device, self.places[index], problem, self.reason())
+            place = self.places[index] if index < len(self.events) else self.end
+            self.first = Difference(self.device, place, problem, self.reason())
 
     def reason(self) -> str:
         """What in the file explains a difference."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memprof.allocator.caching import UNKNOWN_SPACE
+from memprof.trace.columns import FREE_COMPLETED, SEGMENT_MAP, EventColumns
 from memprof.trace.snapshot import Action, SnapshotEvent
 
 TAKES = (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP)
@@ -17,7 +18,7 @@ _FOREIGN = 1 << 56
 class RecordedDriver:
     """Answers as the recorded driver did. `at` moves through the segment events."""
 
-    def __init__(self, events: list[SnapshotEvent], large_segment: int) -> None:
+    def __init__(self, events: EventColumns, large_segment: int) -> None:
         self.events = events
         self.large_segment = large_segment
         self.stream = 0
@@ -51,15 +52,17 @@ class RecordedDriver:
 
     def reserve(self, size: int) -> int:
         """Where the next recorded mapping for this stream and pool is; it may be far off, if this one is refused."""
-        for event in self.events[self.at :]:
+        events = self.events
+        for at in events.places(SEGMENT_MAP):
+            address = events.addresses[at]
             if (
-                not self._taken(event.address)
-                and event.action is Action.SEGMENT_MAP
-                and event.stream == self.stream
-                and (event.size % self.large_segment != 0) == self.small
+                at >= self.at
+                and not self._taken(address)
+                and events.streams[at] == self.stream
+                and (events.sizes[at] % self.large_segment != 0) == self.small
             ):
-                self.spaces[event.address] = size
-                return event.address
+                self.spaces[address] = size
+                return address
         address = self._new(size)
         self.spaces[address] = size
         return address
@@ -96,7 +99,7 @@ class RecordedDriver:
 
     def next(self) -> SnapshotEvent | None:
         """The next event of the driver's, or of what ends a request."""
-        while self.at < len(self.events) and self.events[self.at].action is Action.FREE_COMPLETED:
+        while self.at < len(self.events) and self.events.actions[self.at] == FREE_COMPLETED:
             self.at += 1
         return self.events[self.at] if self.at < len(self.events) else None
 

@@ -26,6 +26,7 @@ from memprof.recording.slices import annotated, event_times, name_stages, slices
 from memprof.recording.steps import LEAST_STEPS, find_steps
 from memprof.report.documents.analysis import Analysis
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
+from memprof.trace.columns import OOM
 from memprof.trace.events import CPU, EventKind, Trace
 from memprof.trace.files import check_place
 from memprof.trace.snapshot import Action, Snapshot
@@ -202,7 +203,7 @@ def analyze_file(
             raise UsageError("the file has nothing of this card", value=f"--card {device}", hint=f"known: {known}")
     if question.at == "oom" and device is None:
         # Of several devices seldom all run out.
-        chosen = [one for one in chosen if any(event.action is Action.OOM for event in one.events)] or chosen
+        chosen = [one for one in chosen if OOM in one.events.actions] or chosen
     return build_analysis(chosen, opened.origin, question)
 
 

@@ -10,6 +10,7 @@ from memprof.allocator.rebuild import Range, Ranges
 from memprof.allocator.rounding import SMALL_BUFFER
 from memprof.ledger.categories import Category
 from memprof.recording.recording import Life, Recording
+from memprof.trace.columns import SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP
 from memprof.trace.events import without_numbers
 from memprof.units import KIB, MIB
 
@@ -129,8 +130,10 @@ def _key(life: Life, by: str) -> str:
 def segments_at(recording: Recording, event: int, alive: list[Life]) -> list[SegmentUse]:
     """The segments after `event`, by address, filled with `alive`."""
     ranges = Ranges(recording.final, recording.replay.config)
-    for later in recording.events[:event:-1] if event >= 0 else reversed(recording.events):
-        ranges.undo(later)
+    for later in reversed(recording.events.places(SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP)):
+        if later <= event:
+            break
+        ranges.undo(recording.events, later)
     by_address = sorted(alive, key=lambda life: life.address)
     addresses = [life.address for life in by_address]
     found = []

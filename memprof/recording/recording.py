@@ -11,7 +11,18 @@ from memprof.allocator import Recorded, replay_snapshot
 from memprof.allocator.rounding import round_size
 from memprof.ledger.categories import Category
 from memprof.recording.origins import UNKNOWN, Origin, Part, calls_of, guess, origin_of
-from memprof.trace.snapshot import Action, BlockState, Snapshot, SnapshotEvent, SnapshotSegment, Stack
+from memprof.trace.columns import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    OOM,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    EventColumns,
+)
+from memprof.trace.snapshot import BlockState, Snapshot, SnapshotSegment, Stack
 
 NEVER = 1 << 62
 """As an event: after the end of the recording."""
@@ -53,7 +64,7 @@ class Recording:
     """What one device did."""
 
     device: int
-    events: list[SnapshotEvent]
+    events: EventColumns
     final: list[SnapshotSegment]
     replay: Recorded
     lives: list[Life] = field(default_factory=list)
@@ -120,9 +131,10 @@ class _Walk:
         device = replay.device
         self.origins = origins
         self.known: dict[int, Origin] = {}
+        """By identity of the stack: hashing a hundred frames for each block is dear."""
         self.interned: dict[Origin, Origin] = {}
         final = [segment for segment in snapshot.segments if segment.device == device]
-        events = snapshot.traces[device] if device < len(snapshot.traces) else []
+        events = EventColumns.of(snapshot.traces[device] if device < len(snapshot.traces) else [])
         self.found = Recording(device, events, final, replay, exact_origins=origins is not None)
         self.last = {
             block.address: block
@@ -149,10 +161,14 @@ class _Walk:
         found.start = (requested, allocated, reserved)
         sizes, rounding = found.replay.block_sizes, len(found.replay.block_sizes)
         number = 0
-        for index, event in enumerate(found.events):
-            action, size = event.action, event.size
-            if action is Action.ALLOC:
-                old = self.live.pop(event.address, None)
+        events, origins = found.events, self.origins
+        named: list[Origin | None] = [None] * len(events.known_stacks)
+        live, lives = self.live, found.lives
+        for index, (action, address, size) in enumerate(
+            zip(events.actions, events.addresses, events.sizes, strict=True)
+        ):
+            if action == ALLOC:
+                old = live.pop(address, None)
                 if old is not None:  # its end was not recorded
                     found.orphans += 1
                     requested -= old.requested
@@ -160,23 +176,28 @@ class _Walk:
                     old.freed = min(old.freed, index)
                     old.gone = index
                 block_size = sizes[number] if number < rounding else round_size(size)
-                life = Life(
-                    event.address, size, block_size, event.stream, index, event.frames, self.origin(event, number)
-                )
+                which = events.stacks[index]
+                stack = events.known_stacks[which]
+                if origins is not None and number < len(origins):
+                    origin = origins[number] or UNKNOWN
+                else:
+                    origin = named[which] or self.of_stack(stack)
+                    named[which] = origin
+                life = Life(address, size, block_size, events.streams[index], index, stack, origin)
                 number += 1
-                self.live[event.address] = life
-                found.lives.append(life)
+                live[address] = life
+                lives.append(life)
                 requested += size
                 allocated += block_size
-            elif action is Action.FREE_REQUESTED:
-                held = self.live.get(event.address)
+            elif action == FREE_REQUESTED:
+                held = live.get(address)
                 if held is None or held.freed != NEVER:
                     found.orphans += 1
                 else:
                     held.freed = index
                     allocated -= held.size
-            elif action is Action.FREE_COMPLETED:
-                held = self.live.pop(event.address, None)
+            elif action == FREE_COMPLETED:
+                held = live.pop(address, None)
                 if held is None:
                     found.orphans += 1
                 else:
@@ -185,9 +206,9 @@ class _Walk:
                         allocated -= held.size
                     held.gone = index
                     requested -= held.requested
-            elif action in (Action.SEGMENT_ALLOC, Action.SEGMENT_MAP):
+            elif action in (SEGMENT_ALLOC, SEGMENT_MAP):
                 reserved += size
-            elif action in (Action.SEGMENT_FREE, Action.SEGMENT_UNMAP):
+            elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
                 reserved -= size
             found.requested.append(requested)
             found.allocated.append(allocated)
@@ -196,13 +217,7 @@ class _Walk:
         self.categorize()
         return found
 
-    def origin(self, event: SnapshotEvent, number: int) -> Origin:
-        if self.origins is not None and number < len(self.origins):
-            return self.origins[number] or UNKNOWN
-        return self.of_stack(event.frames)
-
     def of_stack(self, stack: Stack) -> Origin:
-        # By identity: the reader makes equal stacks once, and hashing a hundred frames per event is dear.
         known = self.known.get(id(stack))
         if known is None:
             made = origin_of(stack)
@@ -229,7 +244,7 @@ class _Walk:
             return
         parts, ends = _parts(found.lives, len(found.events))
         _end_calls(found.lives, ends)
-        refused = [index for index, event in enumerate(found.events) if event.action is Action.OOM]
+        refused = found.events.places(OOM)
         for life in found.lives:
             # What an out-of-memory error ended would have lived on.
             following = bisect_left(refused, life.born)
@@ -265,10 +280,20 @@ def _parts(lives: list[Life], count: int) -> tuple[list[Part | None], array[int]
 def _end_calls(lives: list[Life], ends: array[int]) -> None:
     """Let `ends` be no later than the next allocation outside the module's call that the event lies in."""
     running: list[tuple[tuple[str, str], list[int]]] = []
+    known: dict[int, list[tuple[str, str]]] = {}
+    last: Origin | None = None
     for life in lives:
-        if life.born == BEFORE or life.origin is UNKNOWN:
+        origin = life.origin
+        if life.born == BEFORE or origin is UNKNOWN:
             continue
-        calls = calls_of(life.origin)
+        if origin is last:
+            if running:
+                running[-1][1].append(life.born)
+            continue
+        last = origin
+        calls = known.get(id(origin))
+        if calls is None:
+            calls = known[id(origin)] = calls_of(origin)
         same = 0
         while same < min(len(calls), len(running)) and running[same][0] == calls[same]:
             same += 1

@@ -9,7 +9,7 @@ from memprof.recording.occupancy import fragmentation
 from memprof.recording.origins import origin_of
 from memprof.recording.recording import Recording
 from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
-from memprof.trace.snapshot import Action
+from memprof.trace.columns import OOM
 from memprof.units import format_bytes
 
 
@@ -40,7 +40,7 @@ class Refusal:
 
 def refusals(recording: Recording) -> list[Refusal]:
     """Every out-of-memory error of `recording`, in order."""
-    return [_explain(recording, index) for index, event in enumerate(recording.events) if event.action is Action.OOM]
+    return [_explain(recording, index) for index in recording.events.places(OOM)]
 
 
 def _explain(recording: Recording, index: int) -> Refusal:

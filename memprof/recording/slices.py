@@ -8,25 +8,26 @@ from collections.abc import Iterable
 from memprof.recording.from_trace import Slice
 from memprof.recording.origins import UNKNOWN
 from memprof.recording.recording import BEFORE, Recording
+from memprof.trace.columns import NO_TIME
 
 
 def event_times(recording: Recording) -> list[int]:
     """Microseconds of each event, never falling; the event's number where the file has no clock."""
     times: list[int] = []
     latest = 0
-    for number, event in enumerate(recording.events):
-        latest = max(latest, number if event.time_us is None else event.time_us)
+    for number, time in enumerate(recording.events.times):
+        own = number if time == NO_TIME else time
+        if own > latest:
+            latest = own
         times.append(latest)
     return times
 
 
 def name_stages(recording: Recording, stages: Iterable[Slice]) -> None:
     """Put `stages`, in microseconds, on the events of `recording`."""
-    times = event_times(recording)
-    recording.stages = [
-        (one.name, bisect_left(times, one.begin), bisect_left(times, one.end))
-        for one in sorted(stages, key=lambda one: (one.begin, -one.end))
-    ]
+    named = sorted(stages, key=lambda one: (one.begin, -one.end))
+    times = event_times(recording) if named else []
+    recording.stages = [(one.name, bisect_left(times, one.begin), bisect_left(times, one.end)) for one in named]
 
 
 def annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> list[Slice]:

@@ -57,9 +57,6 @@ def find_steps(recording: Recording, annotations: Iterable[dict[str, object]] = 
 
 
 def _annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -> Steps | None:
-    times = [event.time_us or 0 for event in recording.events]
-    if not times or times[0] == 0 or any(a > b for a, b in pairwise(times)):
-        return None
     ends = [
         note["time_us"]
         for note in annotations
@@ -68,6 +65,11 @@ def _annotated(recording: Recording, annotations: Iterable[dict[str, object]]) -
         and str(note.get("name", "")).startswith("Optimizer.step#")
         and isinstance(note.get("time_us"), int)
     ]
+    if len(ends) < LEAST_STEPS - 1:
+        return None
+    times = [max(time, 0) for time in recording.events.times]
+    if not times or times[0] == 0 or any(a > b for a, b in pairwise(times)):
+        return None
     begins = sorted({bisect_right(times, end) for end in ends if isinstance(end, int)})
     begins = [0, *(begin for begin in begins if 0 < begin < len(times))]
     if len(begins) < LEAST_STEPS:

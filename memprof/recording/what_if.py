@@ -13,7 +13,7 @@ from memprof.allocator import AllocatorConfig, Block, CachingAllocator, Completi
 from memprof.allocator.blocks import DEFAULT_POOL, PoolId
 from memprof.allocator.rebuild import OTHER_STREAM, Range, completes_at_once
 from memprof.recording.recording import BEFORE, Recording
-from memprof.trace.snapshot import Action
+from memprof.trace.columns import ALLOC, FREE_COMPLETED, FREE_REQUESTED, OOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def what_if(recording: Recording, other: AllocatorConfig) -> WhatIf:
         after=after,
         saved_bytes=before.peak_reserved_bytes - after.peak_reserved_bytes,
         recorded_peak_reserved_bytes=recording.peak("reserved")[0],
-        refused_requests=sum(event.action is Action.OOM for event in recording.events),
+        refused_requests=recording.events.actions.count(OOM),
     )
 
 
@@ -74,22 +74,22 @@ def _replay(recording: Recording, config: AllocatorConfig) -> ReplayOutcome:
     flushes = set(recording.replay.flushes)
     waiting: dict[int, Block] = {}
     events = recording.events
-    for index, event in enumerate(events):
+    for index, (action, address) in enumerate(zip(events.actions, events.addresses, strict=True)):
         if index in flushes:
             allocator.empty_cache()
-        action = event.action
-        if action is Action.ALLOC:
-            live[event.address] = malloc(event.address, event.size, event.stream, event.pool_id)
-        elif action is Action.FREE_REQUESTED:
-            block = live.pop(event.address, None)
+        if action == ALLOC:
+            pool_id = events.pool_ids[events.pools[index]]
+            live[address] = malloc(address, events.sizes[index], events.streams[index], pool_id)
+        elif action == FREE_REQUESTED:
+            block = live.pop(address, None)
             if block is None:
                 continue
             if not completes_at_once(events, index):
                 allocator.record_stream(block, OTHER_STREAM)
-                waiting[event.address] = block
+                waiting[address] = block
             allocator.free(block)
-        elif action is Action.FREE_COMPLETED:
-            pending = waiting.pop(event.address, None)
+        elif action == FREE_COMPLETED:
+            pending = waiting.pop(address, None)
             if pending is not None and pending.events:
                 allocator.complete(pending)
     stats = allocator.stats()

@@ -11,7 +11,7 @@ import io
 import pickle
 import pickletools
 import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _LIES = "a size in it is larger than the file"
 
@@ -24,6 +24,10 @@ class BrokenPickle(Exception):
     """The bytes are no complete pickle; `args[0]` says why."""
 
 
+class NotRegular(Exception):
+    """Events cannot be told from the bytes (trace/pickled_events.py): the file is for `load_plain`."""
+
+
 def load_plain(data: bytes) -> object:
     """The value in `data`: dicts, lists, tuples, strings, bytes, numbers of up to 64 bits, booleans and None.
 
@@ -33,18 +37,22 @@ def load_plain(data: bytes) -> object:
     """
     _walk(data)
     try:
-        return _Plain(io.BytesIO(data)).load()
+        return PlainUnpickler(io.BytesIO(data)).load()
     except (ForbiddenGlobal, MemoryError):
         raise
     except Exception as error:  # the standard library raises nearly anything for a damaged pickle
         raise BrokenPickle(str(error) or type(error).__name__) from None
 
 
-class _Plain(pickle.Unpickler):
+class PlainUnpickler(pickle.Unpickler):
+    """Refuses every name. For bytes whose opcodes were walked."""
+
     def find_class(self, module: str, name: str) -> NoReturn:
+        """See the class."""
         raise ForbiddenGlobal(f"{module}.{name}")
 
-    def persistent_load(self, pid: object) -> NoReturn:
+    def persistent_load(self, pid: object) -> Any:
+        """See the class."""
         raise ForbiddenGlobal(f"persistent id {pid!r}")
 
 
@@ -52,7 +60,7 @@ _UNKNOWN, _TWO_LINES, _INDEX4, _TUPLE, _LONG, _NUMBER = -100, -101, -102, -103, 
 _LONG_BYTES = 9
 """Of a number, with its sign: of longer ones, any number have one hash."""
 _NUMBER_CHARACTERS = 24
-_MOST_TUPLES = 10_000
+MOST_TUPLES = 10_000
 """Beside pairs of short numbers, which name memory pools: of others one can make any number with one hash."""
 _NEVER = ("EMPTY_SET", "FROZENSET", "LONG4")
 _SHORT = rb"(?:K.|M..|J....)"
@@ -73,68 +81,80 @@ def _widths() -> list[int]:
     return table
 
 
-_WIDTHS = _widths()
-_STOP = ord(".")
+WIDTHS = _widths()
+STOP = ord(".")
 _FOUR = (pickletools.TAKEN_FROM_ARGUMENT4, pickletools.TAKEN_FROM_ARGUMENT4U)
 
 
-def _fixed_run() -> re.Pattern[bytes]:
-    """Matches opcodes of fixed width, as many as follow each other: nearly all of a snapshot."""
+def fixed_opcodes(without: bytes = b"") -> bytes:
+    """The pattern of an opcode of fixed width with its argument, but those `without` and the last of a pickle."""
     kinds = []
-    for width in sorted({width for width in _WIDTHS if width >= 0}):
-        codes = b"".join(re.escape(bytes([c])) for c in range(256) if _WIDTHS[c] == width and c != _STOP)
-        kinds.append(b"[" + codes + b"]" + b".{%d}" % width)
-    return re.compile(b"(?:" + b"|".join([_PAIR, *kinds]) + b"){0,10000}+", re.DOTALL)
+    for width in sorted({width for width in WIDTHS if width >= 0}):
+        known = (c for c in range(256) if WIDTHS[c] == width and c != STOP and c not in without)
+        if codes := b"".join(re.escape(bytes([c])) for c in known):
+            kinds.append(b"[" + codes + b"]" + b".{%d}" % width)
+    return b"|".join(kinds)
 
 
-_FIXED_RUN = _fixed_run()
+_FIXED_RUN = re.compile(b"(?:" + _PAIR + b"|" + fixed_opcodes() + b"){0,10000}+", re.DOTALL)
+"""As many as follow each other: nearly all of a snapshot."""
 
 
 def _walk(data: bytes) -> None:
     """Check that every opcode and its argument lie within `data`, and that memo indices and numbers are not huge."""
-    widths, size, at, num_tuples = _WIDTHS, len(data), 0, 0
+    size, at, num_tuples = len(data), 0, 0
     skip = _FIXED_RUN.match
     while at < size:
         code = data[at]
-        if widths[code] >= 0 and code != _STOP:
-            found = skip(data, at)
-            if found is not None and found.end() > at:
-                at = found.end()
-                continue
-        width = widths[code]
-        at += 1
-        if width >= 0:
-            if code == _STOP:
-                return
-            at += width
-        elif width == _TUPLE:
-            num_tuples += 1
-            if num_tuples > _MOST_TUPLES:
-                raise BrokenPickle(f"it has more than {_MOST_TUPLES:,} tuples")
-        elif width == _LONG:
-            if data[at : at + 1] > bytes([_LONG_BYTES]):
-                raise BrokenPickle("a number in it has more than 64 bits")
-            at += 1 + data[at] if at < size else 1
-        elif width == pickletools.TAKEN_FROM_ARGUMENT1:
-            at += 1 + data[at] if at < size else 1
-        elif width in _FOUR:
-            at += 4 + int.from_bytes(data[at : at + 4], "little")
-        elif width == pickletools.TAKEN_FROM_ARGUMENT8U:
-            at += 8 + int.from_bytes(data[at : at + 8], "little")
-        elif width == _INDEX4:
-            if int.from_bytes(data[at : at + 4], "little") > size:
-                raise BrokenPickle(_LIES)
-            at += 4
-        elif width == _UNKNOWN:
-            raise BrokenPickle(f"byte {at - 1} is no pickle opcode")
-        else:
-            for _ in range(2 if width == _TWO_LINES else 1):
-                end = data.find(b"\n", at)
-                if end < 0:
-                    raise BrokenPickle("it is truncated")
-                if code == ord("p") and (end - at > 12 or not data[at:end].isdigit() or int(data[at:end]) > size):
-                    raise BrokenPickle(_LIES)
-                if width == _NUMBER and end - at > _NUMBER_CHARACTERS:
-                    raise BrokenPickle("a number in it has more than 64 bits")
-                at = end + 1
+        if code == STOP:
+            return
+        found = skip(data, at)
+        if found is not None and found.end() > at:
+            at = found.end()
+            continue
+        num_tuples += WIDTHS[code] == _TUPLE
+        at = after_opcode(data, at)
+        if num_tuples > MOST_TUPLES:
+            raise BrokenPickle(f"it has more than {MOST_TUPLES:,} tuples")
     raise BrokenPickle("it is truncated")
+
+
+def after_opcode(data: bytes, at: int) -> int:
+    """Where the opcode at `at` of `data` and its argument end; it is not the last one.
+
+    Raises:
+        BrokenPickle: it is none, or its argument is cut off or huge.
+    """
+    code = data[at]
+    width, size = WIDTHS[code], len(data)
+    at += 1
+    if width >= 0:
+        return at + width
+    if width == _TUPLE:
+        return at
+    if width == _LONG:
+        if data[at : at + 1] > bytes([_LONG_BYTES]):
+            raise BrokenPickle("a number in it has more than 64 bits")
+        return at + (1 + data[at] if at < size else 1)
+    if width == pickletools.TAKEN_FROM_ARGUMENT1:
+        return at + (1 + data[at] if at < size else 1)
+    if width in _FOUR:
+        return at + 4 + int.from_bytes(data[at : at + 4], "little")
+    if width == pickletools.TAKEN_FROM_ARGUMENT8U:
+        return at + 8 + int.from_bytes(data[at : at + 8], "little")
+    if width == _INDEX4:
+        if int.from_bytes(data[at : at + 4], "little") > size:
+            raise BrokenPickle(_LIES)
+        return at + 4
+    if width == _UNKNOWN:
+        raise BrokenPickle(f"byte {at - 1} is no pickle opcode")
+    for _ in range(2 if width == _TWO_LINES else 1):
+        end = data.find(b"\n", at)
+        if end < 0:
+            raise BrokenPickle("it is truncated")
+        if code == ord("p") and (end - at > 12 or not data[at:end].isdigit() or int(data[at:end]) > size):
+            raise BrokenPickle(_LIES)
+        if width == _NUMBER and end - at > _NUMBER_CHARACTERS:
+            raise BrokenPickle("a number in it has more than 64 bits")
+        at = end + 1
+    return at

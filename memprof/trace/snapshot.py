@@ -6,6 +6,7 @@ Field names follow torch's documentation of the format; sizes are bytes. trace/s
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ class Snapshot:
     """A whole snapshot file."""
 
     segments: list[SnapshotSegment] = field(default_factory=list)
-    traces: list[list[SnapshotEvent]] = field(default_factory=list)
+    traces: list[Sequence[SnapshotEvent]] = field(default_factory=list)
     """By device; empty lists where nothing was recorded."""
     settings: dict[str, object] = field(default_factory=dict)
     """`allocator_settings`; empty in files of torch 2.3 and before."""

@@ -7,11 +7,14 @@ passed over. Source of the format: torch/csrc/cuda/Module.cpp (`THCPModule_memor
 
 from __future__ import annotations
 
+import contextlib
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from memprof.errors import UsageError
-from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, load_plain
+from memprof.trace.columns import Cut, EventColumns, Run
+from memprof.trace.pickles import BrokenPickle, ForbiddenGlobal, NotRegular, load_plain
 from memprof.trace.plain import cut
 from memprof.trace.snapshot import (
     EXPORT_KEY,
@@ -38,6 +41,9 @@ COMPRESSED = {
     b"\xfd7zXZ": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
+
+_LARGE = 1 << 21
+"""Bytes of a file from which on events are read as columns: importing numpy takes as long as 1 MB of them."""
 
 _DEFAULT_POOL = (0, 0)
 _STATES = {state.value: state for state in BlockState} | {"active_awaiting_free": BlockState.PENDING_FREE}
@@ -68,6 +74,12 @@ def parse_snapshot(data: bytes, name: str = "snapshot") -> Snapshot:
     for magic, what in COMPRESSED.items():
         if data.startswith(magic):
             raise UsageError(f"the snapshot is compressed ({what})", value=name, hint="unpack it first")
+    if len(data) >= _LARGE:
+        with contextlib.suppress(NotRegular, _WrongStructure):  # what is wrong with it, the other way says
+            from memprof.trace.pickled_events import load_events_apart
+
+            raw, cut = load_events_apart(data)
+            return _Reader(len(data), cut).snapshot(raw)
     try:
         raw = load_plain(data)
     except ForbiddenGlobal as error:
@@ -93,10 +105,14 @@ class _Reader:
 
     Args:
         size: bytes of the file, which are spent on what is made of it.
+        cut: events that are already columns.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, cut: Cut | None = None) -> None:
         self.left = size
+        self.cut = cut
+        self.events = EventColumns()
+        """Holds no events, but the stacks of those of all devices."""
         self.frames: dict[int, Frame] = {}
         self.stacks: dict[int, Stack] = {}
         self.same_frames: dict[Frame, Frame] = {}
@@ -113,9 +129,11 @@ class _Reader:
         traces = _list(top.get("device_traces", []), "device_traces")
         settings = top.get("allocator_settings", {})
         exported = _mapping(top.get(EXPORT_KEY, {}), EXPORT_KEY)
+        if self.cut is not None:
+            self.number_stacks(self.cut)
         found = Snapshot(
             segments=[self.segment(item) for item in _list(top["segments"], "segments")],
-            traces=[[self.event(item) for item in _list(trace, "device_traces")] for trace in traces],
+            traces=[self.trace(_list(trace, "device_traces")) for trace in traces],
             settings=self.plain(settings, "allocator_settings"),
             annotations=[
                 self.plain(item, "external_annotations")
@@ -129,6 +147,24 @@ class _Reader:
                 raise _WrongStructure(f"the segments at {before.address:#x} and {after.address:#x} overlap")
         return found
 
+    def number_stacks(self, cut: Cut) -> None:
+        """Give stacks and pools of events that were cut out the numbers that those of all have."""
+        stacks = array("I", [self.events.stack(self.stack(raw)) for raw in cut.lists])
+        cut.rows.stacks = array("I", map(stacks.__getitem__, cut.rows.stacks))
+        pools = array("I", map(self.events.pool, cut.rows.pool_ids))
+        cut.rows.pools = array("I", map(pools.__getitem__, cut.rows.pools))
+        cut.lists.clear()
+
+    def trace(self, items: Sequence[object]) -> EventColumns:
+        found = EventColumns.sharing(self.events)
+        for item in items:
+            if type(item) is Run and self.cut is not None:
+                self.spend(_RECORD_BYTES * item.count)
+                found.extend(self.cut.rows, item.first, item.first + item.count)
+            else:
+                found.append(self.event(item))
+        return found
+
     def plain(self, raw: object, what: str, *, depth: int = 1) -> dict[str, object]:
         """What is kept as it is, but for containers deeper in it: they may hold themselves."""
         item = _mapping(raw, what)
@@ -137,6 +173,8 @@ class _Reader:
         for key, value in item.items():
             if isinstance(value, dict) and depth:
                 kept[str(key)] = self.plain(value, what, depth=depth - 1)
+            elif isinstance(value, bytearray) and self.cut is not None:
+                raise _WrongStructure(f"{what} may be an event that was cut out")
             elif value is None or isinstance(value, str | int | float):
                 kept[str(key)] = cut(value) if isinstance(value, str) else value
         return kept
@@ -203,7 +241,7 @@ class _Reader:
             size=_natural(item, "size", 0),
             stream=_natural(item, "stream", 0),
             pool_id=_pool_id(item.get("pool_id", (0, 0))),
-            time_us=_natural(item, "time_us") if "time_us" in item else None,
+            time_us=_natural(item, "time_us", below=1 << 63) if "time_us" in item else None,
             frames=self.stack(item.get("frames", [])),
         )
 
@@ -264,9 +302,9 @@ def _list(raw: object, what: str) -> Sequence[object]:
     return raw
 
 
-def _natural(item: Mapping[str, object], key: str, default: int | None = None) -> int:
+def _natural(item: Mapping[str, object], key: str, default: int | None = None, *, below: int = 1 << 64) -> int:
     value = item.get(key, default)
-    if type(value) is not int or not 0 <= value < 1 << 64:
+    if type(value) is not int or not 0 <= value < below:
         raise _WrongStructure(f"{key!r} is {_show(value)}" if key in item else f"{key!r} is missing")
     return value
 

@@ -29,7 +29,7 @@ from memprof.report.documents.analysis import (
     StepsRow,
     TimelineRow,
 )
-from memprof.trace.snapshot import Action
+from memprof.trace.columns import ALLOC, OOM, SNAPSHOT
 from memprof.units import format_bytes
 from memprof.version import __version__
 
@@ -92,7 +92,7 @@ def _device(recording: Recording, question: Question) -> DeviceReport:
         device=recording.device,
         events=len(recording.events),
         allocations=replay.allocations,
-        state_only=not any(event.action is not Action.SNAPSHOT for event in recording.events),
+        state_only=recording.events.actions.count(SNAPSHOT) == len(recording.events),
         start=_amounts(recording, BEFORE),
         peak=_amounts(recording, peak),
         peak_requested_bytes=recording.peak("requested")[0],
@@ -128,14 +128,14 @@ def moment_of(recording: Recording, at: str) -> tuple[str, int]:
     if at == "end":
         return at, recording.end
     if at == "oom":
-        found = next((i for i, event in enumerate(recording.events) if event.action is Action.OOM), None)
-        if found is None:
+        refused = recording.events.places(OOM)
+        if not refused:
             raise UsageError(
                 f"the recording of device {recording.device} holds no out-of-memory error",
                 value="--at oom",
                 hint="--at peak or --at end; --device chooses another device",
             )
-        return at, found
+        return at, refused[0]
     try:
         event = int(at)
     except ValueError:
@@ -219,7 +219,7 @@ def _timeline(recording: Recording) -> TimelineRow:
     columns = min(TIMELINE_COLUMNS, count)
     begins = [count * column // columns for column in range(columns)]
     ends = [*begins[1:], count][:columns]
-    times = [event.time_us for event in recording.events if event.time_us]
+    times = [time for time in recording.events.times if time > 0]
     return TimelineRow(
         events=tuple(begins),
         allocated_bytes=tuple(max(recording.allocated[a:b]) for a, b in zip(begins, ends, strict=True)),
@@ -241,8 +241,8 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
             "torch.cuda.memory._record_memory_history() before the model is made"
         )
     if len(without) > len(old):
-        allocated = [event for event in recording.events if event.action is Action.ALLOC]
-        named = any(event.frames for event in allocated)
+        events = recording.events
+        named = any(action == ALLOC and stack for action, stack in zip(events.actions, events.stacks, strict=True))
         reasons.append(
             "the stacks of some events are empty: they were allocated in a thread without Python and C++ stacks were "
             "not recorded (stacks='all' records them)"
@@ -250,7 +250,7 @@ def _missing(recording: Recording, peak: int) -> MissingFrames:
             else "no event has a stack: record with context='all' (the default), not with None or 'state'"
         )
     earlier = [life for life in recording.lives if life.born == BEFORE and life.stack]
-    if earlier and any(event.action is not Action.SNAPSHOT for event in recording.events):
+    if earlier and recording.events.actions.count(SNAPSHOT) < len(recording.events):
         reasons.append(
             f"{len(earlier):,} blocks are from before the first event ({len(recording.events):,} are kept): "
             "the ring buffer was full (raise max_entries), or the history was started again"

@@ -1,0 +1,291 @@
+"""The form of events in a pickle: what their keys are, and what all that have one form say, read at once.
+
+A form is learned of the first event that has it. Positions and values of many events are arrays with a row for each: a
+step of numpy takes one key of all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from memprof.trace.columns import CODES, COLUMNS, NO_TIME, EventColumns
+from memprof.trace.one_thread import np
+from memprof.trace.snapshot import Action
+
+_MOST_LAYOUTS = 8
+_LONGEST_FIELDS = 1 << 12
+"""Bytes of an event before its frames, at most: 255 of each text."""
+
+MEMOIZE, TEXT, GET, LONG_GET = 0x94, 0x8C, ord("h"), ord("j")
+
+_Array = np.ndarray[Any, Any]
+
+_ROLES = {
+    b"action": "action", b"addr": "address", b"device_free": "free", b"size": "size", b"stream": "stream",
+    b"time_us": "time", b"pool_id": "pool", b"frames": "frames",
+}  # fmt: skip
+_NUMBERS = ("address", "free", "size", "stream", "time")
+_ACTIONS = {action.value.encode(): code for action, code in CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The keys of an event in their order: the bytes of each reference, and what it is to us."""
+
+    keys: tuple[bytes, ...]
+    roles: tuple[str, ...]
+
+
+class Batch(NamedTuple):
+    """Candidates, a row each. Positions are bytes of the file; `stack` is a reference, or -1: the list is there."""
+
+    start: _Array
+    end: _Array
+    ok: _Array
+    memos: _Array
+    """Entries that it makes in the memo before that of its list."""
+    frames: _Array
+    """Where its frames are; 0: it has none."""
+    reference: _Array
+    columns: dict[str, _Array]
+
+
+class Forms:
+    """What is known of the events of one pickle.
+
+    Args:
+        data: the pickle.
+        rows: numbers its pools.
+    """
+
+    def __init__(self, data: bytes, rows: EventColumns) -> None:
+        self.data = data
+        self.rows = rows
+        self.bytes = np.frombuffer(data, np.uint8)
+        self.words = np.ndarray((len(data) - 8,), "<u8", data, 0, (1,))
+        """Eight bytes from each place on."""
+        self.layouts: list[_Layout] = []
+        self.texts: dict[int, bytes] = {}
+        """By memo entry; empty where it means nothing here."""
+        self.actions: dict[int, int] = {}
+        self.pairs: dict[int, tuple[int, int]] = {}
+        """By memo entry: what may be a pool."""
+        self.tables = _Tables.made()
+
+    def learn(self, entry: int, text: bytes) -> bool:
+        """That a memo entry is a text; whether that means something here."""
+        matters = text in _ROLES or text in _ACTIONS
+        self.texts[entry] = text if matters else b""
+        if text in _ACTIONS:
+            self.actions[entry] = _ACTIONS[text]
+        if matters:  # layouts that were learned before may have taken a key for another
+            self.layouts.clear()
+        return matters
+
+    def parse(self, start: _Array, memo: int) -> Batch:
+        """What stands at `start`, where every candidate begins; what it means is known of those that are `ok`.
+
+        Args:
+            start: bytes, rising.
+            memo: entries that there are before the first of them.
+        """
+        count = len(start)
+        following = np.append(start[1:], len(self.data))
+        batch = Batch(
+            start, np.zeros(count, np.int64), np.zeros(count, bool), np.ones(count, np.int64),
+            np.zeros(count, np.int64), np.full(count, -1, np.int64),
+            {name: np.zeros(count, np.uint64) for name in COLUMNS if name != "stacks"},
+        )  # fmt: skip
+        batch.columns["times"] = np.full(count, NO_TIME, np.int64)
+        possible = start < len(self.data) - _LONGEST_FIELDS
+        tried = 0
+        while True:
+            left = np.flatnonzero(possible & ~batch.ok)
+            if tried == len(self.layouts):
+                learned = self._learn(int(start[left[0]])) if len(left) else None
+                if learned is None or learned in self.layouts or tried >= _MOST_LAYOUTS:
+                    return batch
+                self.layouts.append(learned)
+            if len(left):
+                self._parse_as(self.layouts[tried], batch, left, following, memo)
+            tried += 1
+
+    def _learn(self, at: int) -> _Layout | None:
+        """The layout of the event at `at`, of which nothing is known; None: it has none."""
+        keys, roles = [], []
+        data, at = self.data, at + 3
+        while data[at] != ord("u"):
+            width = {GET: 2, LONG_GET: 5}.get(data[at])
+            if width is None:
+                return None
+            keys.append(data[at : at + width])
+            text = self.texts.get(int.from_bytes(keys[-1][1:], "little"))
+            if text is None:  # no text can be a key
+                return None
+            roles.append(_ROLES.get(text, "other"))
+            at += width
+            if roles[-1] == "frames":
+                break
+            size = _size_of_value(data, at, roles[-1])
+            if size is None:
+                return None
+            at += size
+        named = [role for role in roles if role != "other"]
+        return None if len(set(named)) < len(named) or "action" not in named else _Layout(tuple(keys), tuple(roles))
+
+    def _parse_as(self, layout: _Layout, batch: Batch, rows: _Array, following: _Array, memo: int) -> None:
+        """Take those of `rows` that have this layout as ok, and write down what they say."""
+        words = self.words
+        at = batch.start[rows] + 3
+        ok = np.ones(len(rows), bool)
+        memos = np.ones(len(rows), np.int64)
+        found: dict[str, _Array] = {}
+        frames = np.zeros(len(rows), np.int64)
+        for key, role in zip(layout.keys, layout.roles, strict=True):
+            mask = (1 << 8 * len(key)) - 1
+            ok &= (words[at] & np.uint64(mask)) == int.from_bytes(key, "little")
+            at = at + len(key)
+            if role == "frames":
+                frames = at
+                break
+            if role == "pool":
+                at = self._pools(at, ok, memos, found)
+                continue
+            word = words[at]
+            code = (word & np.uint64(255)).astype(np.int64)
+            given = ((word >> np.uint64(8)) & np.uint64(255)).astype(np.int64)
+            width = self.tables.widths[code] + np.where(self.tables.has_length[code], given, 0)
+            if role == "other":
+                ok &= (width > 0) & ((word >> np.uint64(8)) & self.tables.masks[code] < max(memo, 1))
+                text = code == TEXT
+                memos += text
+                ok &= ~text | (self.bytes[np.minimum(at + width - 1, len(self.bytes) - 1)] == MEMOIZE)
+            elif role == "action":
+                ok &= (code == GET) | (code == LONG_GET)
+                found[role] = (word >> np.uint64(8)) & self.tables.masks[code]
+            else:
+                found[role] = self._number(at, word, code, given, ok)
+            at = at + np.where(ok, width, 0)
+        ok &= self._frames(frames, at, following[rows], batch, rows)
+        action = np.full(len(rows), -1, np.int64)
+        for entry, known in self.actions.items():
+            action[found["action"] == entry] = known
+        ok &= action >= 0
+        if "free" in found or "address" not in found:  # of an error, what was free
+            is_oom = action == CODES[Action.OOM]
+            ok &= is_oom if "address" not in found else ~is_oom
+            found["address"] = found.get("free", np.zeros(len(rows), np.uint64))
+        good = rows[ok]
+        batch.ok[good] = True
+        batch.memos[good] = memos[ok]
+        batch.columns["actions"][good] = action[ok]
+        for name, role in (("addresses", "address"), ("sizes", "size"), ("streams", "stream"), ("pools", "pool")):
+            if role in found:
+                batch.columns[name][good] = found[role][ok]
+        if "time" in found:
+            batch.columns["times"][good] = found["time"][ok].astype(np.int64)
+
+    def _number(
+        self,
+        at: _Array,
+        word: _Array,
+        code: _Array,
+        given: _Array,
+        ok: _Array,
+    ) -> _Array:
+        """The numbers at `at`, which are from 0 to 2^63 where they stay ok."""
+        long = code == 0x8A
+        size = np.where(long, given, self.tables.number_bytes[code])
+        ok &= (size > 0) & (size <= 8)
+        size = np.clip(size, 1, 8)
+        value: _Array = np.where(long, self.words[at + 2], word >> np.uint64(8)) & self.tables.bytes[size]
+        signed = long | (code == ord("J"))
+        ok &= ~signed | (value >> (np.uint64(8) * size.astype(np.uint64) - np.uint64(1)) == 0)
+        return value
+
+    def _pools(self, at: _Array, ok: _Array, memos: _Array, found: dict[str, Any]) -> _Array:
+        """The pools at `at`, a reference or a pair of two bytes, and where they end."""
+        word = self.words[at]
+        code = (word & np.uint64(255)).astype(np.int64)
+        refers = (code == GET) | (code == LONG_GET)
+        entry = np.where(refers, (word >> np.uint64(8)) & self.tables.masks[code], 0)
+        here = (word & np.uint64(0xFFFF00FF00FF)) == int.from_bytes(b"K\0K\0\x86\x94", "little")
+        pair = np.where(here, word & np.uint64(0xFF00FF00), 0)
+        number = np.full(len(at), -1, np.int64)
+        for known, pool in self.pairs.items():
+            number[refers & (entry == known)] = self.rows.pool(pool)
+        for known in np.unique(pair[here & ok]).tolist():
+            number[here & (pair == known)] = self.rows.pool((known >> 8 & 255, known >> 24 & 255))
+        ok &= number >= 0
+        memos += here
+        found["pool"] = np.maximum(number, 0)
+        width: _Array = np.where(here, 6, np.where(code == GET, 2, np.where(code == LONG_GET, 5, 0)))
+        return at + width
+
+    def _frames(
+        self,
+        frames: _Array,
+        at: _Array,
+        following: _Array,
+        batch: Batch,
+        rows: _Array,
+    ) -> _Array:
+        """Write where events end, and what their frames are; which of them do end."""
+        if not frames.any():
+            batch.end[rows], batch.frames[rows], batch.reference[rows] = at + 1, 0, -1
+            ends: _Array = self.bytes[at] == ord("u")
+            return ends
+        word = self.words[at]
+        code = (word & np.uint64(255)).astype(np.int64)
+        refers = (code == GET) | (code == LONG_GET)
+        end = at + np.where(code == GET, 2, 5)
+        ends = refers & (self.bytes[np.minimum(end, len(self.bytes) - 1)] == ord("u"))
+        listed = (word & np.uint64(0xFFFF)) == int.from_bytes(b"]\x94", "little")
+        ends |= listed & (self.bytes[following - 1] == ord("u")) & (following - 2 > at)
+        # A list that is there is taken to end where the next event begins; `_numbers` looks whether it does.
+        batch.end[rows] = np.where(refers, end + 1, following)
+        batch.frames[rows] = at
+        batch.reference[rows] = np.where(refers, (word >> np.uint64(8)) & self.tables.masks[code], 0).astype(np.int64)
+        batch.reference[rows[listed]] = -1
+        return ends
+
+
+class _Tables(NamedTuple):
+    """By opcode, as arrays of 256: of values as events have them."""
+
+    widths: _Array
+    """Bytes with the opcode, beside what `has_length` adds; 0: not of a value. A text is followed by MEMOIZE."""
+    has_length: _Array
+    number_bytes: _Array
+    masks: _Array
+    """Of a reference: the bits of its entry."""
+    bytes: _Array
+    """Not by opcode: the bits of so many bytes."""
+
+    @classmethod
+    def made(cls) -> _Tables:
+        widths, numbers, masks = np.zeros(256, np.int64), np.zeros(256, np.int64), np.zeros(256, np.uint64)
+        for code, width in _VALUES.items():
+            widths[code] = width
+        for code, size in ((ord("K"), 1), (ord("M"), 2), (ord("J"), 4)):
+            numbers[code] = size
+        masks[GET], masks[LONG_GET] = 0xFF, 0xFFFFFFFF
+        has_length = np.zeros(256, bool)
+        has_length[[TEXT, 0x8A]] = True
+        return cls(widths, has_length, numbers, masks, np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64))
+
+
+_VALUES = {
+    ord("K"): 2, ord("M"): 3, ord("J"): 5, GET: 2, LONG_GET: 5, ord("N"): 1, 0x88: 1, 0x89: 1, ord("G"): 9, 0x8A: 2,
+    TEXT: 3,
+}  # fmt: skip
+"""Bytes of values with their opcodes, beside what their length adds."""
+
+
+def _size_of_value(data: bytes, at: int, role: str) -> int | None:
+    """Bytes of the value at `at`; None: it is none that an event has."""
+    if role == "pool" and data[at] == ord("K"):
+        return 6
+    width = _VALUES.get(data[at])
+    return width if width is None or data[at] not in (TEXT, 0x8A) else width + data[at + 1]

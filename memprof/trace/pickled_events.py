@@ -1,0 +1,319 @@
+"""The events of a large snapshot, read out of its pickle as columns, without being unpickled.
+
+torch writes an event as a dictionary whose keys are references, in one order, and so nearly all events of a file have
+one form (trace/event_forms.py):
+
+    EMPTY_DICT MEMOIZE MARK  action REF  addr LONG1  size BININT  stream BININT1  time_us LONG1  frames LIST  SETITEMS
+
+Such events are cut out of the pickle; the unpickler is given the rest of it, in which a short stand-in keeps what they
+mean to the rest: how many entries they make in the memo, and which lists these hold, for later ones refer to them. What
+has another form stays where it is. So nothing is read otherwise than the unpickler reads it, or `NotRegular` says that
+the file is one for the unpickler alone (trace/snapshot_file.py asks it then).
+
+What is cut out is known to begin where an opcode does: events follow each other without a gap, and between them opcodes
+are walked as trace/pickles.py does.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from memprof.trace.columns import Cut, EventColumns, Run
+from memprof.trace.event_forms import GET, MEMOIZE, TEXT, Batch, Forms
+from memprof.trace.one_thread import np
+from memprof.trace.pickles import MOST_TUPLES, STOP, NotRegular, PlainUnpickler, after_opcode, fixed_opcodes
+
+_FIRST_BATCH, _BATCH = 64, 1 << 16
+_SHORT_RUN = 12
+"""Events: fewer in a row are left to the unpickler."""
+_MOST_STACKS = 1 << 18
+"""Lists that are remembered by their bytes; of more, each is left to the unpickler."""
+
+_FRAME = 0x95
+_REF = rb"(?:h.|j.{4})"
+_LIST = re.compile(rb"\]\x94(?:\(%b+e|%ba)?" % (_REF, _REF), re.DOTALL)
+_RUN = re.compile(b"(?:" + fixed_opcodes(b"\x94\x95PQqrp") + b"){0,10000}+", re.DOTALL)
+_ENDS_IN_PAIR = re.compile(b"(?:" + fixed_opcodes(b"\x94\x95PQqrp") + rb"){0,200}K(.)K(.)", re.DOTALL)
+_REFUSED = frozenset(b"PQqrp")
+"""Names that only we may give, and memo entries at a place of the file's choice."""
+_STAND_IN = b"\x96\x01\0\0\0\0\0\0\0x"
+"""What the memo has for each dictionary and text that was cut out: a bytearray. It is neither a key nor a value of a
+snapshot, so that nothing that refers to one of them is read."""
+
+_Array = np.ndarray[Any, Any]
+
+
+def load_events_apart(data: bytes) -> tuple[object, Cut]:
+    """The value in `data`, with `Run`s in place of events, and the events.
+
+    Raises:
+        NotRegular: use `load_plain`, which says what is wrong with it, if anything is.
+        MemoryError: as ever.
+    """
+    try:
+        return _Cutter(data).load()
+    except (NotRegular, MemoryError):
+        raise
+    except Exception as error:
+        raise NotRegular(repr(error)) from None
+
+
+class _Cutter:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.rows = EventColumns()
+        self.forms = Forms(data, self.rows)
+        self.at = 0
+        """Opcodes before it are done with."""
+        self.memo = 0
+        """Entries in the memo."""
+        self.num_tuples = 0
+        self.out: list[bytes] = []
+        self.learned = False
+        """Whether `forms` knows more than when the batch was parsed."""
+        self.known: dict[bytes, int] = {}
+        """Lists by their bytes, which hold references alone."""
+        self.sources: list[int] = [0]
+        """Of each list, a memo entry that holds it; 0: none yet."""
+        self.tails: list[bytes] = [b""]
+        """Of each, what puts it into the memo again."""
+        self.list_at = np.full(1 << 16, -1, np.int32)
+        """By memo entry: which list it is; -1: not known to be one."""
+
+    def load(self) -> tuple[object, Cut]:
+        """See `load_events_apart`."""
+        self._cut_all(re.compile(re.escape(self._first_event())))
+        self._walk(len(self.data))
+        if self.at >= len(self.data) or self.data[self.at] != STOP:
+            raise NotRegular("it is truncated")
+        known = b"".join(_get(source) for source in self.sources[1:])
+        self.out.append(b"(" + known + b"l\x86.")
+        made = b"".join(self.out)
+        self.out.clear()
+        value, lists = _Unpickler(io.BytesIO(made)).load()
+        return value, Cut(self.rows, [[], *lists])
+
+    def _first_event(self) -> bytes:
+        """How an event begins. What is before the first one is walked."""
+        if self.data[:1] != b"\x80" or self.data[1] < 4:
+            raise NotRegular("the memo is not numbered in order")
+        while True:
+            at = self.data.find(b"\x8c\x06action\x94", self.at)
+            if at < 0:
+                raise NotRegular("no events")
+            self._walk(at + 9)
+            for entry, text in self.forms.texts.items():
+                if text == b"action":
+                    return b"}\x94(" + _get(entry)
+
+    # -- between the events ------------------------------------------------------------------------------------------
+
+    def _walk(self, limit: int) -> None:
+        """Leave opcodes to the unpickler until one begins at `limit` or behind it."""
+        data, at, run, out = self.data, self.at, _RUN.match, self.out
+        begin = last = at
+        while at < limit:
+            code = data[at]
+            found = run(data, at, limit)
+            if found is not None and found.end() > at:
+                last, at = at, found.end()
+                continue
+            if code == MEMOIZE:
+                self.memo += 1
+                at += 1
+            elif code == _FRAME:  # what it says of lengths does not hold for what is left
+                out.append(data[begin:at])
+                at += 9
+                begin = at
+                if at + int.from_bytes(data[at - 8 : at], "little") > len(data):
+                    raise NotRegular("a frame is cut off")
+            elif code == TEXT:
+                end = at + 2 + data[at + 1]
+                text = data[at + 2 : end]
+                if data[end : end + 1] == b"\x94":
+                    self.learned |= self.forms.learn(self.memo, text)
+                at = end
+            elif code in _REFUSED:
+                raise NotRegular(f"opcode {code}")
+            elif code == STOP:
+                break
+            else:
+                if code in b"t\x85\x86\x87":
+                    pair = _ENDS_IN_PAIR.fullmatch(data, last, at) if code == 0x86 else None
+                    self.num_tuples += pair is None
+                    if self.num_tuples > MOST_TUPLES:
+                        raise NotRegular("many tuples")
+                    if pair is not None and data[at + 1] == MEMOIZE:
+                        self.forms.pairs[self.memo] = (pair[1][0], pair[2][0])
+                        self.learned = True
+                at = after_opcode(data, at)
+        out.append(data[begin:at])
+        self.at = at
+
+    # -- the events --------------------------------------------------------------------------------------------------
+
+    def _cut_all(self, event: re.Pattern[bytes]) -> None:
+        places: Iterator[int] = (found.start() for found in event.finditer(self.data, self.at))
+        size = _FIRST_BATCH
+        waiting: list[int] = []
+        while True:
+            waiting += islice(places, max(size - len(waiting), 0))
+            if not waiting or self.data[self.at] == STOP:
+                return
+            del waiting[: self._cut_batch(waiting, is_last=len(waiting) < size)]
+            size = _FIRST_BATCH if self.learned else min(2 * size, _BATCH)
+
+    def _cut_batch(self, places: list[int], *, is_last: bool) -> int:
+        """Cut out what can be of these candidates; how many are done with, before something was learned of others.
+
+        Of a list it takes the next candidate to know where it ends: the last one waits for the next batch.
+        """
+        self.learned = False
+        batch = self.forms.parse(np.array(places, np.int64), self.memo)
+        follows = np.append(batch.ok[:-1] & batch.ok[1:] & (batch.end[:-1] == batch.start[1:]), False)
+        ends = (np.flatnonzero(~follows) + 1).tolist()  # of runs, in order
+        ok = batch.ok.tolist()
+        at, next_end, count = 0, 0, len(places)
+        while at < count:
+            start = places[at]
+            if self.learned or self.data[self.at] == STOP:
+                break
+            if start < self.at:  # within something else
+                at += 1
+            elif start > self.at:
+                self._walk(start)
+            elif ok[at]:
+                while ends[next_end] <= at:
+                    next_end += 1
+                done = self._cut_run(batch, at, ends[next_end])
+                if done == at:
+                    ok[at] = False
+                else:
+                    self.at = int(batch.end[done - 1])
+                    at = done
+            elif at + 1 < count:
+                self._walk(places[at + 1])
+                at += 1
+            elif is_last:
+                self._walk(start + 1)
+                at += 1
+            else:
+                break
+        return at
+
+    def _cut_run(self, batch: Batch, begin: int, end: int) -> int:
+        """Events that follow each other, all of them regular; those with a list that is new are left as they are.
+
+        Returns:
+            Up to where, exclusive: a list may hold more than references.
+        """
+        inline = (batch.reference[begin:end] < 0) & (batch.frames[begin:end] > 0)
+        stacks = np.zeros(end - begin, np.int64)
+        news: list[int] = []
+        which = np.flatnonzero(inline)
+        if len(which):
+            froms, tos = batch.frames[begin:end][which], batch.end[begin:end][which] - 1
+            numbers = self._numbers(which.tolist(), froms.tolist(), tos.tolist(), news)
+            if len(numbers) < len(which):
+                end = begin + int(which[len(numbers)])
+                which, inline, stacks = which[: len(numbers)], inline[: end - begin], stacks[: end - begin]
+                if end == begin:
+                    return end
+            stacks[which] = numbers
+        after = np.cumsum(batch.memos[begin:end] + inline) + self.memo
+        list_entry = after - 1
+        """Of those with a list: its entry in the memo."""
+        self.memo = int(after[-1])
+        if self.memo >= len(self.list_at):
+            self.list_at = np.append(self.list_at, np.full(self.memo, -1, np.int32))
+        at = 0
+        for new in [*news, end - begin]:
+            if new > at:
+                self._cut_rows(batch, begin + at, begin + new, inline[at:new], stacks[at:new], list_entry[at:new])
+            if new < end - begin:
+                self._leave(batch, begin + new, begin + new + 1)
+                entry, number = int(list_entry[new]), int(stacks[new])
+                if number:
+                    self.sources[number], self.tails[number] = entry, _get(entry) + b"\x940"
+                    self.list_at[entry] = number
+            at = new + 1
+        return end
+
+    def _numbers(self, which: list[int], froms: list[int], tos: list[int], news: list[int]) -> list[int]:
+        """Of each list its number, up to one that holds more than references.
+
+        Args:
+            which: the rows; their lists are bytes `froms` to `tos` of the file.
+            news: takes the rows whose list was not seen before.
+        """
+        data, known = self.data, self.known
+        found = []
+        for row, begin, end in zip(which, froms, tos, strict=True):
+            key = data[begin:end]
+            number = known.get(key, 0)
+            if not number:
+                if _LIST.fullmatch(key) is None:
+                    break
+                news.append(row)
+                if len(known) < _MOST_STACKS:
+                    number = known[key] = len(self.sources)
+                    self.sources.append(0)
+                    self.tails.append(b"")
+            found.append(number)
+        return found
+
+    def _leave(self, batch: Batch, begin: int, end: int) -> None:
+        self.out.append(self.data[int(batch.start[begin]) : int(batch.end[end - 1])])
+
+    def _cut_rows(
+        self,
+        batch: Batch,
+        begin: int,
+        end: int,
+        inline: _Array,
+        stacks: _Array,
+        list_entry: _Array,
+    ) -> None:
+        """Events whose lists are all known, or referred to."""
+        self.list_at[list_entry[inline]] = stacks[inline]
+        if end - begin < _SHORT_RUN:
+            self._leave(batch, begin, end)
+            return
+        reference = batch.reference[begin:end]
+        refers = reference >= 0
+        if refers.any():
+            asked = reference[refers]
+            if (asked >= (list_entry - batch.memos[begin:end] + 1)[refers]).any():
+                raise NotRegular("a reference to what comes later")
+            for entry in np.unique(asked[self.list_at[asked] < 0]).tolist():
+                self.list_at[entry] = len(self.sources)
+                self.sources.append(entry)
+                self.tails.append(_get(entry) + b"\x940")
+            stacks[refers] = self.list_at[asked]
+        memos, tails = batch.memos[begin:end].tolist(), self.tails
+        heads = [b"\x94" * count for count in range(max(memos) + 1)]
+        rows = zip(memos, inline.tolist(), stacks.tolist(), strict=True)
+        first, count = len(self.rows), end - begin
+        stand_ins = [heads[m] + tails[number] if has_list else heads[m] for m, has_list, number in rows]
+        self.out += (b"(", _STAND_IN, *stand_ins, b"1", struct.pack("<cicicc", b"J", first, b"J", count, b"\x86", b"Q"))
+        for name, column in batch.columns.items():
+            own: array[int] = getattr(self.rows, name)
+            own.frombytes(column[begin:end].astype(own.typecode).tobytes())
+        self.rows.stacks.frombytes(stacks.astype("I").tobytes())
+
+
+def _get(entry: int) -> bytes:
+    """The opcode that takes this entry from the memo."""
+    return bytes((GET, entry)) if entry < 256 else struct.pack("<ci", b"j", entry)
+
+
+class _Unpickler(PlainUnpickler):
+    def persistent_load(self, pid: object) -> Run:
+        assert isinstance(pid, tuple)  # the file's own are refused
+        return Run(*pid)
