@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from memprof.trace.events import GPU, HOST
 from memprof.virtual.device_rules import mixes, takes_numbers_of_host
@@ -16,6 +18,7 @@ from memprof.virtual.kernels.in_place_backward import CANDIDATES
 from memprof.watch.caches import WRITES
 
 _aten = torch.ops.aten
+_META = torch.device("meta")
 
 HOST_VIRTUAL_BYTES = 1 << 20
 """Host tensors from this size on are virtual too: an 8B model built on the CPU must not fill a laptop's memory."""
@@ -169,3 +172,58 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [tensor for part in value for tensor in tensors_of(part)]
     return []
+
+
+def fills_arguments(func: Any) -> bool:
+    """Whether an operator of a library returns nothing but arguments that it writes: in place, or with `out`.
+
+    torch's own are asked otherwise: theirs resize what they are to write into.
+    """
+    returns = func._schema.returns
+    return func.namespace not in _OF_TORCH and all(one.alias_info and one.alias_info.is_write for one in returns)
+
+
+_OF_TORCH = ("aten", "prims", "prim")
+
+
+def _arguments(call: Call) -> list[tuple[Any, Any]]:
+    """Each argument of the schema that `call` has, and its value."""
+    arguments = call.func._schema.arguments
+    given = {one.name: value for one, value in zip(arguments, call.args, strict=False)} | call.kwargs
+    return [(one, given[one.name]) for one in arguments if one.name in given]
+
+
+def written(call: Call) -> list[Any]:
+    """What `call` writes into."""
+    return [value for one, value in _arguments(call) if one.is_write]
+
+
+def given_back(call: Call) -> Any:
+    """What an operator returns that returns what it writes into."""
+    into = {frozenset(one.alias_info.before_set): value for one, value in _arguments(call) if one.is_write}
+    results = [into[frozenset(one.alias_info.before_set)] for one in call.func._schema.returns]
+    return tuple(results) if len(results) > 1 else results[0] if results else None
+
+
+def run_on_meta(call: Call) -> Any:
+    """The operator run on meta tensors. Some meta kernels do not take what CUDA's do, a number on the host."""
+    try:
+        return call.func(*call.args, **call.kwargs)
+    except RuntimeError:
+        if not call.real or call.device is None:
+            raise
+        return call.func(*all_meta(call.args), **all_meta(call.kwargs))
+
+
+def all_meta(value: Any, then: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:
+    """Real tensors in arguments as meta ones; `then` is given each pair."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:
+            return tensor
+        moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+        if then is not None:
+            then(tensor, moved)
+        return moved
+
+    return tree_map_only(torch.Tensor, move, value)

@@ -87,10 +87,9 @@ class DeviceMode(TorchFunctionMode):
             torch.asarray: self._as_tensor,
             _Tensor.new_tensor: self._new_tensor,
             _Tensor.new: self._new,
+            _Tensor.copy_: self._copy_,
             **{func: functools.partial(self._nonfinite, func) for func in _NONFINITE},
         }
-        if recording.cards.several:
-            self._handlers[_Tensor.copy_] = self._copy_
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and torch._C._is_torch_function_enabled():
@@ -395,11 +394,15 @@ class DeviceMode(TorchFunctionMode):
 
     def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Between cards, the source is moved first where it needs a gradient, which then finds its way back."""
-        if isinstance(source, _Tensor) and source.requires_grad and torch.is_grad_enabled():
+        several = self._recording.cards.several
+        if several and isinstance(source, _Tensor) and source.requires_grad and torch.is_grad_enabled():
             ends = self._believed(source), self._believed(tensor)
             if ends[0] != ends[1] and all(map(is_card, ends)):
                 source = self._to(source, ends[1])
-        return self._mixed.on_one_device(_Tensor.copy_, (tensor, source, non_blocking), {})
+        with _NoTorchFunction():
+            is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that card
+        copy = _aten.copy_.default if is_wrapper else _Tensor.copy_
+        return self._mixed.on_one_device(copy, (tensor, source, non_blocking), {})
 
     def _to_cpu(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return self._to(tensor, _CPU, **kwargs)

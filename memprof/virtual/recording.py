@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from memprof.trace.events import GPU, HOST, is_card
 from memprof.virtual import layout_cache as layout
@@ -25,13 +24,19 @@ from memprof.virtual.calls import (
     Call,
     Kind,
     Operator,
+    all_meta,
+    fills_arguments,
+    given_back,
+    run_on_meta,
     tensors_of,
+    written,
 )
 from memprof.virtual.card import Card
 from memprof.virtual.cards import Cards
 from memprof.virtual.engine import FILLS_ZEROS, called_by_engine, in_backward
 from memprof.virtual.kernels import in_place_backward as formulas
 from memprof.virtual.kernels import matrix_products, quantized_tensors, registry, sparse
+from memprof.virtual.kernels.expansion import dispatch_of_python
 from memprof.virtual.launch import Launch
 from memprof.virtual.limits import not_yet
 from memprof.virtual.machine import Machine
@@ -49,8 +54,6 @@ _NoTorchFunction = torch._C.DisableTorchFunction
 _dispatch_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-_AUTOCAST_IS_OFF = torch._C._dispatch_tls_local_exclude_set()
-"""What torch leaves out of every dispatch outside of autocast."""
 registry.load()
 
 
@@ -111,7 +114,7 @@ class RecordingMode(Machine):
             operator = self._operator(func)
             if operator.expansion is not None:
                 if operator.in_python:
-                    with torch._C._EnableTorchFunction(), _dispatch_of_operators(), self.function_mode, self:
+                    with torch._C._EnableTorchFunction(), dispatch_of_python(), self.function_mode, self:
                         return operator.expansion(*args, **(kwargs or {}))
                 with self:
                     return operator.expansion(*args, **(kwargs or {}))
@@ -283,7 +286,7 @@ class RecordingMode(Machine):
         except TypeError:  # an unhashable argument, such as a generator or a symbolic value
             key = known = None
         if known is None:
-            result = _launch(call)
+            result = run_on_meta(call)
             described = layout.describe(result)
             if described is not layout.UNCACHED and key is not None:
                 inputs = {t.untyped_storage()._cdata for t in call.tensors if t.is_meta}
@@ -322,7 +325,12 @@ class RecordingMode(Machine):
         storage = target.untyped_storage()
         before = storage.nbytes()
         layout_before = (target.size(), target.stride())
-        result = _launch(call)
+        try:
+            result = run_on_meta(call)
+        except NotImplementedError:
+            if not fills_arguments(call.func):
+                raise
+            return self._filled(call)
         # One that only took over another storage (set_) has made none.
         if storage.nbytes() != before and target.untyped_storage()._cdata == storage._cdata:
             self._grown(target, operator, place)
@@ -350,7 +358,12 @@ class RecordingMode(Machine):
         with self.hidden(copies, operator.name, place, call.card):
             if operator.uses_cublas and call.on_gpu:
                 self._take_workspace(operator, place, call.card)
-            result = call.func(*call.args, **call.kwargs)
+            try:
+                result = call.func(*call.args, **call.kwargs)
+            except NotImplementedError:
+                if not fills_arguments(call.func):
+                    raise
+                return self._filled(call)
         for out, size in zip(outs, before, strict=True):
             self.values.drop(out.untyped_storage()._cdata)
             if out.untyped_storage().nbytes() != size:
@@ -360,12 +373,18 @@ class RecordingMode(Machine):
             self.values.set(outs[0], known)
         return result
 
+    def _filled(self, call: Call) -> Any:
+        self.values.assume(
+            f"{call.func._schema.name} has no kernel that works without data: as it returns nothing but what it is "
+            "given, it fills that and allocates nothing."
+        )
+        self._forget_written(call)
+        return given_back(call)
+
     def _forget_written(self, call: Call) -> None:
         """What `call` writes into is no longer known."""
-        for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
-            if argument.is_write:
-                for tensor in tensors_of(value):
-                    self.values.drop(tensor.untyped_storage()._cdata)
+        for tensor in tensors_of(written(call)):
+            self.values.drop(tensor.untyped_storage()._cdata)
 
     def _grown(self, tensor: torch.Tensor, operator: Operator, place: Place) -> None:
         """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
@@ -457,7 +476,7 @@ class RecordingMode(Machine):
                 self.values.set(moved, tensor)
                 self._lent.append(moved)
 
-        call.args, call.kwargs = _all_meta(call.args, lend), _all_meta(call.kwargs, lend)
+        call.args, call.kwargs = all_meta(call.args, lend), all_meta(call.kwargs, lend)
         call.key = [id(call.func)]
         call.tensors = []
         call.real = []
@@ -481,34 +500,3 @@ class RecordingMode(Machine):
         if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
             return None
         return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
-
-
-def _dispatch_of_operators() -> Any:
-    """Dispatch as it is inside an operator that is Python: under a mode all keys of features are off, and torch then
-    compiles nothing that makes a tensor of numbers. What differentiates is off by grad mode, which is off there."""
-    excluded, included = torch._C._dispatch_tls_local_exclude_set(), torch._C._dispatch_tls_local_include_set()
-    return torch._C._ForceDispatchKeyGuard(included, excluded & _AUTOCAST_IS_OFF)
-
-
-def _launch(call: Call) -> Any:
-    """The operator run on meta tensors. Some meta kernels do not take what CUDA's do, a number on the host."""
-    try:
-        return call.func(*call.args, **call.kwargs)
-    except RuntimeError:
-        if not call.real or call.device is None:
-            raise
-        return call.func(*_all_meta(call.args), **_all_meta(call.kwargs))
-
-
-def _all_meta(value: Any, then: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:
-    """Real tensors in arguments as meta ones; `then` is given each pair."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            return tensor
-        moved = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-        if then is not None:
-            then(tensor, moved)
-        return moved
-
-    return tree_map_only(torch.Tensor, move, value)

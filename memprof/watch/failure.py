@@ -10,6 +10,7 @@ import dis
 import re
 from collections.abc import Iterator
 from types import CodeType, TracebackType
+from typing import Any
 
 import torch
 
@@ -109,7 +110,46 @@ def describe(
         module=None if module == NONE else recorder.trace.modules[module].path,
         source=source,
         read=read,
+        hint=registration(named or op) if kind is FailureKind.NO_META_KERNEL else None,
     )
+
+
+def registration(op: str | None) -> str | None:
+    """What to add to the program so that an operator of a library has a kernel without data, by its schema.
+
+    None: it is one of torch's own, or not known by its name.
+    """
+    namespace, _, name = (op or "").partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), name.partition(".")[0], None) if name else None
+    if packet is None or namespace in ("aten", "prims", "prim"):
+        return None
+    overload = name.partition(".")[2] or packet.overloads()[0]
+    schema = getattr(packet, overload)._schema
+    first = next((one.name for one in schema.arguments if str(one.type) == "Tensor"), None)
+    made = [_LIKE.get(str(one.type), "...").format(first or "...") for one in schema.returns]
+    return _REGISTRATION.format(
+        name=schema.name if overload == "default" else f"{schema.name}.{overload}",
+        arguments=", ".join(_parameters(schema)),
+        result=", ".join(made) or "None",
+    )
+
+
+def _parameters(schema: Any) -> Iterator[str]:
+    stars = False
+    for one in schema.arguments:
+        if one.kwarg_only and not stars:
+            stars = True
+            yield "*"
+        yield f"{one.name}={one.default_value!r}" if one.has_default_value() else one.name
+
+
+_LIKE = {"Tensor": "torch.empty_like({})", "List[Tensor]": "[torch.empty_like({})]"}
+"""Type of a result -> a first guess at what makes it."""
+_REGISTRATION = """say what it allocates, with the shapes, types and strides that its kernel gives its results
+@torch.library.register_fake("{name}")
+def _({arguments}):
+    return {result}
+or choose another implementation of it, or measure the run on a GPU"""
 
 
 def refusal(problem: str, hint: str | None, source: str | None, phase: Phase) -> Failure:

@@ -44,6 +44,8 @@ _OPERATORS = (
 )  # fmt: skip
 """Operators without a CUDA kernel whose device-independent C++ allocates more than the result, by source file."""
 looked_into.mark(*(f"aten.{name}" for name in _OPERATORS))
+_AUTOCAST_IS_OFF = torch._C._dispatch_tls_local_exclude_set()
+"""What torch leaves out of every dispatch outside of autocast."""
 _TORCHS_OWN = "torch_nn"
 """The namespace of operators that torch has in Python (nn/modules/linear_cross_entropy.py)."""
 _KERNELS = "memprof"
@@ -61,6 +63,13 @@ def in_python(func: Any) -> Callable[..., Any] | None:
         cells = zip(chosen.__code__.co_freevars, chosen.__closure__ or (), strict=True)
         return next((cell.cell_contents for name, cell in cells if name == "fn"), default)
     return default if None in known._backend_fns or func.namespace == _TORCHS_OWN else None
+
+
+def dispatch_of_python() -> Any:
+    """Dispatch as it is inside an operator that is Python: under a mode all keys of features are off, and torch then
+    compiles nothing that makes a tensor of numbers. What differentiates is off by grad mode, which is off there."""
+    excluded, included = torch._C._dispatch_tls_local_exclude_set(), torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded & _AUTOCAST_IS_OFF)
 
 
 def expansion(func: Any) -> Callable[..., Any] | None:

@@ -7,6 +7,7 @@ does in a group speaks for them: so all that run see the same.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -251,4 +252,4 @@ def _unpacked(payload: Payload) -> torch.Tensor | None:
         if not given:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(bytearray(given), dtype=dtype)
-        return flat.expand(shape) if flat.numel() == 1 else flat.view(shape)
+        return flat.view(shape) if flat.numel() == math.prod(shape) else flat.expand(shape)

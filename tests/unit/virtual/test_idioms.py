@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -270,3 +272,35 @@ def test_gradients_from_the_card_for_masters_on_the_host(size):
             optimizer.step()
         known.grad = None
         assert known.grad is None
+
+
+class Slice(torch.Tensor):
+    """A part of a parameter that says itself where it is, as nanotron's ZeRO has it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor) -> Slice:
+        part = whole.view(-1)[2:6]
+        made: Slice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, part.size(), strides=part.stride(), dtype=part.dtype, device=part.device
+        )
+        made.inner = part
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_subclass_that_says_it_is_on_the_card_is_copied_into(gpu, mode):
+    whole, source = torch.zeros(10, dtype=torch.bfloat16, device="cuda"), torch.ones(4, device="cuda")
+    with mode():
+        part = Slice(whole)
+        assert part.is_cuda
+        before = torch.cuda.memory_allocated()
+        part.copy_(source)
+        assert whole.tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
+        assert torch.cuda.memory_allocated() == before
