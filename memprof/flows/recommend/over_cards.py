@@ -7,10 +7,11 @@ what these runs say of a step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import Subject
+from memprof.flows.ahead import at_once
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import card_scripts
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers
@@ -55,6 +56,7 @@ class OverCards:
         kinds = tiers(question.goal, self.runs.gpu, question.precision, question.half)
         self.tiers = [tier for tier in kinds if tier.optimizer == "adamw"]
         self.subject: Subject | None = subject_of(spec)
+        self.at_once = at_once(spec)
         self.tried: dict[Way, Tried] = {}
 
     def ways(self, tier: Plan, gpus: int, batch: int | None = None) -> list[Way]:
@@ -83,14 +85,19 @@ class OverCards:
             ways = self.ways(tier, self.gpus)
             likely = [way for way in ways if self.might_fit(way)]
             fitting: dict[Way, Tried] = {}
-            for way in self._worth_running(likely):
+            worth = self._worth_running(likely)
+            for place, way in enumerate(worth):
+                if place % self.at_once == 0:
+                    self._run_ahead(worth[place : place + self.at_once])
                 tried = self.run(way)
                 if tried is not None and tried.outcome.fits:
                     fitting[way] = tried
                     if sum(map(self.has_room, fitting.values())) == FITTING:
                         break
-            leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)
-            for way in leanest[:MOST_LEANEST]:
+            leanest = sorted(likely, key=lambda way: way.estimated_bytes or 0)[:MOST_LEANEST]
+            if fitting and not any(map(self.has_room, fitting.values())):
+                self._run_ahead(leanest)
+            for way in leanest:
                 if not fitting or any(map(self.has_room, fitting.values())):
                     break
                 tried = self.run(way)
@@ -106,6 +113,10 @@ class OverCards:
                 chosen = min(fitting, key=lambda way: self.rank(fitting[way]))
                 return chosen, fitting[chosen]
         return None
+
+    def _run_ahead(self, ways: Sequence[Way]) -> None:
+        left = [way for way in ways if way not in self.tried]
+        self.runs.run_ahead((way.spec(self.base), way.accumulation) for way in left)
 
     def has_room(self, tried: Tried) -> bool:
         """It fits without the allocator giving anything back on the way."""
@@ -162,6 +173,7 @@ def recommend_over_cards(spec: TargetSpec, question: Question, progress: Callabl
     if spec.context_length is None:
         spec = spec.edit(context_length=_context(spec))
     search = OverCards(spec, question, progress)
+    search.runs.warm(spec.edit(parallel="fsdp"))
     if not any(search.ways(tier, search.gpus) for tier in search.tiers):
         raise UsageError(
             f"no plan over {search.gpus} cards divides the sequences of a step", value=search.batch,

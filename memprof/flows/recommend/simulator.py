@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from memprof.cost import StepWork, step_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
 from memprof.flows.account import analyze
+from memprof.flows.ahead import warm
 from memprof.flows.profile import profile
 from memprof.ledger.batches import Batches
 from memprof.ledger.state import ModelState
@@ -110,11 +110,10 @@ class Simulator:
 
     def warm(self, spec: TargetSpec) -> None:
         """Import what runs like `spec` need, once for all processes that are forked from this one, by a small one."""
-        self._progress("importing torch and the model's code")
         if not _several_at_once():
+            self._progress("importing torch and the model's code")
             return
-        with contextlib.suppress(MemprofError):  # whatever it is, the runs themselves will say it
-            profile(spec.edit(model="pythia-70m", context_length=8, steps=1), explained=False)
+        warm(spec, self._progress)
         gc.collect()
         gc.freeze()
 
