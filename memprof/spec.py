@@ -354,7 +354,7 @@ class TargetSpec:
             raise UsageError("ranks are virtual ones", value=f"--device {self.device}", hint="leave out --device")
         for flag, given in (("--compile-mode", self.compile_mode), ("--compile-layers", self.compile_layers)):
             if given and not self.compile:
-                raise UsageError(f"{flag} says how to compile", value=given, hint="add --compile")
+                raise UsageError("nothing is to be compiled", value=flag, hint="add --compile")
         if self.compile and self.parallel is not None:
             raise UsageError(
                 "a model that is spread over cards is not compiled here",

@@ -12,7 +12,6 @@ import errno
 import functools
 import inspect
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import typer.core
 from memprof.cli import settings
 from memprof.cli.completion import names_of
 from memprof.cli.exits import MEANINGS, OF_OTHERS, Exit
+from memprof.cli.numbers import check_numbers
 from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
 from memprof.errors import MemprofError, UsageError, unknown_name
@@ -35,19 +35,6 @@ OUTPUT = "Output"
 FILES = "Files"
 _Refused: Any = typer.BadParameter.__bases__[0]
 """Arguments that cannot be parsed; some releases of typer have a click of their own."""
-_MOST = 10**12
-"""Every number of an option is up to this: bytes, seconds, rows; of some less."""
-_MOST_OF = {
-    # These are gone through one by one, and a model numbers its rows and tokens in host memory.
-    **dict.fromkeys(("steps", "gradient_accumulation", "new_tokens", "dataset_batches", "batches", "gpus"), 10**6),
-    "seeds": 10**3,
-    "batch_size": 1 << 24,
-    "effective_batch": 1 << 24,
-    "context_length": 1 << 27,
-    "timeout": 10**8,
-    "interval": 86_400,
-}
-_MANY_DIGITS = re.compile(r"\d{400}")
 _NOT_ABOUT_THE_RUN = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 """What these log when a library imports them."""
 STDIN = Path("-")
@@ -406,7 +393,7 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         asked = dict(values)
         given = {group: {name: values.pop(name) for name in owners if owners[name] == group} for group in groups}
         try:
-            _check_numbers(asked)
+            check_numbers(asked)
             built = {group: _build(kind, given[group]) for group, kind in groups.items()}
             reading = next((one for one in built.values() if isinstance(one, Reading)), None)
             files = [value for value in values.values() if isinstance(value, Path) and value != STDIN]
@@ -446,15 +433,6 @@ def _colours(*, wanted: bool) -> Iterator[None]:
         yield
     finally:
         COLOURLESS.reset(before)
-
-
-def _check_numbers(asked: Mapping[str, Any]) -> None:
-    for name, value in asked.items():
-        most = _MOST_OF.get(name, _MOST)
-        beyond = isinstance(value, int | float) and not abs(value) <= most  # nor is what is no number
-        if beyond or (isinstance(value, str) and _MANY_DIGITS.search(value)):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is out of range", value=str(value)[:40], hint=f"give a number, at most {most:,}")
 
 
 def _parameter(name: str, kind: Any, about: Option, default: object) -> inspect.Parameter:

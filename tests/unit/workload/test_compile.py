@@ -59,7 +59,7 @@ def test_a_compiled_model_makes_fewer_tensors_and_they_are_of_its_modules(model:
 
 
 def test_how_to_compile_is_for_what_is_compiled(model: str) -> None:
-    with pytest.raises(UsageError, match="--compile-layers says how to compile"):
+    with pytest.raises(UsageError, match="nothing is to be compiled"):
         TargetSpec(model=model, compile_layers=True)
     with pytest.raises(UsageError, match="not compiled here"):
         TargetSpec(model=model, compile=True, parallel="ddp", gpus=2)
