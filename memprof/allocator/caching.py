@@ -34,6 +34,7 @@ class CachingAllocator:
         total_bytes: capacity of the card (cudaMemGetInfo's total); None: without limit.
         driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.
         completion: when blocks that other streams used are free again.
+        counts: whether `counters` and `stats` are kept; else they mean nothing. Decisions do not depend on them.
 
     Raises:
         UsageError: settings that ask for another allocator (backend:cudaMallocAsync).
@@ -47,6 +48,7 @@ class CachingAllocator:
         driver: Driver | None = None,
         *,
         completion: Completion = Completion.IMMEDIATE,
+        counts: bool = True,
     ) -> None:
         self.config = config = AllocatorConfig() if config is None else config
         if config.backend != "native":
@@ -56,6 +58,7 @@ class CachingAllocator:
                 hint="leave the setting out; the CUDA driver's own pool has no public rules",
             )
         self.release = release
+        self.counts = counts
         self.device = 0
         """The card's number, as messages have it."""
         self.driver = SimulatedDriver(total_bytes) if driver is None else driver
@@ -158,25 +161,24 @@ class CachingAllocator:
         block.requested = num_bytes
         if size >= self.max_split_size:
             self.statistics.oversize_allocations.add()
+        if not self.counts:
+            return block
+        counters.mallocs += 1
+        counters.mallocs_bytes += size
+        counters.mallocs_requested += num_bytes
         for count in (counters, total):
-            count.mallocs += 1
-            count.mallocs_bytes += size
-            count.mallocs_requested += num_bytes
-            count.allocation += 1
-            if count.allocation > count.allocation_peak:
-                count.allocation_peak = count.allocation
-            count.allocated_bytes += size
-            if count.allocated_bytes > count.allocated_bytes_peak:
-                count.allocated_bytes_peak = count.allocated_bytes
-            count.active += 1
-            if count.active > count.active_peak:
-                count.active_peak = count.active
-            count.active_bytes += size
-            if count.active_bytes > count.active_bytes_peak:
-                count.active_bytes_peak = count.active_bytes
-            count.requested_bytes += num_bytes
-            if count.requested_bytes > count.requested_bytes_peak:
-                count.requested_bytes_peak = count.requested_bytes
+            held = count.allocation = count.allocation + 1
+            if held > count.allocation_peak:
+                count.allocation_peak = held
+            held = count.allocated_bytes = count.allocated_bytes + size
+            if held > count.allocated_bytes_peak:
+                count.allocated_bytes_peak = held
+            held = count.requested_bytes = count.requested_bytes + num_bytes
+            if held > count.requested_bytes_peak:
+                count.requested_bytes_peak = held
+        if total.waiting:
+            counters.note_active()
+            total.note_active()
         return block
 
     def _round(self, num_bytes: int) -> int:
@@ -185,7 +187,10 @@ class CachingAllocator:
         return size
 
     def free(self, block: Block) -> None:
-        """Give `block` back (`free`): at once, or when the streams that used it are done."""
+        """Give `block` back (`free`): at once, or when the streams that used it are done.
+
+        At once is `free_block`: merge with free neighbours, previous first, and make it findable.
+        """
         size = block.size
         owner = block.owner
         counters, total = owner.counters, owner.total
@@ -196,20 +201,11 @@ class CachingAllocator:
         if size >= self.max_split_size:
             self.statistics.oversize_allocations.current -= 1
         if block.uses:
+            counters.wait(1, size)
+            total.wait(1, size)
             self.pending.add(block)
-        else:
-            self._free_block(block)
-
-    def _free_block(self, block: Block) -> None:
-        """`free_block`: merge with free neighbours, previous first, and make it findable."""
-        owner = block.owner
-        size = block.size
-        counters, total = owner.counters, owner.total
-        counters.active -= 1
-        counters.active_bytes -= size
+            return
         counters.requested_bytes -= block.requested
-        total.active -= 1
-        total.active_bytes -= size
         total.requested_bytes -= block.requested
         keys, blocks = owner.keys, owner.blocks
         split_count = split_bytes = 0
@@ -251,6 +247,17 @@ class CachingAllocator:
                         count.inactive_split_bytes_added += split_bytes
                         if count.inactive_split_bytes > count.inactive_split_bytes_peak:
                             count.inactive_split_bytes_peak = count.inactive_split_bytes
+
+    def _free_block(self, block: Block) -> None:
+        """Give back what was freed before, now that no stream uses it, by taking it as handed out still."""
+        counters, total, size = block.owner.counters, block.owner.total, block.size
+        for count in (counters, total):
+            count.wait(-1, -size)
+            count.allocation += 1
+            count.allocated_bytes += size
+        if size >= self.max_split_size:
+            self.statistics.oversize_allocations.current += 1
+        self.free(block)
 
     # -- finding and obtaining a block -----------------------------------------------------------------------------
 

@@ -368,19 +368,17 @@ def _leave_free(block: Block) -> None:
 def _take(block: Block, known: LiveBlock, found: dict[int, Block]) -> None:
     block.requested = known.requested
     found[block.address] = block
+    block.owner.counters.mallocs += 1
+    block.owner.counters.mallocs_bytes += block.size
+    block.owner.counters.mallocs_requested += known.requested
     for counters in (block.owner.counters, block.owner.total):
-        counters.mallocs += 1
-        counters.mallocs_bytes += block.size
-        counters.mallocs_requested += known.requested
-        counters.active += 1
-        counters.active_bytes += block.size
         counters.requested_bytes += known.requested
-        counters.active_peak = counters.active
-        counters.active_bytes_peak = counters.active_bytes
         counters.requested_bytes_peak = counters.requested_bytes
         if known.pending:
-            continue
-        counters.allocation += 1
-        counters.allocated_bytes += block.size
-        counters.allocation_peak = counters.allocation
-        counters.allocated_bytes_peak = counters.allocated_bytes
+            counters.wait(1, block.size)
+        else:
+            counters.allocation += 1
+            counters.allocated_bytes += block.size
+            counters.allocation_peak = counters.allocation
+            counters.allocated_bytes_peak = counters.allocated_bytes
+        counters.note_active()

@@ -133,7 +133,9 @@ class _Replay:
         config = config_from_settings(snapshot.settings)
         self.state: State = state_before(self.final, self.events, config)
         self.driver = RecordedDriver(self.events, config.large_segment_size)
-        self.allocator = CachingAllocator(total_bytes, config, driver=self.driver, completion=Completion.AT_SYNC)
+        self.allocator = CachingAllocator(
+            total_bytes, config, driver=self.driver, completion=Completion.AT_SYNC, counts=False
+        )
         self.driver.live = self.allocator.segment_store.live
         if not snapshot.settings:
             maps = SEGMENT_MAP in self.events.actions

@@ -19,12 +19,15 @@ class Counters:
     allocated_bytes: int = 0
     allocated_bytes_peak: int = 0
     mallocs: int = 0
+    """What was ever handed out: of a size class, as are the next two."""
     mallocs_bytes: int = 0
     mallocs_requested: int = 0
-    active: int = 0
-    active_peak: int = 0
-    active_bytes: int = 0
-    active_bytes_peak: int = 0
+    waiting: int = 0
+    """Freed by the program, and in use by other streams: what is active beside what is handed out."""
+    waiting_bytes: int = 0
+    noted_active: int = 0
+    """The most that were active when something waited; where nothing does, the most is that of `allocation`."""
+    noted_active_bytes: int = 0
     requested_bytes: int = 0
     requested_bytes_peak: int = 0
     segment: int = 0
@@ -39,6 +42,36 @@ class Counters:
     inactive_split_bytes: int = 0
     inactive_split_bytes_peak: int = 0
     inactive_split_bytes_added: int = 0
+
+    @property
+    def active(self) -> int:
+        """Blocks that are in use, by the program or by a stream."""
+        return self.allocation + self.waiting
+
+    @property
+    def active_bytes(self) -> int:
+        """Their bytes."""
+        return self.allocated_bytes + self.waiting_bytes
+
+    @property
+    def active_peak(self) -> int:
+        """The most at once."""
+        return max(self.allocation_peak, self.noted_active)
+
+    @property
+    def active_bytes_peak(self) -> int:
+        """The most bytes at once."""
+        return max(self.allocated_bytes_peak, self.noted_active_bytes)
+
+    def wait(self, count: int, num_bytes: int) -> None:
+        """Blocks begin to wait for other streams (positive), or are done with it."""
+        self.waiting += count
+        self.waiting_bytes += num_bytes
+
+    def note_active(self) -> None:
+        """Something was handed out while something else waited."""
+        self.noted_active = max(self.noted_active, self.active)
+        self.noted_active_bytes = max(self.noted_active_bytes, self.active_bytes)
 
     def reserve(self, num_bytes: int, segments: int) -> None:
         """A segment came from the driver (segments=1), or memory was mapped into an expandable one (0)."""
@@ -68,7 +101,9 @@ class Counters:
     def reset_peak(self) -> None:
         """Every peak is what there is now."""
         for name in _ADDED:
-            setattr(self, f"{name}_peak", getattr(self, name))
+            if not name.startswith("active"):
+                setattr(self, f"{name}_peak", getattr(self, name))
+        self.noted_active, self.noted_active_bytes = self.active, self.active_bytes
 
 
 _ADDED = {
@@ -132,6 +167,8 @@ class Statistics:
             max_split_size: bytes; -1 when unlimited, as torch reports it.
         """
         found: dict[str, int] = {}
+        for added in ("mallocs", "mallocs_bytes", "mallocs_requested"):
+            setattr(self.all, added, getattr(self.large_pool, added) + getattr(self.small_pool, added))
         for pool, counters in (("all", self.all), ("large_pool", self.large_pool), ("small_pool", self.small_pool)):
             for name, added in _ADDED.items():
                 values = (getattr(counters, attribute) for attribute in (name, f"{name}_peak", added))
