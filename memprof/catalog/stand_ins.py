@@ -42,6 +42,8 @@ PACKAGES = {
         Package("causal_conv1d", "causal-conv1d", "1.6.1", "Dao-AILab/causal-conv1d@v1.6.1.post4"),
         Package("kernels", "kernels", "0.17.2", "huggingface/kernels@v0.17.2:src/kernels", "hub", for_libraries=False),
         Package("mamba_ssm", "mamba-ssm", "2.3.2.post1", "state-spaces/mamba@v2.3.2.post1"),
+        Package("torch_cluster", "torch-cluster", "1.6.3", "rusty1s/pytorch_cluster@1.6.3"),
+        Package("torch_scatter", "torch-scatter", "2.1.2", "rusty1s/pytorch_scatter@2.1.2"),
         Package("transformer_engine", "transformer-engine", "2.18.0", "NVIDIA/TransformerEngine@v2.18"),
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )

@@ -1,0 +1,382 @@
+"""torch_scatter: rows of one tensor reduced by an index, and what is made of that.
+
+Sources: torch_scatter/scatter.py, segment_csr.py, segment_coo.py, composite/ and utils.py, csrc/scatter.cpp,
+segment_csr.cpp, segment_coo.cpp and csrc/cuda of rusty1s/pytorch_scatter@2.1.2. Sums are torch's own `scatter_add_`.
+Where the program does not say how many rows there are, the largest index does: it has to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memprof.virtual.stand_ins.registry import stand_in
+from memprof.virtual.stand_ins.tools import kernel, on_card, written
+
+_AT = "rusty1s/pytorch_scatter@2.1.2:"
+_LEAST = ("min", "max")
+
+
+def _public(name: str, file: str) -> Callable[[Any], Any]:
+    source = f"{_AT}torch_scatter/{file}.py, csrc/{file}.cpp, csrc/cuda/{file}_cuda.cu"
+    return stand_in(f"torch_scatter.{file}.{name}", f"torch_scatter.{name}", source=source)
+
+
+def _composite(name: str, file: str) -> Callable[[Any], Any]:
+    names = (f"torch_scatter.composite.{file}.{name}", f"torch_scatter.composite.{name}", f"torch_scatter.{name}")
+    return stand_in(*names, source=f"{_AT}torch_scatter/composite/{file}.py")
+
+
+@stand_in("torch_scatter.utils.broadcast", source=f"{_AT}torch_scatter/utils.py")
+def broadcast(src: torch.Tensor, other: torch.Tensor, dim: int) -> torch.Tensor:
+    """A view of `src` as large as `other`."""
+    dim = other.dim() + dim if dim < 0 else dim
+    if src.dim() == 1:
+        src = src[(None,) * dim]
+    return src[(..., *(None,) * (other.dim() - src.dim()))].expand(other.size())
+
+
+def _rows(index: torch.Tensor, dim_size: int | None) -> int:
+    if dim_size is not None:
+        return dim_size
+    return int(index.max()) + 1 if index.numel() else 0
+
+
+# -- by an index of each element -----------------------------------------------------------------------------------
+
+
+@_public("scatter_sum", "scatter")
+def scatter_sum(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """Into `out`, or into zeros."""
+    on_card("torch_scatter.scatter_sum", src, index)
+    index = broadcast(index, src, dim)
+    if out is None:
+        size = list(src.size())
+        size[dim] = _rows(index, dim_size)
+        out = torch.zeros(size, dtype=src.dtype, device=src.device)
+    made: torch.Tensor = out.scatter_add_(dim, index, src)
+    return made
+
+
+@_public("scatter_add", "scatter")
+def scatter_add(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """scatter_sum."""
+    return scatter_sum(src, index, dim, out, dim_size)
+
+
+def _reduced(
+    name: str, src: torch.Tensor, index: torch.Tensor, dim: int, given: Any, dim_size: Any
+) -> tuple[torch.Tensor, ...]:
+    """scatter_cuda: the output, and for the least and the largest where they are from."""
+    on_card(f"torch_scatter.scatter_{name}", src, index)
+    dim = src.dim() + dim if dim < 0 else dim
+
+    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+        where = broadcast(where, values, dim)
+        values = values.contiguous()
+        size = list(values.size())
+        if into is None:
+            size[dim] = _rows(where, dim_size)
+        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
+        written(made)
+        if name == "mul":
+            return made, (values, where, made)
+        place = torch.empty_like(made, dtype=torch.int64)
+        if into is None:
+            made.masked_fill_(made == 0, 0)
+        return (made, place), (where, place)
+
+    def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
+        if name == "mul":
+            values, where, made = saved
+            found = torch.gather(gradient * made, dim, where).div_(values)
+            return found.masked_fill_(found.isnan(), 0), None, None
+        return _to_places(gradient, saved[1], src.shape, dim), None, None
+
+    result = kernel(forward, backward, src, index, given)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _to_places(gradient: torch.Tensor, place: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+    """A gradient to where the least or largest was; what was nowhere goes to a row more, which is cut off."""
+    size = list(shape)
+    size[dim] += 1
+    made = torch.zeros(size, dtype=gradient.dtype, device=gradient.device)
+    return made.scatter_(dim, place, gradient).narrow(dim, 0, size[dim] - 1)
+
+
+@_public("scatter_mul", "scatter")
+def scatter_mul(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """Products; saved are the input and they."""
+    return _reduced("mul", src, index, dim, out, dim_size)[0]
+
+
+@_public("scatter_min", "scatter")
+def scatter_min(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None) -> Any:
+    """The least of each, and where it is."""
+    return _reduced("min", src, index, dim, out, dim_size)
+
+
+@_public("scatter_max", "scatter")
+def scatter_max(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None) -> Any:
+    """The largest."""
+    return _reduced("max", src, index, dim, out, dim_size)
+
+
+@_public("scatter_mean", "scatter")
+def scatter_mean(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
+) -> torch.Tensor:
+    """Sums, divided where they lie by counts."""
+    out = scatter_sum(src, index, dim, out, dim_size)
+    number = out.size(dim)
+    places = dim + src.dim() if dim < 0 else dim
+    if index.dim() <= places:
+        places = index.dim() - 1
+    ones = torch.ones(index.size(), dtype=src.dtype, device=src.device)
+    count = scatter_sum(ones, index, places, None, number)
+    count[count < 1] = 1
+    count = broadcast(count, out, dim)
+    return out.true_divide_(count) if out.is_floating_point() else out.div_(count, rounding_mode="floor")
+
+
+@_public("scatter", "scatter")
+def scatter(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None, reduce: str = "sum"
+) -> torch.Tensor:
+    """By the name of the reduction."""
+    one = _SCATTERS.get(reduce)
+    if one is None:
+        raise ValueError
+    made = one(src, index, dim, out, dim_size)
+    return made[0] if isinstance(made, tuple) else made
+
+
+_SCATTERS: dict[str, Callable[..., Any]] = {
+    "sum": scatter_sum, "add": scatter_sum, "mul": scatter_mul, "mean": scatter_mean, "min": scatter_min,
+    "max": scatter_max,
+}  # fmt: skip
+
+
+# -- by a sorted index, or by where each segment begins -------------------------------------------------------------
+
+
+def _segments(
+    name: str, src: torch.Tensor, index: torch.Tensor, given: Any, reduce: str, *, csr: bool, dim_size: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """segment_csr_cuda, segment_coo_cuda: the output; where the least or largest is from, or by an index the counts."""
+    on_card(f"torch_scatter.{name}", src, index)
+    dim = index.dim() - 1
+
+    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+        shape = values.shape[: dim + (not csr)]
+        where = where.expand((*shape, where.shape[-1]) if csr else shape)
+        values = values.contiguous()
+        size = list(values.size())
+        if into is None:
+            size[dim] = max(where.size(dim) - 1, 0) if csr else _rows(where.select(dim, -1), dim_size)
+        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
+        written(made)
+        if reduce in _LEAST:
+            place = torch.empty(made.shape, dtype=torch.int64, device=made.device)
+            if not csr and into is None:
+                made.masked_fill_(made == 0, 0)
+            return (made, place), (index, place)
+        if csr or reduce != "mean":
+            return made, (index,)
+        counts = torch.zeros((*where.shape[:-1], made.shape[dim]), dtype=made.dtype, device=made.device)
+        made.div_(counts.masked_fill_(counts < 1, 1)[(..., *(None,) * (made.dim() - counts.dim()))])
+        return made, (index, counts)
+
+    def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
+        if reduce in _LEAST:
+            return _to_places(gradient, saved[1], src.shape, dim), None, None
+        gradient = gradient.contiguous()
+        made = torch.empty(src.shape, dtype=gradient.dtype, device=gradient.device)
+        if reduce == "mean" and made.numel():
+            if csr:
+                count = index.narrow(-1, 1, index.size(-1) - 1) - index.narrow(-1, 0, index.size(-1) - 1)
+                count = count.to(made.dtype)
+            else:
+                count = saved[1]
+            each = count.new_empty((*count.shape[:-1], src.shape[dim]))
+            made.true_divide_(each[(..., *(None,) * (made.dim() - each.dim()))])
+        return made, None, None
+
+    result = kernel(forward, backward, src, index, given)
+    return result if isinstance(result, tuple) else (result,)
+
+
+@_public("segment_sum_csr", "segment_csr")
+def segment_sum_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """Sums."""
+    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+
+
+@_public("segment_add_csr", "segment_csr")
+def segment_add_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """Sums."""
+    return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
+
+
+@_public("segment_mean_csr", "segment_csr")
+def segment_mean_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """Means; counts are made in the backward."""
+    return _segments("segment_mean_csr", src, indptr, out, "mean", csr=True)[0]
+
+
+@_public("segment_min_csr", "segment_csr")
+def segment_min_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
+    """The least, and where they are."""
+    return _segments("segment_min_csr", src, indptr, out, "min", csr=True)
+
+
+@_public("segment_max_csr", "segment_csr")
+def segment_max_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
+    """The largest."""
+    return _segments("segment_max_csr", src, indptr, out, "max", csr=True)
+
+
+@_public("segment_csr", "segment_csr")
+def segment_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None, reduce: str = "sum") -> torch.Tensor:
+    """By the name of the reduction."""
+    reduce = "sum" if reduce == "add" else reduce
+    if reduce not in ("sum", "mean", *_LEAST):
+        raise ValueError
+    return _segments(f"segment_{reduce}_csr", src, indptr, out, reduce, csr=True)[0]
+
+
+@_public("gather_csr", "segment_csr")
+def gather_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """A row for each element of its segment: the last number says how many there are."""
+    return _gathered("gather_csr", src, indptr, out, int(indptr.flatten()[-1]) if out is None and src.numel() else 0)
+
+
+@_public("segment_sum_coo", "segment_coo")
+def segment_sum_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
+    """Sums."""
+    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
+
+
+@_public("segment_add_coo", "segment_coo")
+def segment_add_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
+    """Sums."""
+    return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
+
+
+@_public("segment_mean_coo", "segment_coo")
+def segment_mean_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
+    """Means; the counts are saved."""
+    return _segments("segment_mean_coo", src, index, out, "mean", csr=False, dim_size=dim_size)[0]
+
+
+@_public("segment_min_coo", "segment_coo")
+def segment_min_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
+    """The least, and where they are."""
+    return _segments("segment_min_coo", src, index, out, "min", csr=False, dim_size=dim_size)
+
+
+@_public("segment_max_coo", "segment_coo")
+def segment_max_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
+    """The largest."""
+    return _segments("segment_max_coo", src, index, out, "max", csr=False, dim_size=dim_size)
+
+
+@_public("segment_coo", "segment_coo")
+def segment_coo(
+    src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None, reduce: str = "sum"
+) -> torch.Tensor:
+    """By the name of the reduction."""
+    reduce = "sum" if reduce == "add" else reduce
+    if reduce not in ("sum", "mean", *_LEAST):
+        raise ValueError
+    return _segments(f"segment_{reduce}_coo", src, index, out, reduce, csr=False, dim_size=dim_size)[0]
+
+
+@_public("gather_coo", "segment_coo")
+def gather_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None) -> torch.Tensor:
+    """A row for each index."""
+    return _gathered("gather_coo", src, index, out, index.shape[-1])
+
+
+def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given: Any, number: int) -> torch.Tensor:
+    on_card(f"torch_scatter.{name}", src, index)
+    dim = index.dim() - 1
+
+    def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
+        values = values.contiguous()
+        size = list(values.size())
+        size[dim] = number
+        made = torch.empty(size, dtype=values.dtype, device=values.device) if into is None else into.contiguous()
+        written(made)
+        return made, (where,)
+
+    def backward(saved: Any, gradient: torch.Tensor) -> Any:
+        gradient = gradient.contiguous()
+        return torch.empty(src.shape, dtype=gradient.dtype, device=gradient.device), None, None
+
+    found: torch.Tensor = kernel(forward, backward, src, index, given)
+    return found
+
+
+# -- of these -------------------------------------------------------------------------------------------------------
+
+
+def _of_floats(name: str, src: torch.Tensor) -> None:
+    if not torch.is_floating_point(src):
+        raise ValueError(f"`{name}` can only be computed over tensors with floating point data types.")
+
+
+@_composite("scatter_softmax", "softmax")
+def scatter_softmax(src: torch.Tensor, index: torch.Tensor, dim: int = -1, dim_size: Any = None) -> torch.Tensor:
+    """Over the elements of each row."""
+    _of_floats("scatter_softmax", src)
+    index = broadcast(index, src, dim)
+    largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
+    centered = (src - largest.gather(dim, index)).exp_()
+    total = scatter_sum(centered, index, dim, dim_size=dim_size)
+    return centered.div(total.gather(dim, index))
+
+
+@_composite("scatter_log_softmax", "softmax")
+def scatter_log_softmax(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, eps: float = 1e-12, dim_size: Any = None
+) -> torch.Tensor:
+    """Its logarithm."""
+    _of_floats("scatter_log_softmax", src)
+    index = broadcast(index, src, dim)
+    largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
+    centered = src - largest.gather(dim, index)
+    total = scatter_sum(centered.exp(), index, dim, dim_size=dim_size)
+    return centered.sub_(total.add_(eps).log_().gather(dim, index))
+
+
+@_composite("scatter_std", "std")
+def scatter_std(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None,
+    unbiased: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Standard deviations."""
+    dim_size = dim_size if out is None else out.size(dim)
+    dim = src.dim() + dim if dim < 0 else dim
+    places = index.dim() - 1 if index.dim() <= dim else dim
+    ones = torch.ones(index.size(), dtype=src.dtype, device=src.device)
+    count = scatter_sum(ones, index, places, dim_size=dim_size)
+    index = broadcast(index, src, dim)
+    total = scatter_sum(src, index, dim, dim_size=dim_size)
+    count = broadcast(count, total, dim).clamp(1)
+    mean = total.div(count)
+    var = src - mean.gather(dim, index)
+    var = var * var
+    out = scatter_sum(var, index, dim, out, dim_size)
+    count = count.sub(1).clamp_(1) if unbiased else count
+    made: torch.Tensor = out.div(count + 1e-6).sqrt()
+    return made
