@@ -19,6 +19,8 @@ LEAST_BYTES = 2 * GIB
 MEMORY_PER_BYTE = 12
 """Bytes of memory that reading and analysing takes for a byte of a snapshot, at most; tests/benchmarks/analyze.py
 measures it."""
+REGULAR_PER_BYTE = 4
+"""The same, where events are read as columns (trace/pickled_events.py), as in nearly all files of torch; 3 measured."""
 _MEMORY_PER_PACKED_BYTE = 400
 """The same of a capture, which is packed; a run of 150 steps took 280."""
 _UNLIMITED = 1 << 62

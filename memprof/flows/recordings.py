@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memprof.allocator import AllocatorConfig, CardMemory, config_from_environment, parse_config
-from memprof.device.ceiling import MEMORY_PER_BYTE, allow_more, ceiling_bytes
+from memprof.device.ceiling import MEMORY_PER_BYTE, REGULAR_PER_BYTE, allow_more, ceiling_bytes
 from memprof.errors import UsageError
 from memprof.flows.each_rank import rank_of
 from memprof.recording.from_trace import Converted, Slice, snapshot_of
@@ -34,6 +34,8 @@ from memprof.units import format_bytes
 
 GZIP = b"\x1f\x8b"
 PICKLE = b"\x80"
+REGULAR = b"\x80\x04"
+"""How pickles begin that number their memo in order, or later ones."""
 _KINDS = "a snapshot of torch.cuda.memory._dump_snapshot, or a capture that `memprof profile --save` wrote"
 
 
@@ -83,7 +85,7 @@ def open_file(path: Path, progress: Callable[[str], None] = lambda doing: None) 
     if head == GZIP:
         return _open_capture(path)
     size = path.stat().st_size
-    _check_memory(path, size)
+    _check_memory(path, size, MEMORY_PER_BYTE if head < REGULAR else REGULAR_PER_BYTE)
     from memprof.trace.snapshot_file import read_snapshot
 
     progress(f"reading {format_bytes(size)}")
@@ -174,12 +176,12 @@ def _settings(trace: Trace) -> tuple[AllocatorConfig, str]:
     return config, f"The capture does not name the allocator's settings; {where} are taken."
 
 
-def _check_memory(path: Path, size: int) -> None:
-    """Refuse what would not fit, before it takes the machine down."""
-    needed, most = size * MEMORY_PER_BYTE, ceiling_bytes(path)
+def _check_memory(path: Path, size: int, per_byte: int) -> None:
+    """Refuse what would not fit, before it takes the machine down; what is larger than it looks, the ceiling stops."""
+    needed, most = size * per_byte, ceiling_bytes(path)
     if needed > most:
         raise UsageError(
-            f"the file needs up to {format_bytes(needed)} of memory to be read, and it may take {format_bytes(most)}",
+            f"the file needs about {format_bytes(needed)} of memory to be read, and it may take {format_bytes(most)}",
             value=f"{path} ({format_bytes(size)})",
             hint=f"record fewer events (max_entries=100000), or {allow_more(needed)}",
         )
