@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 
 from memprof.allocator import SettingsInForce
@@ -32,6 +33,7 @@ from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
+from memprof.watch.postponed import came_late
 from memprof.workload.plan import parse_plan
 
 
@@ -81,19 +83,25 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         from memprof.remedies import on_spec
 
         switch_on = on_spec.switch_on
-    workload = Workload(spec, source, switch_on)
+    if spec.parallel is not None or spec.compile:
+        importlib.import_module("torch._dynamo")
     failed: RunFailedError | None = None
-    try:
-        if spec.device == "virtual":
-            trace = capture_virtual(
-                workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
-            )
-        else:
-            if spec.device == "cpu":
-                _check_host_memory(spec, progress)
-            trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
-    except RunFailedError as error:
-        failed, trace = error, error.trace
+    while True:
+        workload = Workload(spec, source, switch_on)
+        try:
+            if spec.device == "virtual":
+                trace = capture_virtual(
+                    workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
+                )
+            else:
+                if spec.device == "cpu":
+                    _check_host_memory(spec, progress)
+                trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
+        except RunFailedError as error:
+            failed, trace = error, error.trace
+        if not came_late():
+            break
+        failed = None
     trace.facts = dataclasses.replace(
         trace.facts,
         command="profile",

@@ -29,6 +29,7 @@ from memprof.virtual.edges import (
     generation,
     hub_kernels,
     loaders,
+    model_names,
     native,
     processes,
 )
@@ -50,6 +51,7 @@ from memprof.watch import sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
+from memprof.watch.postponed import imported_inside
 from memprof.watch.recorder import Recorder
 from memprof.watch.watch import Watch
 
@@ -228,6 +230,7 @@ class VirtualGpu(Watch):
 
     def _install(self) -> None:
         patches = self._patches
+        self._stack.enter_context(imported_inside(patches.lifted, lambda: bool(self.recorder.trace.events)))
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
         self.recording.function_mode = function_mode
         self._compiler = Compiler(self.recording, function_mode, patches, self.assume, is_on=self._compiles)
@@ -286,6 +289,7 @@ class VirtualGpu(Watch):
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
         }
         replacements = hub_kernels.patches(self.assume) | dtensor.patches() | rpc.patches()
+        replacements["transformers.utils.import_utils"] = model_names.patches
         if self._stand_ins is not None:
             self._stack.enter_context(self._stand_ins.entered())
             replacements |= requests.patches(self._stand_ins.choose) | hub.patches() | torchvision.patches(self.assume)

@@ -100,7 +100,7 @@ def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
     dtype, why = _dtype(entry.checkpoint_dtype, spec)
     name, repository = (entry.key, "") if spec.model_is_size else entry.called(spec.model)
     notes = [entry.note if entry.synthesized else f"Model: {repository or entry.hf_id} as {entry.architecture}.", *why]
-    classes = functools.partial(_classes, entry.architecture)
+    classes = functools.partial(_classes, entry.architecture, str(config.get("model_type")))
     return _hugging_face(name, classes, entry.architecture, entry.task, config, dtype, notes, spec)
 
 
@@ -217,7 +217,7 @@ def _from_mapping(name: str, config: dict[str, Any], spec: TargetSpec, *, where:
     stored = checkpoint_format(config, where)
     dtype, why = _dtype(config.get("dtype") or config.get("torch_dtype") or "float32", spec, stored)
     notes = [f"Model: {name} as {architecture}.", *why]
-    find_classes = functools.partial(_classes, architecture)
+    find_classes = functools.partial(_classes, architecture, str(config.get("model_type")))
     reference = reference_of(config, architecture)
     if reference is not None and (spec.trust_remote_code or not _has_class(architecture)):
         notes.append(check_trusted(reference, where, trusted=spec.trust_remote_code))
@@ -322,9 +322,14 @@ def _has_class(architecture: str) -> bool:
     return hasattr(transformers, architecture)
 
 
-def _classes(architecture: str) -> tuple[Any, Any]:
+def _classes(architecture: str, model_type: str) -> tuple[Any, Any]:
     import transformers
 
+    # By its path first, for which transformers' names of all models need not be read.
+    own = model_type.replace("-", "_")
+    with contextlib.suppress(ImportError, AttributeError):
+        model_class = getattr(importlib.import_module(f"transformers.models.{own}.modeling_{own}"), architecture)
+        return model_class.config_class, model_class
     try:
         model_class = getattr(transformers, architecture)
         return model_class.config_class, model_class

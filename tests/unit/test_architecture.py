@@ -107,6 +107,15 @@ def test_a_command_imports_no_other():
     assert not modules & {"rich", "argparse", "asyncio", "pynvml"}
 
 
+def test_an_eager_profile_imports_no_compiler():
+    """Nor what only the compiler needs, nor what reads every file of transformers."""
+    profile = '"profile", "--model", "gpt2", "--context-length", "64", "--no-cache", "--quiet"'
+    modules = _modules("import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1)" + HELP.replace('"--help"', profile))
+    compiler = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", "torch.onnx")
+    assert not {name for name in modules if name.startswith(tuple(f"{package}." for package in compiler))}
+    assert not modules & {*compiler, "pandas", "sklearn", "torchvision", "bitsandbytes", "peft"}
+
+
 def test_heavy_imports_would_be_noticed():
     assert "numpy" in _imported("import numpy")
 

@@ -1,0 +1,60 @@
+"""transformers' packages have the names that they have without memprof, though they read them late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def test_names_are_read_when_one_is_asked_for():
+    code = """
+    import sys
+    from memprof.virtual.edges import model_names
+    from memprof.watch.imports import watch_imports
+    from memprof.watch.patches import Patches
+
+    name = "transformers.utils.import_utils"
+    patches, read = Patches(), []
+
+    def replace():
+        utils = sys.modules[name]
+        plain = utils.define_import_structure
+        utils.define_import_structure = lambda *args, **kwargs: read.append(args[0]) or plain(*args, **kwargs)
+        patches.set_all(model_names.patches(utils))
+
+    with watch_imports({name: replace}):
+        import transformers
+        import transformers.models.gpt2.configuration_gpt2
+        from transformers.models import llama
+
+        assert transformers.__version__ and transformers.models.qwen3.__name__ == "transformers.models.qwen3"
+        assert transformers.PretrainedConfig.__module__ == "transformers.configuration_utils"
+        folders = [str(path).removesuffix("__init__.py").rstrip("/").rpartition("/")[2] for path in read]
+        assert folders and "models" not in folders, folders
+    patches.undo()
+
+    import_utils = sys.modules[name]
+    models = transformers.models.__path__[0]
+    for package, prefix in ((transformers, "models"), (transformers.models, None)):
+        expected = {
+            each for modules in import_utils.define_import_structure(models, prefix).values()
+            for names in modules.values() for each in names
+        }
+        assert len(expected) > 3000 and expected <= set(package.__all__) and expected <= set(dir(package))
+    assert transformers.GPT2Config is transformers.models.gpt2.configuration_gpt2.GPT2Config
+    assert transformers.AutoConfig.for_model("gpt2").model_type == "gpt2"
+    for wrong in (lambda: transformers.nothing, lambda: transformers.models.nothing, lambda: llama.nothing):
+        try:
+            wrong()
+        except AttributeError as error:
+            assert "nothing" in str(error)
+        else:
+            raise AssertionError
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

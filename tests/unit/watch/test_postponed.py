@@ -1,0 +1,165 @@
+"""What is not imported for an eager run: each in a process of its own, which has to begin without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _run(code: str, *arguments: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_runs_are_the_same_with_and_without_the_compiler():
+    """Event by event, over families of models that differ in what they ask of torch."""
+    _run(
+        """
+        import gc, importlib, sys
+        from memprof.flows.profile import profile
+        from memprof.spec import TargetSpec
+        from memprof.watch.postponed import postpone
+
+        def traces():
+            for model, length in (("gpt2", 64), ("t5-small", 32)):
+                trace, document = profile(TargetSpec(model=model, context_length=length))
+                yield trace.events, trace.storages, trace.ops, trace.sources, document
+
+        postpone()
+        without = list(traces())
+        there = {"torch._dynamo", "sympy"} & set(sys.modules)
+        assert not there, there
+        importlib.import_module("torch._dynamo")
+        assert "sympy" in sys.modules
+        for before, after in zip(without, traces(), strict=True):
+            for one, other in zip(before, after, strict=True):
+                assert one == other
+        """
+    )
+
+
+def test_a_run_that_needs_it_after_all_is_run_again(tmp_path):
+    """And holds nothing that the import held on to."""
+    model = tmp_path / "model.py"
+    model.write_text(
+        textwrap.dedent("""
+        import torch
+
+        made = []
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(2))
+
+            def forward(self, x):
+                torch._dynamo.is_compiling()
+                for layer in self.layers:
+                    x = layer(x)
+                return x.sum()
+
+        def build():
+            made.append(1)
+            return Model()
+
+        def example_inputs(*args, **kwargs):
+            return {"x": torch.randn(8, 256)}
+        """)
+    )
+    _run(
+        """
+        import importlib, sys
+        from memprof.flows.profile import profile
+        from memprof.spec import TargetSpec
+        from memprof.watch.postponed import postpone
+
+        postpone()
+        spec = TargetSpec(model=sys.argv[1] + ":build")
+        first, _ = profile(spec)
+        assert "torch._dynamo" in sys.modules
+        assert len(sys.modules["model"].made) == 2, sys.modules["model"].made
+        again, _ = profile(spec)
+        assert len(sys.modules["model"].made) in (1, 3)  # of the module that was imported again
+        assert (first.events, first.storages) == (again.events, again.storages)
+        """,
+        str(model),
+    )
+
+
+def test_it_is_told_of_what_was_marked_before_it_came():
+    _run(
+        """
+        import sys
+        from memprof.watch.postponed import postpone
+
+        postpone()
+        import torch
+
+        @torch.compiler.disable
+        def apart(x):
+            return x + 1
+
+        @torch.compiler.disable(recursive=False)
+        def apart_alone(x):
+            return x + 1
+
+        assert apart(1) == apart_alone(1) == 2
+        weight = torch.nn.Parameter(torch.ones(3))
+        torch.optim.SGD([weight]).step()
+        assert "torch._dynamo" not in sys.modules and not hasattr(sys.modules["torch"].__dict__, "_dynamo")
+
+        import torch._dynamo
+        from torch._dynamo.exc import Unsupported
+
+        for function in (apart, apart_alone):
+            try:
+                torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(torch.ones(3))
+            except Unsupported:
+                pass
+            else:
+                raise AssertionError(function)
+        torch.optim.SGD([weight]).step()
+        assert torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(torch.ones(3)).sum() == 6
+        """
+    )
+
+
+def test_sizes_are_judged_as_the_real_module_does():
+    _run(
+        """
+        import importlib, itertools, sys
+        from memprof.watch import postponed
+
+        postponed.postpone()
+        import torch
+        import torch.fx.experimental.symbolic_shapes as without
+
+        tensors = [torch.ones(2, 2), torch.nn.Parameter(torch.ones(2))]
+        values = [True, False, 0, 3, 1.5, None, (1, 2), [1, 2], (1, 3), (1,), *tensors]
+
+        def outcomes(module):
+            for name in postponed._PLAIN:
+                for number in (1, 2):
+                    for arguments in itertools.product(values, repeat=number):
+                        plain, answer = postponed._PLAIN[name]
+                        try:
+                            if not plain(*arguments):
+                                continue
+                        except TypeError:  # not so many arguments
+                            continue
+                        yield name, [type(each) for each in arguments], getattr(module, name)(*arguments)
+        ours = list(outcomes(without))
+        assert type(without).__module__ == "memprof.watch.postponed"
+        assert "sympy" not in sys.modules
+        assert without.ShapeEnv.__module__ == "torch.fx.experimental.symbolic_shapes"
+        real = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        assert real is not without and len(ours) > 50
+        for (name, kinds, one), (_, _, other) in zip(ours, outcomes(real), strict=True):
+            assert one == other and (type(one) is type(other) or not other), (name, kinds, one, other)
+        """
+    )
