@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from memprof.errors import MemprofError
 from memprof.virtual import limits
 from memprof.virtual.stand_ins import in_graph
 
+_Kept = TypeVar("_Kept")
 _Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[_Tensors, tuple[torch.Tensor | None, ...]]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
@@ -128,8 +129,8 @@ def workspace(name: str, num_bytes: int) -> None:
         _takes(num_bytes, name)
 
 
-def kept(key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """A tensor that a package makes at the first call and keeps for the length of a run, as a table.
+def kept(key: Any, make: Callable[[], _Kept]) -> _Kept:
+    """What a package makes at the first call and keeps for the length of a run, as a table.
 
     Args:
         key: of which there is one.
@@ -137,7 +138,7 @@ def kept(key: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """
     if key not in _kept:
         _kept[key] = make()
-    found: torch.Tensor = _kept[key]
+    found: _Kept = _kept[key]
     return found
 
 

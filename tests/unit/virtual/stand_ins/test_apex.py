@@ -125,13 +125,71 @@ def test_what_a_kernel_writes_is_unknown(gpu: VirtualGpu) -> None:
     assert weight.tolist() == [1.0] * 4  # what an unknown number reads as
 
 
-def test_amp_is_refused_where_it_is_used(gpu: VirtualGpu) -> None:
+def test_what_has_no_stand_in_is_refused_where_it_is_used(gpu: VirtualGpu) -> None:
     import apex
     from apex import amp
     from apex.parallel import DistributedDataParallel
 
     assert apex.amp is amp
-    with pytest.raises(MemprofError, match=r"uses apex\.amp\.initialize, which is not installed"):
-        amp.initialize(torch.nn.Linear(2, 2), opt_level="O1")
+    with pytest.raises(MemprofError, match=r"uses apex\.amp\.half_function, which is not installed"):
+        amp.half_function(torch.mm)
     with pytest.raises(MemprofError, match=r"apex\.parallel\.DistributedDataParallel"):
         DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+MATRIX = COLUMNS * COLUMNS
+
+
+class Layers(torch.nn.Module):
+    """A matrix, and a batch norm of 512 weights and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(COLUMNS, COLUMNS, bias=False)
+        self.norm = torch.nn.BatchNorm1d(COLUMNS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x).float())
+
+
+@pytest.mark.parametrize(
+    ("level", "weights", "masters", "state"),
+    [("O0", 4, 0, 8), ("O2", 2, 4, 8), ("O3", 2, 0, 4)],
+)
+def test_amp_casts_models_and_keeps_copies(gpu: VirtualGpu, level: str, weights: int, masters: int, state: int) -> None:
+    from apex import amp
+
+    model = Layers().cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    norms = torch.float16 if level == "O3" else torch.float32
+    assert (model.linear.weight.element_size(), model.norm.weight.dtype) == (weights, norms)
+    x = torch.ones(ROWS, COLUMNS, device="cuda")
+    for step in range(2):
+        before = torch.cuda.memory_allocated()
+        optimizer.zero_grad()
+        out = model(x)
+        assert out.dtype == torch.float32
+        with amp.scale_loss(out.mean(), optimizer) as scaled:
+            assert scaled.dtype == torch.float32
+            scaled.backward()
+        gradients = [p.grad for p in amp.master_params(optimizer)]
+        assert all(gradient is not None for gradient in gradients)
+        assert gradients[0].element_size() == (masters or weights)
+        optimizer.step()
+        del out, scaled, gradients
+        if not step:
+            gained = torch.cuda.memory_allocated() - before
+            # The copy, two moments, and the gradient that the model keeps; the norm's own are small.
+            assert gained == pytest.approx(MATRIX * (masters + state + weights), rel=0.02)
+    assert torch.cuda.memory_allocated() == pytest.approx(before, abs=4 * MATRIX)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == (65536.0 if level == "O2" else 1.0)
+
+
+def test_amp_refuses_the_level_that_casts_by_lists_of_its_own(gpu: VirtualGpu) -> None:
+    from apex import amp
+
+    model = torch.nn.Linear(4, 4).cuda()
+    with pytest.raises(MemprofError, match='opt_level="O1"') as refused:
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "autocast" in str(refused.value.hint)
