@@ -36,7 +36,7 @@ def _ratings(home: Path) -> None:
     (folder / "feature_spec.yaml").write_text(json.dumps(said), encoding="utf-8")
 
 
-def _tiny_llama(home: Path) -> None:
+def tiny_llama(home: Path) -> None:
     """A model's folder with a tokenizer of words, and a few conversations."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -112,8 +112,8 @@ def _nanotron(home: Path) -> None:
     """The repository's own example of a configuration, on texts and a tokenizer that are here, without pipelines."""
     import yaml
 
-    _tiny_llama(home)
-    said = yaml.safe_load((home / "examples" / "config_tiny_llama.yaml").read_text(encoding="utf-8"))
+    tiny_llama(home)
+    said = yaml.safe_load((home / "examples" / "configtiny_llama.yaml").read_text(encoding="utf-8"))
     said["data_stages"] = said["data_stages"][:1]
     said["data_stages"][0]["data"]["dataset"]["hf_dataset_or_datasets"] = "texts"
     said["data_stages"][0]["data"]["num_loading_workers"] = 0
@@ -123,7 +123,7 @@ def _nanotron(home: Path) -> None:
 
 
 # Of 2024: transformers 5 calls a tokenizer for batches otherwise; numba is of a kind of data set that is not read.
-_OLD_TRANSFORMERS = """
+OLD_TRANSFORMERS = """
 import os, sys
 from unittest.mock import MagicMock
 
@@ -161,7 +161,7 @@ OTHER_KERNELS = (
         repository="huggingface/nanotron",
         commit="9dde940",
         command="torchrun --nproc-per-node 8 run_train.py --config-file tiny.yaml",
-        before=_OLD_TRANSFORMERS,
+        before=OLD_TRANSFORMERS,
         data=_nanotron,
         options="--gpu h100-80gb",
         path=("src",),
@@ -206,7 +206,7 @@ OTHER_KERNELS = (
             "--output_dir out --report_to none --save_strategy no --bf16 True"
         ),
         before=_TINY,
-        data=_tiny_llama,
+        data=tiny_llama,
         path=(".",),
     ),
 )
