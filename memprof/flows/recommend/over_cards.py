@@ -18,6 +18,7 @@ from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.search import Question, Tried, choice_of, on_front
 from memprof.flows.recommend.simulator import Simulator
 from memprof.flows.recommend.ways import Way, plans_over, subject_of, ways_of
+from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents.recommendation import Alternative, Choice, Recommendation
 from memprof.spec import HOST_BYTES, TargetSpec
 from memprof.units import format_bytes
@@ -257,6 +258,14 @@ def _reason(search: OverCards, found: tuple[Way, Tried] | None) -> str:
     return f"{quickest}; it {what}"
 
 
+def nccl_assumption() -> str:
+    """What cards that communicate need beside what a run needs of each."""
+    least, most = map(format_bytes, NCCL_GROUP_BYTES)
+    return (
+        f"What NCCL takes of a card is not known and not counted: {least} to {most} a group where others measured it."
+    )
+
+
 def _assumptions(spec: TargetSpec, search: OverCards) -> tuple[str, ...]:
     return (
         "Times are lower bounds at published rates: compute, then what is sent between cards, over NVLink where the "
@@ -266,4 +275,5 @@ def _assumptions(spec: TargetSpec, search: OverCards) -> tuple[str, ...]:
         "Each process makes the model in host memory before it is sharded; whether the host has room for all of them "
         "is not judged unless --host-memory says how much each may have.",
         f"{search.batch} sequences in an optimizer step of all cards.",
+        nccl_assumption(),
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from memprof.catalog import Gpu
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
+from memprof.flows.recommend.over_cards import nccl_assumption
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.search import Question, Tried, choice_of, on_front
 from memprof.flows.recommend.serving_scripts import serving_scripts
@@ -131,7 +132,7 @@ def recommend_serving(spec: TargetSpec, question: Question, progress: Callable[[
         runs=len(search.runs),
         not_applied=dict(search.runs.failures),
         card_note=search.runs.gpu.note,
-        assumptions=_ASSUMPTIONS,
+        assumptions=(*_ASSUMPTIONS, nccl_assumption()),
     )
 
 

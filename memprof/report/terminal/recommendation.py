@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.errors import printable
+from memprof.ledger.bridge import NCCL_GROUP_BYTES
 from memprof.report.documents.recommendation import (
     Bound,
     Choice,
@@ -23,6 +24,9 @@ from memprof.units import format_bytes, format_count, gib
 
 _SHOWN = 10
 """Rows of the table that are shown without --explain."""
+
+_ONE_PROCESS = "device-map"
+"""A plan without groups of processes (workload/plan.py)."""
 
 
 def print_recommendation(answer: Recommendation, *, explain: bool = False, quiet: bool = False) -> None:
@@ -89,7 +93,7 @@ def verdict_lines(answer: Recommendation) -> list[str]:
         return ["Nothing fits", answer.reason]
     return [
         f"Use {answer.chosen.name}; {_batches(answer.chosen, answer)}",
-        _need(answer.chosen),
+        _need(answer, answer.chosen),
         *_limits(answer.chosen, answer),
     ]
 
@@ -126,7 +130,7 @@ def _configuration(answer: Recommendation, *, explain: bool) -> list[RenderableT
                 "Use",
                 Text(chosen.name),
                 Text(_batches(chosen, answer)),
-                Text(_need(chosen)),
+                Text(_need(answer, chosen)),
                 *(Text(line) for line in _limits(chosen, answer)),
                 below=1,
             ),
@@ -156,14 +160,19 @@ def _batches(chosen: Choice, answer: Recommendation) -> str:
     return f"micro-batch {chosen.micro_batch}, gradients of {chosen.accumulation} accumulated"
 
 
-def _need(chosen: Choice) -> str:
+def _need(answer: Recommendation, chosen: Choice) -> str:
     need = f"needs {gib(chosen.needed_bytes)} GiB"
-    if chosen.margin_bytes >= 0:
-        return f"{need} of the card: {gib(chosen.margin_bytes)} GiB are left"
-    return (
+    left = f"{need} of the card: {gib(chosen.margin_bytes)} GiB are left"
+    only_just = (
         f"fits only just: left alone it {need}, {gib(-chosen.margin_bytes)} more than the card has; the allocator "
         "gives back what it holds and does not use, which takes time"
     )
+    said = left if chosen.margin_bytes >= 0 else only_just
+    if answer.gpus == 1 or chosen.parallel == _ONE_PROCESS:
+        return said
+    least, most = map(format_bytes, NCCL_GROUP_BYTES)
+    beside = ", of which NCCL takes" if chosen.margin_bytes >= NCCL_GROUP_BYTES[1] else "; beside it NCCL takes"
+    return f"{said}{beside} {least} to {most} a group where others measured it"
 
 
 def _limits(chosen: Choice, answer: Recommendation) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -44,6 +45,15 @@ def test_an_answer(spec, capsys):
     print_recommendation(answer)
     said = " ".join(capsys.readouterr().out.split())
     assert "start with: torchrun --nproc-per-node 2 infer_tp.py" in said and "start with: python infer.py" in said
+    measured = "NCCL takes 544.00 MiB to 1.49 GiB a group where others measured it"
+    assert f"GiB are left, of which {measured}" in said and any(
+        "544.00 MiB to 1.49" in one for one in answer.assumptions
+    )
+    small = dataclasses.replace(tensor, margin_bytes=1 << 30)
+    print_recommendation(dataclasses.replace(answer, chosen=small))
+    assert f"1.00 GiB are left; beside it {measured}" in " ".join(capsys.readouterr().out.split())
+    print_recommendation(dataclasses.replace(answer, chosen=layers))  # one process, which sends nothing through NCCL
+    assert measured not in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_larger_than_a_card(spec):

@@ -95,14 +95,41 @@ def test_deepspeed(tmp_path: Path, program: str) -> None:
     assert state_bytes(tmp_path, program, beside=True) == pytest.approx(_REPLICATED / 4, rel=0.03)
 
 
-def test_torchtitan(tmp_path: Path) -> None:
-    """Its own trainer on its own small configuration, which shards a Llama over four ranks."""
-    packed = git(checkout("pytorch+torchtitan"), "archive", TORCHTITAN, "torchtitan", "tests/assets/tokenizer")
+def unpack_torchtitan(folder: Path, commit: str) -> None:
+    packed = git(checkout("pytorch+torchtitan"), "archive", commit, "torchtitan", "tests/assets/tokenizer")
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
-        archive.extractall(tmp_path, filter="data")
-    texts = tmp_path / "tests" / "assets" / "c4_test" / "data.json"
+        archive.extractall(folder, filter="data")
+    texts = folder / "tests" / "assets" / "c4_test" / "data.json"
     texts.parent.mkdir()
     texts.write_text((json.dumps({"text": "one card holds it " * 400}) + "\n") * 500, encoding="utf-8")
+
+
+@pytest.mark.nightly
+def test_torchtitan_runs_the_configuration_that_is_recommended(tmp_path: Path) -> None:
+    """By the line that is printed, with a tokenizer and texts that are here: it fits, and needs no more than was
+    claimed for memprof's own model."""
+    unpack_torchtitan(tmp_path, "v0.2.2")
+    card = ("--gpu", "h100-80gb")
+    asked = ("recommend", "--model", "qwen3-8b", "--train", "full", *card, "--gpus", "8")
+    answered = python("-m", "memprof", *asked, "--json", folder=tmp_path)
+    assert answered.exit_code == 0, answered.stderr[-2000:]
+    answer = json.loads(answered.stdout)
+    written_for = answer["written_for"].get("torchtitan", "").partition(";")[0]
+    row = next(row for row in answer["choices"] if row["name"] == written_for or not written_for)
+    toml = answer["snippets"]["torchtitan"]
+    for yours, here in (("./assets/hf", "./tests/assets/tokenizer"), ('dataset = "c4"', 'dataset = "c4_test"')):
+        assert yours in toml
+        toml = toml.replace(yours, here)
+    (tmp_path / "train.toml").write_text(toml, encoding="utf-8")
+    printed = measured(tmp_path, [tmp_path], "--json", *card, *answer["launch"]["torchtitan"].split(), stands=False)
+    found = json.loads(printed[printed.index('{\n "schema"') :])
+    assert found["rank"]["world_size"] == 8 and found["verdict"]["fits"] and len(found["steps"]) == 2
+    assert found["verdict"]["required_bytes"] <= row["needed_bytes"]
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """Its own trainer on its own small configuration, which shards a Llama over four ranks."""
+    unpack_torchtitan(tmp_path, TORCHTITAN)
     command = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
     printed = measured(tmp_path, [tmp_path], "--json", *TORCHRUN, *command, stands=False)
     found = json.loads(printed[printed.index('{\n "schema"') :])
