@@ -130,7 +130,8 @@ class Spread:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=_AUTOCAST_REDUCES_IN)
         if not plan.reshard:
             options["reshard_after_forward"] = False  # else torch's choice: of layers, and not of the root
-        for _, layer in find_layers(model, "fsdp"):
+        layers = model.layers if isinstance(model, Stage) else [layer for _, layer in find_layers(model, "fsdp")]
+        for layer in layers:
             fully_shard(layer, mesh=inner, **options)
         fully_shard(model, mesh=inner, **options)
 
@@ -148,17 +149,18 @@ class Spread:
             "vocab_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         }
         said = getattr(model, "tp_plan", None) or {}
+        architecture = getattr(model, "architecture", type(model).__name__)
         if not said:
             raise UsageError(
                 "transformers has no tensor-parallel plan for this architecture",
-                value=type(model).__name__,
+                value=architecture,
                 hint=f"--parallel fsdp={self.plan.size}",
             )
         unknown = sorted(set(said.values()) - styles.keys() - _STAY_WHOLE)
         if unknown:
             raise UsageError(
                 "a part of this architecture's tensor-parallel plan is not here yet",
-                value=f"{type(model).__name__}: {unknown[0]}",
+                value=f"{architecture}: {unknown[0]}",
                 hint=f"--parallel fsdp={self.plan.size}",
             )
         found = {}

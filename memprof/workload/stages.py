@@ -50,6 +50,9 @@ class Stage(nn.Module):
             core.embed_tokens = None
         names = {id(module): name for name, module in model.named_children()}
         self._core, self._head = model.base_model_prefix, ""
+        self.tp_plan = getattr(model, "tp_plan", None)
+        """transformers' own, by these names."""
+        self.architecture = type(model).__name__
         self.add_module(self._core, core)  # under the names that the model has for them
         if self.is_last:
             head = model.get_output_embeddings()
@@ -57,6 +60,12 @@ class Stage(nn.Module):
             self.add_module(self._head, head)
         else:
             core.norm = nn.Identity()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those of this stage, of which there may be one."""
+        core: Any = self.get_submodule(self._core)
+        return list(core.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of token ids (batch, length) or hidden states (batch, length, width): hidden states, or logits."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,8 @@ def patches(import_utils: ModuleType) -> Iterator[Patch]:
     plain = getattr(import_utils, "_LazyModule", None)
     if read_names is None or not isinstance(plain, type):
         return
+    if hasattr(sys.modules.get("transformers.utils"), "_LazyModule"):
+        return  # its packages are there, and took the class: transformers/processing_utils.py makes them once more
     models = Path(str(import_utils.__file__)).parent.parent / "models"
 
     def define_import_structure(module_path: Any, *args: Any, **kwargs: Any) -> dict[Any, Any]:

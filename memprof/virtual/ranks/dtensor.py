@@ -1,7 +1,8 @@
 """Where DTensor asks for more of a tensor than its layout: for a guard of its device, or for its storage's device.
 
 And where it takes a time that is quadratic in the tensors of a list, of which an optimizer has one for each parameter:
-with hundreds of them, that would be half of a run.
+with hundreds of them, that would be half of a run. Likewise fully_shard, which makes an empty tensor for each rank that
+a parameter does not reach: of thousands of ranks that would be all of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ def patches() -> dict[str, Callable[[Any], Iterator[tuple[Any, str, Any]]]]:
         "torch.distributed.tensor._sharding_prop": _of_propagation,
         "torch.distributed.tensor._ops.single_dim_strategy": _of_strategies,
         "torch.distributed._functional_collectives": _of_collectives,
+        "torch.distributed.fsdp._fully_shard._fsdp_param": _of_shards,
     }
 
 
@@ -73,6 +75,20 @@ def _of_strategies(module: Any) -> Iterator[tuple[Any, str, Any]]:
         return original(kind, function, tree, is_leaf=is_leaf)
 
     yield module, "tree_map_only", tree_map_only
+
+
+def _of_shards(module: Any) -> Iterator[tuple[Any, str, Any]]:
+    original = getattr(module, "_chunk_with_empty", None)
+    if original is None:
+        return
+
+    def chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        # Its callers take one rank's, and the size of the first.
+        chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+        missing = num_chunks - len(chunks)
+        return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
+
+    yield module, "_chunk_with_empty", chunk_with_empty
 
 
 def _of_collectives(module: Any) -> Iterator[tuple[Any, str, Any]]:

@@ -160,6 +160,7 @@ class Joining:
             if size < 0:  # of MPI, which would say that itself
                 size, rank, store = self._found.world_size, self._found.rank, self._store()
             place = Place(str(group_name), tuple(ranks or range(size)), rank)
+            _forget_layouts(place)
             with _registered(
                 lambda *given: Group(place, asked, self._others, self._on_card, self._sent, self._recorder)
             ):
@@ -172,6 +173,22 @@ class Joining:
             return group, prefix
 
         return create
+
+
+_GROUPS: dict[str, tuple[tuple[int, ...], bool]] = {}
+"""By name: the ranks of the last group of that name in this process, and whether it had this one."""
+
+
+def _forget_layouts(place: Place) -> None:
+    """DTensor keeps what an operator does to meshes of equal shape, with the names of their groups, for the process:
+    another rank, run after this one, is in other groups."""
+    found = place.ranks, place.rank in range(len(place.ranks))
+    if _GROUPS.get(place.name, found) != found and "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+        _GROUPS.clear()
+    _GROUPS[place.name] = found
 
 
 def _split_group(

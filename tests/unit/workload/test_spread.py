@@ -69,6 +69,15 @@ def test_a_rank_of_a_pipeline_has_its_stage(profile):
     assert {stage.name for stage in document.stages} >= {"inputs", "backward", "optimizer step"}
 
 
+def test_three_directions_at_once(profile):
+    """A layer a stage, whose matrices two ranks share, and of which each of two has half: each kind of rank runs."""
+    document = profile("tp=2,pp=4,fsdp=2", 16)
+    assert [row.alike for row in document.ranks] == [(at, at + 3) for at in (0, 4, 8, 12)]
+    held = [4 * row.categories["parameters"] for row in document.ranks]  # norms are whole on two ranks
+    expected = [2 * (LAYER + EMBEDDING), 2 * LAYER, 2 * LAYER, 2 * (LAYER + EMBEDDING + 256)]
+    assert held == pytest.approx(expected, rel=0.01)
+
+
 def test_gpipe_keeps_all_micro_batches(profile):
     first, second = (profile(f"pp=2:{kind}:microbatches=8", 2, rank=0) for kind in ("1f1b", "gpipe"))
     assert second.peak.categories["activations"] > 2.5 * first.peak.categories["activations"]

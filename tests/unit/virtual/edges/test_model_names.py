@@ -55,6 +55,22 @@ def test_names_are_read_when_one_is_asked_for():
         else:
             raise AssertionError
     """
+    _run(code)
+
+
+def test_packages_that_are_there_stay_as_they_are():
+    """transformers/processing_utils.py makes its package once more, with the class that others imported long ago."""
+    _run("""
+    import memprof, transformers
+
+    with memprof.virtual_gpu("a100-80gb"):
+        import transformers.processing_utils
+    assert transformers.AutoConfig.for_model("gpt2").model_type == "gpt2"
+    from transformers import AutoModel
+    """)
+
+
+def _run(code: str) -> None:
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

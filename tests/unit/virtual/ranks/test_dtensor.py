@@ -42,6 +42,16 @@ def test_a_mesh_joins_where_the_program_has_not(monkeypatch: pytest.MonkeyPatch)
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("rows", [3, 8, 11])
+def test_shards_of_ranks_that_a_parameter_does_not_reach(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
+
+    with rank(0, 2, monkeypatch):
+        weight = torch.empty(rows, 4, device="cuda")
+        found, wanted = (module._chunk_with_empty(weight, 8, 0) for module in (_fsdp_param, _fsdp_common))
+        assert [(one.shape, one.storage_offset()) for one in found] == [(w.shape, w.storage_offset()) for w in wanted]
+
+
 def test_a_sharded_weight_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     with rank(0, 2, monkeypatch) as gpu:
         weight = distribute_tensor(torch.empty(64, 16, device="cuda"), init_device_mesh("cuda", (2,)), [Shard(0)])
