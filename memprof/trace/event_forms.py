@@ -160,6 +160,8 @@ class Forms:
                 ok &= (width > 0) & ((word >> np.uint64(8)) & self.tables.masks[code] < max(memo, 1))
                 text = code == TEXT
                 memos += text
+                ok &= ~text | self._is_ascii(at + 2, np.where(text, given, 0))
+                ok &= (code != 0x8A) | (given <= 9)  # 64 bits
                 ok &= ~text | (self.bytes[np.minimum(at + width - 1, len(self.bytes) - 1)] == MEMOIZE)
             elif role == "action":
                 ok &= (code == GET) | (code == LONG_GET)
@@ -203,6 +205,14 @@ class Forms:
         signed = long | (code == ord("J"))
         ok &= ~signed | (value >> (np.uint64(8) * size.astype(np.uint64) - np.uint64(1)) == 0)
         return value
+
+    def _is_ascii(self, at: _Array, size: _Array) -> _Array:
+        """Whether so many bytes at each place are; what other texts say, the unpickler finds out."""
+        plain = np.ones(len(at), bool)
+        for begin in range(0, int(size.max()), 8):
+            bits = self.tables.bytes[np.clip(size - begin, 0, 8)] & np.uint64(0x8080808080808080)
+            plain &= (self.words[at + begin] & bits) == 0
+        return plain
 
     def _pools(self, at: _Array, ok: _Array, memos: _Array, found: dict[str, Any]) -> _Array:
         """The pools at `at`, a reference or a pair of two bytes, and where they end."""

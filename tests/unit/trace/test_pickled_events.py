@@ -168,6 +168,27 @@ def test_what_is_no_number_is_the_unpicklers_error(number):
     assert isinstance(found, str) and found == as_unpickled(dumped(trace))
 
 
+@pytest.mark.parametrize(
+    ("said", "instead"),
+    [
+        pytest.param(b"\x8c\x03N/A", b"\x8c\x03N/\x80", id="no UTF-8"),
+        pytest.param(b"\x8c\x03N/A", b"\x8c\x0c" + b"a" * 11 + b"\xff", id="no UTF-8, far behind"),
+        pytest.param(b"\x8c\x03N/A", b"\x8c\x04N/\xc3\xa9", id="UTF-8"),
+        pytest.param(b"\x8c\x03N/A\x94", b"\x8a\x0a" + b"\x01" * 10, id="80 bits"),
+        pytest.param(b"\x8c\x03N/A\x94", b"\x8a\x09" + b"\x01" * 9, id="72 bits"),
+        pytest.param(b"\x8c\x03N/A", b"\x8c\xf0" + b"long" * 60, id="long"),
+    ],
+)
+def test_values_of_other_keys(said, instead):
+    """In every event, and in one."""
+    whole = dumped(training(4))
+    whole = whole[:2] + whole[11:]  # its frame would have another length
+    assert as_columns(whole.replace(said, instead)) == as_unpickled(whole.replace(said, instead))
+    at = whole.index(said, len(whole) // 2)
+    one = whole[:at] + instead + whole[at + len(said) :]
+    assert as_columns(one) == as_unpickled(one)
+
+
 def test_bytes_that_look_like_an_event_within_a_text():
     trace = training(5)
     data = dumped(trace)
