@@ -105,7 +105,7 @@ class _Cutter:
             raise NotRegular("the memo is not numbered in order")
         while True:
             at = self.data.find(b"\x8c\x06action\x94", self.at)
-            if at < 0:
+            if at < 0 or self.data[self.at] == STOP:
                 raise NotRegular("no events")
             self._walk(at + 9)
             for entry, text in self.forms.texts.items():

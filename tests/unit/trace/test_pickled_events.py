@@ -189,6 +189,12 @@ def test_values_of_other_keys(said, instead):
     assert as_columns(one) == as_unpickled(one)
 
 
+@pytest.mark.parametrize("begin", [b"\x80\x04.", b"\x80\x04}.", b"\x80\x04\x8c\x03a.b\x94."])
+def test_a_pickle_that_ends_before_its_events(begin):
+    data = begin + dumped(training(2))
+    assert as_columns(data) == as_unpickled(data)
+
+
 def test_bytes_that_look_like_an_event_within_a_text():
     trace = training(5)
     data = dumped(trace)
