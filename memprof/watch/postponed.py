@@ -9,7 +9,10 @@ An eager run needs none of it, but it is asked for at these places:
 * transformers/masking_utils.py takes a context manager from it, for masks that are made with vmap.
 * operators in Python ask whether a size is a symbol: torch.fx.experimental.symbolic_shapes, which can be said of
   numbers and truth values without (`_PLAIN`; each says what the function of that name does with them); and whether a
-  value is a `sympy.Basic`, which nothing can be before sympy is there.
+  value is a `sympy.Basic`, which nothing can be before sympy is there; torch/utils/flop_counter.py asks the same of
+  Triton's `JITFunction`.
+* transformers takes functions and classes from accelerate and from torch's FSDP and distributed checkpoints, which it
+  calls where a model is spread or loaded (`_CALLED`).
 
 Whoever asks for more gets the real modules, which are imported then. But what an import leaves behind may hold on to
 the frames that it was called from, and to their tensors: `came_late` says that it was so, and the run is run again.
@@ -23,6 +26,7 @@ import functools
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -68,10 +72,13 @@ def came_late() -> bool:
 def _as_it_is(name: str) -> contextlib.AbstractContextManager[None]:
     if not _inside:
         return contextlib.nullcontext()
-    lifted, is_late = _inside[-1]
-    if is_late():
+    _note_late(name)
+    return _inside[-1][0]()
+
+
+def _note_late(name: str) -> None:
+    if _inside and name not in sys.modules and _inside[-1][1]():
         _late.append(name)
-    return lifted()
 
 
 def _asking() -> tuple[str, str]:
@@ -89,6 +96,8 @@ def _is_answered(name: str, module: str, function: str) -> bool:
     """Whether `function` of `module` is answered without the module `name`."""
     if name in (_SYMPY, _SIZES):
         return module == "torch._prims_common" and function != "<module>"
+    if name in _CALLED or name in _JIT:
+        return function == "<module>" and module in (_CALLED | _JIT)[name]
     if (module, function) == ("transformers.masking_utils", "<module>"):
         return True
     if name != _DYNAMO:
@@ -100,21 +109,66 @@ def _is_answered(name: str, module: str, function: str) -> bool:
     return (module, function) in (("torch._compile", "inner"), ("torch.optim.optimizer", "_use_grad"))
 
 
-def _later(module: str, name: str) -> Callable[..., Any]:
-    return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
+class _Later:
+    """A function or a class that is imported when it is called."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._real()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._real())
+
+    def _real(self) -> Any:
+        _note_late(self._module)
+        return getattr(importlib.import_module(self._module), self._name)
 
 
-class _NoSymbol:
-    """The class of no value."""
+class _NotYet(type):
+    """Of classes that have no instances before their module is there: theirs are those of the real one then."""
+
+    module: str
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        real = vars(sys.modules.get(cls.module, sys)).get(cls.__name__)
+        return isinstance(real, type) and not isinstance(real, _NotYet) and isinstance(value, real)
 
 
+_JIT = dict.fromkeys(("triton", "triton.runtime", "triton.runtime.jit"), ("torch.utils.flop_counter",))
+_LOADING = tuple(
+    f"transformers.{name}"
+    for name in (
+        "integrations.accelerate", "integrations.peft", "modeling_utils", "generation.utils",
+        "loss.loss_for_object_detection", "loss.loss_rt_detr", "loss.loss_grounding_dino",
+    )
+)  # fmt: skip
+_CALLED = {
+    **dict.fromkeys(("accelerate", "accelerate.utils", "accelerate.utils.modeling", "accelerate.hooks"), _LOADING),
+    "torch.distributed._composable": ("transformers.distributed.fsdp",),
+    "torch.distributed._composable.fsdp": ("transformers.distributed.fsdp",),
+    "torch.distributed.fsdp": ("transformers.distributed.fsdp",),
+    "torch.distributed.checkpoint": ("transformers.distributed.checkpoint",),
+    "torch.distributed.checkpoint.hf_storage": ("transformers.distributed.checkpoint",),
+}
+"""Modules of which somebody, when it is imported, takes what it will call or what values are instances of, and who."""
 _ANSWERED: dict[str, dict[str, Any]] = {
-    _TRACED: {"TransformGetItemToIndex": _later(_TRACED, "TransformGetItemToIndex")},
+    _TRACED: {"TransformGetItemToIndex": _Later(_TRACED, "TransformGetItemToIndex")},
     _DYNAMO: {"graph_break": lambda *args, **kwargs: None},
-    _SIZES: {"Max": _later(_SIZES, "Max")},
-    _SYMPY: {"Basic": _NoSymbol},
+    _SIZES: {"Max": _Later(_SIZES, "Max")},
+    _SYMPY: {"Basic": _NotYet("Basic", (), {"module": _SYMPY})},
+    **{name: {} for name in (*_JIT, *_CALLED)},
+    "triton.runtime.jit": {"JITFunction": _NotYet("JITFunction", (), {"module": "triton.runtime.jit"})},
 }
 """Modules that are answered without, and what."""
+_PACKAGES = {name.rpartition(".")[0] for name in _ANSWERED} & _ANSWERED.keys() | {"torch.distributed.fsdp"}
 
 
 class _Answers(ModuleType):
@@ -134,6 +188,8 @@ class _Answers(ModuleType):
             del sys.modules[known]
         if name in self._answers:
             return self._answers[name]
+        if self.__name__ in _CALLED:
+            return _Later(self.__name__, name)
         return getattr(importlib.import_module(self.__name__), name)
 
 
@@ -155,7 +211,7 @@ class _Finder(MetaPathFinder, Loader):
         if name not in _ANSWERED or self._is_there:
             return None
         if _is_answered(name, *_asking()):
-            return importlib.machinery.ModuleSpec(name, self, is_package=name == _DYNAMO)
+            return importlib.machinery.ModuleSpec(name, self, is_package=name in _PACKAGES)
         return self._real() if name == _DYNAMO else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

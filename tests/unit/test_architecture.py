@@ -111,9 +111,9 @@ def test_an_eager_profile_imports_no_compiler():
     """Nor what only the compiler needs, nor what reads every file of transformers."""
     profile = '"profile", "--model", "gpt2", "--context-length", "64", "--no-cache", "--quiet"'
     modules = _modules("import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1)" + HELP.replace('"--help"', profile))
-    compiler = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", "torch.onnx")
+    compiler = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", "torch.onnx", "torch.distributed.fsdp")
     assert not {name for name in modules if name.startswith(tuple(f"{package}." for package in compiler))}
-    assert not modules & {*compiler, "pandas", "sklearn", "torchvision", "bitsandbytes", "peft"}
+    assert not modules & {*compiler, "pandas", "sklearn", "torchvision", "bitsandbytes", "peft", "accelerate", "triton"}
 
 
 def test_heavy_imports_would_be_noticed():

@@ -129,6 +129,32 @@ def test_it_is_told_of_what_was_marked_before_it_came():
     )
 
 
+def test_what_is_taken_from_others_is_theirs_when_it_is_used():
+    _run(
+        """
+        import inspect, sys
+        from memprof.watch.postponed import postpone
+
+        postpone()
+        import transformers.integrations.accelerate as user
+        import transformers.distributed.checkpoint as saver
+        import torch.utils.flop_counter as counter
+
+        later = {"accelerate", "triton", "torch.distributed.checkpoint.hf_storage"}
+        assert not later & set(sys.modules), later & set(sys.modules)
+        assert not isinstance(1, counter._JITFunction)
+
+        import accelerate, triton.runtime.jit
+        from torch.distributed.checkpoint import hf_storage
+
+        assert inspect.signature(user.dispatch_model) == inspect.signature(accelerate.dispatch_model)
+        assert user.clean_device_map({"": 0}) == {"": 0}
+        assert isinstance(saver.HuggingFaceStorageReader("folder"), hf_storage.HuggingFaceStorageReader)
+        assert isinstance(object.__new__(triton.runtime.jit.JITFunction), counter._JITFunction)
+        """
+    )
+
+
 def test_sizes_are_judged_as_the_real_module_does():
     _run(
         """
