@@ -6,7 +6,8 @@ Each is a process of its own that begins with nothing kept, but for the line of 
 figures each: seconds that pass, which are those of this machine at this hour, and seconds of a processor, with all
 processes that were forked. Exit code 1 if a bar is missed (seconds that pass, on two idle cores).
 
-`floor` is what importing the libraries alone takes, which no run of theirs can be below.
+`torch` is what importing it alone takes, which no run can be below; `libraries` what one with a model imports that
+postpones nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COMMANDS = {
     "help": Command("--help", 0.3),
     "estimate": Command("estimate --params 1.2B", 0.4),
     "torch": Command("import torch", None, code=True),
-    "floor": Command(
+    "libraries": Command(
         "import torch, torch._dynamo; import transformers.models.qwen3.modeling_qwen3, transformers.generation",
         None,
         code=True,
