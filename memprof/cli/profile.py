@@ -64,9 +64,11 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         print_document(kept[0], output)
         say_kept(kept[1], quiet=output.quiet)
         raise typer.Exit(exit_code(kept[0]))
-    from memprof.watch.postponed import postpone  # and not above: --help needs none of it
+    if not (how.ladder or how.searches or how.largest):
+        # One run alone: asked in one run after the other, the answers would cost more than the imports.
+        from memprof.watch.postponed import postpone  # and not above: --help needs none of it
 
-    postpone()
+        postpone()
     with long_work(quiet=output.quiet) as progress:
         try:
             trace, document = _run(spec, how, progress, is_named=is_named)

@@ -164,9 +164,6 @@ def recommend(request: Request) -> None:
         answer, seconds = kept
         say_kept(seconds, quiet=request.quiet or request.snippet is not None)
     else:
-        from memprof.watch.postponed import postpone  # and not above: --help needs none of it
-
-        postpone()
         with long_work(quiet=request.quiet) as progress:
             answer = _answer(spec, request, progress)
     _print(answer, request)
