@@ -231,7 +231,7 @@ def test_no_cards_in_one_line(terminal, without_cards):
 
 
 def test_input_output_and_exit_code_pass_through(script):
-    code = "import sys; data = sys.stdin.read(); print(data * 2, end=''); print('wrong', file=sys.stderr); sys.exit(3)"
+    code = "import sys; data = sys.stdin.read(); print(data * 2, end=''); sys.stderr.write('wrong\\n'); sys.exit(3)"
     done = run_monitor("--", sys.executable, script(code), env=environment(), text="abc\n")
     assert (done.returncode, done.stdout) == (3, "abc\nabc\n")
     others = [line for line in done.stderr.splitlines() if not line.startswith("memprof: ") and "resident" not in line]

@@ -103,6 +103,9 @@ class _Runs(Runs):
     def _alloc_conf(self, fixes: Any) -> None:
         return None
 
+    def ahead(self, sets: Any) -> None:
+        return None
+
     def check(self, fixes: Any) -> None:
         return None
 

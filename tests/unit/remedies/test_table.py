@@ -156,6 +156,9 @@ class _Runs(Runs):
         for fix in fixes:
             spec = edit_spec(spec, fix, {})
 
+    def ahead(self, sets):
+        return None
+
     def on_now(self):
         return frozenset()
 
