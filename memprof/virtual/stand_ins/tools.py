@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ _takes: Callable[[int, str], None] | None = None
 
 _tuned: set[tuple[str, Any]] = set()
 _kept: dict[Any, Any] = {}
+_ends = ExitStack()
 FLUSHED_BYTES = 256 * 1024 * 1024
 
 
@@ -37,6 +38,7 @@ def in_run(
     try:
         yield
     finally:
+        _ends.close()
         _used = _written = _takes = None
         _tuned.clear()
         _kept.clear()
@@ -140,6 +142,11 @@ def kept(key: Any, make: Callable[[], _Kept]) -> _Kept:
         _kept[key] = make()
     found: _Kept = _kept[key]
     return found
+
+
+def at_end(undo: Callable[[], None]) -> None:
+    """`undo` is called when the run ends: for what a package changes in others."""
+    _ends.callback(undo)
 
 
 def autotuned(kernel_name: str, key: Any) -> None:

@@ -335,15 +335,21 @@ def _of_floats(name: str, src: torch.Tensor) -> None:
         raise ValueError(f"`{name}` can only be computed over tensors with floating point data types.")
 
 
+# Names are held on to as they are there: what a name holds lives until the function ends.
+
+
 @_composite("scatter_softmax", "softmax")
 def scatter_softmax(src: torch.Tensor, index: torch.Tensor, dim: int = -1, dim_size: Any = None) -> torch.Tensor:
     """Over the elements of each row."""
     _of_floats("scatter_softmax", src)
     index = broadcast(index, src, dim)
     largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
-    centered = (src - largest.gather(dim, index)).exp_()
-    total = scatter_sum(centered, index, dim, dim_size=dim_size)
-    return centered.div(total.gather(dim, index))
+    largest_of_each = largest.gather(dim, index)
+    centered = src - largest_of_each
+    powers = centered.exp_()
+    total = scatter_sum(powers, index, dim, dim_size=dim_size)
+    total_of_each = total.gather(dim, index)
+    return powers.div(total_of_each)
 
 
 @_composite("scatter_log_softmax", "softmax")
@@ -354,9 +360,32 @@ def scatter_log_softmax(
     _of_floats("scatter_log_softmax", src)
     index = broadcast(index, src, dim)
     largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
-    centered = src - largest.gather(dim, index)
+    largest_of_each = largest.gather(dim, index)
+    centered = src - largest_of_each
     total = scatter_sum(centered.exp(), index, dim, dim_size=dim_size)
-    return centered.sub_(total.add_(eps).log_().gather(dim, index))
+    total_of_each = total.add_(eps).log_().gather(dim, index)
+    return centered.sub_(total_of_each)
+
+
+@_composite("scatter_logsumexp", "logsumexp")
+def scatter_logsumexp(
+    src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None, eps: float = 1e-12
+) -> torch.Tensor:
+    """The logarithm of the sum of each row's powers."""
+    _of_floats("scatter_logsumexp", src)
+    index = broadcast(index, src, dim)
+    size = list(src.size())
+    size[dim] = _rows(index, dim_size) if out is None else out.size(dim)
+    largest = torch.full(size, float("-inf"), dtype=src.dtype, device=src.device)
+    largest = scatter_max(src, index, dim, largest, dim_size=size[dim])[0]
+    largest_of_each = largest.gather(dim, index)
+    centered = src - largest_of_each
+    centered.masked_fill_(torch.isnan(centered), float("-inf"))
+    if out is not None:
+        out = out.sub_(largest).exp_()
+    total = scatter_sum(centered.exp_(), index, dim, out, size[dim])
+    made: torch.Tensor = total.add_(eps).log_().add_(largest)
+    return made.nan_to_num_(neginf=0.0)
 
 
 @_composite("scatter_std", "std")

@@ -1,8 +1,7 @@
 """apex.amp: models cast to half precision, copies of their weights in float32, losses that are scaled.
 
 Sources: apex/amp/frontend.py, _initialize.py, _process_optimizer.py, handle.py and scaler.py, apex/fp16_utils/
-fp16util.py of NVIDIA/apex@25.05. The levels O0, O2 and O3 are known. O1, which casts around PyTorch's functions by
-lists of Apex's own, is not: `torch.autocast` is what replaced it. No gradient is found to overflow.
+fp16util.py of NVIDIA/apex@25.05; what O1 casts is in casts.py. No gradient is found to overflow.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from memprof.virtual.stand_ins.apex.casts import casts, install, without
 from memprof.virtual.stand_ins.apex.multi_tensor import CHUNK, multi_tensor_step
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kept, refused
+from memprof.virtual.stand_ins.tools import at_end, kept, refused
 
 _AT = "NVIDIA/apex@25.05:apex/amp/"
 _LEVELS: dict[str, dict[str, Any]] = {
     "O0": {"cast_model_type": torch.float32, "keep_batchnorm_fp32": None, "master_weights": False, "loss_scale": 1.0},
+    "O1": {"cast_model_type": None, "keep_batchnorm_fp32": None, "master_weights": None, "loss_scale": "dynamic"},
     "O2": {
         "cast_model_type": torch.float16, "keep_batchnorm_fp32": True, "master_weights": True, "loss_scale": "dynamic",
     },
@@ -45,6 +46,8 @@ class _State(NamedTuple):
     enabled: bool
     masters: bool
     scalers: list[_Scaler]
+    casts: bool = False
+    """Whether functions are cast around, as at O1."""
 
 
 def _states() -> list[_State]:
@@ -67,11 +70,12 @@ def initialize(
     if not enabled:
         _states()[:] = [_State(False, False, [])]
         return models if optimizers is None else (models, optimizers)
-    if opt_level not in ("O1", *_LEVELS):
+    if opt_level not in _LEVELS:
         raise RuntimeError(f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'.")
-    if opt_level == "O1" or patch_torch_functions:
-        hint = "torch.autocast and torch.amp.GradScaler do the same and are known; so are the levels O0, O2 and O3"
-        raise refused("apex.amp.initialize", f'opt_level="{opt_level}"', hint)
+    around = opt_level == "O1" if patch_torch_functions is None else bool(patch_torch_functions)
+    if around != (opt_level == "O1"):
+        hint = 'functions are patched at opt_level="O1" and at no other: leave patch_torch_functions out'
+        raise refused("apex.amp.initialize", f"patch_torch_functions={patch_torch_functions} at {opt_level}", hint)
     given = {"cast_model_type": cast_model_type, "keep_batchnorm_fp32": keep_batchnorm_fp32}
     given |= {"master_weights": master_weights, "loss_scale": loss_scale}
     options = _LEVELS[opt_level] | {name: value for name, value in given.items() if value is not None}
@@ -82,7 +86,11 @@ def initialize(
             optimizer.load_state_dict(optimizer.state_dict())
         _adopt(optimizer, bool(options["master_weights"]))
     scalers = [_Scaler(options["loss_scale"], max_loss_scale) for _ in range(num_losses)]
-    _states()[:] = [_State(True, bool(options["master_weights"]), scalers)]
+    if around:
+        at_end(install().undo)
+        for optimizer in _listed(optimizers):
+            optimizer.step = types.MethodType(without(optimizer.step), optimizer)
+    _states()[:] = [_State(True, bool(options["master_weights"]), scalers, around)]
     return models if optimizers is None or optimizers == [] else (models, optimizers)
 
 
@@ -253,18 +261,19 @@ def scale_loss(
     scaler = state.scalers[loss_id]
     if not state.masters and not scaler.dynamic and scaler.scale == 1.0:
         yield loss.float()
+        casts().cache.clear()
         return
     stashes = [optimizer._amp_stash for optimizer in _listed(optimizers)]
     if not delay_unscale:
         for stash, optimizer in zip(stashes, _listed(optimizers), strict=True):
             stash.before_backward(optimizer)
     yield loss.float() * scaler.scale
-    if delay_unscale:
-        return
-    scaler.overflow.zero_()
-    for stash in stashes:
-        stash.after_backward(scaler)
-    scaler.steps += 1
+    if not delay_unscale:
+        scaler.overflow.zero_()
+        for stash in stashes:
+            stash.after_backward(scaler)
+        scaler.steps += 1
+    casts().cache.clear()
 
 
 @_public("master_params", "_amp_state")
@@ -272,6 +281,15 @@ def master_params(optimizer: Any) -> Iterator[Any]:
     """What the optimizer steps."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+@_public("disable_casts", "handle")
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Inside, nothing is cast."""
+    casts().active = False
+    yield
+    casts().active = True
 
 
 @_public("state_dict", "frontend")

@@ -131,8 +131,8 @@ def test_what_has_no_stand_in_is_refused_where_it_is_used(gpu: VirtualGpu) -> No
     from apex.parallel import DistributedDataParallel
 
     assert apex.amp is amp
-    with pytest.raises(MemprofError, match=r"uses apex\.amp\.half_function, which is not installed"):
-        amp.half_function(torch.mm)
+    with pytest.raises(MemprofError, match=r"uses apex\.amp\.init, which is not installed"):
+        amp.init()
     with pytest.raises(MemprofError, match=r"apex\.parallel\.DistributedDataParallel"):
         DistributedDataParallel(torch.nn.Linear(2, 2))
 
@@ -186,10 +186,77 @@ def test_amp_casts_models_and_keeps_copies(gpu: VirtualGpu, level: str, weights:
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == (65536.0 if level == "O2" else 1.0)
 
 
-def test_amp_refuses_the_level_that_casts_by_lists_of_its_own(gpu: VirtualGpu) -> None:
+class Steps(torch.nn.Module):
+    """A product in half precision, twice by one weight, and a loss in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(COLUMNS, COLUMNS, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.softmax(self.linear(self.linear(x)), -1)
+
+
+def test_amp_casts_around_functions_and_remembers_weights(gpu: VirtualGpu) -> None:
+    from apex import amp
+
+    before = torch.nn.functional.linear, torch.Tensor.__add__, torch.sum
+    model = Steps().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+    assert model.linear.weight.dtype is torch.float32
+    x = torch.ones(ROWS, COLUMNS, device="cuda")
+    size = ROWS * COLUMNS
+    stays, _, out = measured(lambda: model(x))
+    assert out.dtype is torch.float32
+    # The weight in half precision once; its input and the two products; the second cast up is what softmax is given.
+    assert stays == 2 * MATRIX + 2 * size + 2 * size + 4 * size
+    assert (out + torch.ones(ROWS, COLUMNS, device="cuda", dtype=torch.float16)).dtype is torch.float32
+    with amp.disable_casts():
+        assert model.linear(x).dtype is torch.float32
+    with pytest.raises(NotImplementedError, match="in-place method exp_ on fp16"):
+        torch.ones(4, device="cuda", dtype=torch.float16).exp_()
+    with amp.scale_loss(out.mean(), optimizer) as scaled:
+        scaled.backward()
+    del out
+    assert model.linear.weight.grad.dtype is torch.float32
+    optimizer.step()
+    assert before != (torch.nn.functional.linear, torch.Tensor.__add__, torch.sum)
+    # Input, weight and gradient; the scaled loss, and flags of overflows of the loss, the optimizer and the handle.
+    assert torch.cuda.memory_allocated() == 4 * (size + 2 * MATRIX) + 4 * 4
+
+
+def test_amp_copies_the_weights_of_a_recurrent_layer_into_one_tensor(gpu: VirtualGpu) -> None:
+    from apex import amp
+
+    layer = torch.nn.LSTM(COLUMNS, COLUMNS).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer, optimizer = amp.initialize(layer, optimizer, opt_level="O1")
+    first = len(gpu.trace.storages)
+    out, _ = layer(torch.ones(5, 2, COLUMNS, device="cuda"))
+    assert out.dtype is torch.float16
+    weights = 2 * (8 * MATRIX + 8 * COLUMNS)
+    assert [one.num_bytes for one in gpu.trace.storages[first:]].count(weights) == 1
+    out.sum().backward()
+    assert all(weight.grad.dtype is torch.float32 for weight in layer.parameters())
+
+
+def test_functions_are_as_they_were_when_the_run_has_ended() -> None:
+    before = torch.nn.functional.linear, torch.Tensor.__add__, torch.nn.modules.rnn._VF
+    with VirtualGpu(CARD):
+        from apex import amp
+
+        model = torch.nn.Linear(4, 4).cuda()
+        amp.register_float_function(torch, "sigmoid")
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert torch.sigmoid(torch.ones(4, device="cuda", dtype=torch.float16)).dtype is torch.float32
+    assert (torch.nn.functional.linear, torch.Tensor.__add__, torch.nn.modules.rnn._VF) == before
+    assert torch.sigmoid(torch.ones(4)).dtype is torch.float32
+
+
+def test_functions_are_patched_at_one_level(gpu: VirtualGpu) -> None:
     from apex import amp
 
     model = torch.nn.Linear(4, 4).cuda()
-    with pytest.raises(MemprofError, match='opt_level="O1"') as refused:
-        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "autocast" in str(refused.value.hint)
+    with pytest.raises(MemprofError, match="patch_torch_functions=True at O2"):
+        amp.initialize(model, opt_level="O2", patch_torch_functions=True)

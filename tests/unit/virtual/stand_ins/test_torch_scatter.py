@@ -91,13 +91,29 @@ def test_rows_by_a_sorted_index_keep_their_counts(gpu: VirtualGpu) -> None:
     assert src.grad is not None and src.grad.shape == src.shape
 
 
-def test_a_name_without_stand_in_is_refused_by_it(gpu: VirtualGpu) -> None:
+@pytest.mark.parametrize(
+    ("name", "edges", "nodes"),
+    [
+        # Of each edge: the largest of its row, what is centred by it, the sum of its row, the result; of each node two.
+        ("scatter_softmax", 4, 2),
+        ("scatter_log_softmax", 3, 2),  # the result is written over what is centred
+        ("scatter_logsumexp", 2.25, 1),  # while a mask of what is no number is there, there are no sums
+    ],
+)
+def test_what_a_composite_function_names_lives_until_it_ends(
+    gpu: VirtualGpu, name: str, edges: float, nodes: int
+) -> None:
     import torch_scatter
 
-    from memprof.errors import MemprofError
-
-    with pytest.raises(MemprofError, match=r"torch_scatter\.scatter_logsumexp"):
-        torch_scatter.scatter_logsumexp(*rows())
+    src, index = rows()
+    with torch.no_grad():
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        made = getattr(torch_scatter, name)(src, index, dim=0, dim_size=NODES)
+    assert made.shape == ((NODES, CHANNELS) if name == "scatter_logsumexp" else src.shape)
+    assert torch.cuda.max_memory_allocated() - before == edges * OF_EDGES + nodes * OF_NODES
+    getattr(torch_scatter, name)(src, index, dim=0, dim_size=NODES).sum().backward()
+    assert src.grad is not None and src.grad.shape == src.shape
 
 
 def test_each_point_has_as_many_neighbours_as_it_may_have(gpu: VirtualGpu) -> None:
