@@ -60,9 +60,10 @@ some releases make `run` an attribute of the instance, which the first of them p
 class _PassedOver:
     """Launches of one run that do nothing.
 
-    What an autotuner would time is timed once for each of its keys (triton/runtime/autotuner.py, Autotuner.run): that
-    takes a buffer that is cleared between two calls, as do_bench does it, and copies of what each call is to find as it
-    was (`restore_value`).
+    An autotuner times each of its configurations once for each of its keys (triton/runtime/autotuner.py of 3.4 to 3.7).
+    They take the same memory one after the other, so one of them is timed, by Triton's own code: `do_bench`, whose
+    buffer of 256 MiB is cleared between two calls, what the kernel's author has in its place (`do_bench`,
+    `use_cuda_graph`), and copies of what each call is to find as it was (`restore_value`).
     """
 
     def __init__(self, written: Callable[[torch.Tensor], None]) -> None:
@@ -70,25 +71,29 @@ class _PassedOver:
         self._timed: set[tuple[int, Any]] = set()
 
     def __call__(self, kernel: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        inner: Any = kernel
-        while inner is not None and not hasattr(inner, "configs"):
-            inner = getattr(inner, "fn", None)
-        if inner is not None and len(inner.configs) > 1:
-            given = {**dict(zip(inner.arg_names, args, strict=False)), **kwargs}
-            values = [given.get(name) for name in inner.keys]
-            dtypes = [str(value.dtype) for name, value in given.items() if hasattr(value, "dtype")]
-            key = (id(inner), (*map(str, values), *dtypes))
-            if key not in self._timed:
-                self._timed.add(key)
-                copies = [given[name].detach().clone() for name in getattr(inner, "restore_value", ()) if name in given]
-                flushed = torch.empty(_FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
-                del copies, flushed
+        self._time(kernel, args, kwargs)
         for tensor in tensors:
             self._written(tensor)
 
-
-_FLUSHED_BYTES = 256 * 1024 * 1024
-"""triton/backends/nvidia/driver.py, get_empty_cache_for_benchmark."""
+    def _time(self, kernel: Any, args: Any, kwargs: Any) -> None:
+        tuner: Any = kernel
+        while not hasattr(tuner, "configs"):
+            for name, value in getattr(tuner, "values", {}).items():  # heuristics, by which keys may go
+                kwargs = {**kwargs, name: value({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})}
+            if not hasattr(tuner, "fn"):
+                return
+            tuner = tuner.fn
+        if len(tuner.configs) < 2:
+            return
+        positional = dict(zip(tuner.arg_names, args, strict=False))
+        given = {name: value for name, value in {**positional, **kwargs}.items() if name in tuner.arg_names}
+        values = [str(given[name]) for name in tuner.keys if name in given]
+        key = (id(tuner), (*values, *(str(value.dtype) for value in given.values() if hasattr(value, "dtype"))))
+        if key not in self._timed:
+            self._timed.add(key)
+            tuner.nargs = positional
+            tuner._bench(*args, config=tuner.configs[0], **kwargs)
+            tuner.nargs = None
 
 
 def _subscript(original: Callable[..., Any], passed_over: _PassedOver | None) -> Callable[..., Any]:

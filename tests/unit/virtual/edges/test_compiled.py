@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -194,20 +196,90 @@ def test_a_kernel_that_is_passed_over_allocates_nothing_and_what_it_may_write_is
     assert any("Triton kernels are not launched" in sentence for sentence in gpu.trace.assumptions)
 
 
-def test_an_autotuned_kernel_is_timed_once_for_each_key(kernel) -> None:
-    """Two configurations; by the number of elements and the types of tensors (triton/runtime/autotuner.py)."""
-    kernel.configs, kernel.arg_names, kernel.keys = ["one", "two"], ["x", "number"], ["number"]
-    kernel.restore_value = ["x"]
+@pytest.fixture
+def autotuned() -> Callable[..., Any]:
+    """`triton.autotune` over a kernel with two configurations; the real one, for its own code times a kernel."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed: no kernel was autotuned")
+
+    def fill(x, number, IS_LARGE, BLOCK):  # noqa: N803, names of constants
+        pass
+
+    def tuned(**options: Any) -> Any:
+        configs = [triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})]
+        return triton.autotune(configs, **{"key": ["number"], **options})(triton.jit(fill))
+
+    return tuned
+
+
+def large_sizes(gpu: VirtualGpu) -> list[int]:
+    """Of what was taken that has a MiB, or more, in MiB."""
+    return [storage.num_bytes // MIB for storage in gpu.trace.storages if storage.num_bytes >= MIB]
+
+
+def test_an_autotuned_kernel_is_timed_once_for_each_key(autotuned) -> None:
+    """By the number of elements and the types of tensors; its buffer lives beside a copy of what it is to restore."""
+    kernel = autotuned(restore_value=["x"])
     with VirtualGpu(CARD, workspaces=False, passes_kernels=True) as gpu:
         single, half = torch.zeros(1024, device="cuda"), torch.zeros(1024, dtype=torch.float16, device="cuda")
-        kernel[(1,)](single, 1024)
-        kernel[(1,)](single, 1024)
-        assert torch.cuda.max_memory_allocated() == 4 * 1024 + 2 * 1024 + 4 * 1024 + 256 * MIB
-        kernel[(1,)](half, 1024)
-        kernel[(1,)](single, number=512)
-        kernel.configs = ["one"]
-        kernel[(1,)](single, 64)
-    assert sum(storage.num_bytes == 256 * MIB for storage in gpu.trace.storages) == 3
+        held = torch.cuda.memory_allocated()
+        for _ in range(2):
+            kernel[(1,)](single, 1024, True)
+            assert torch.cuda.memory_allocated() == held
+        assert torch.cuda.max_memory_allocated() == held + 4 * 1024 + 256 * MIB
+        kernel[(1,)](half, 1024, True)
+        kernel[(1,)](single, number=512, IS_LARGE=False)
+        kernel.configs = kernel.configs[:1]
+        kernel[(1,)](single, 64, False)
+    assert large_sizes(gpu) == [256] * 3
+    assert not kernel.cache and kernel.nargs is None, "the run left timings behind"
+
+
+def test_what_a_heuristic_says_is_part_of_a_key(autotuned) -> None:
+    import triton
+
+    heuristics = triton.heuristics({"IS_LARGE": lambda given: given["number"] > 100})
+    kernel = heuristics(autotuned(key=["IS_LARGE"]))
+    with VirtualGpu(CARD, workspaces=False, passes_kernels=True) as gpu:
+        x = torch.zeros(1024, device="cuda")
+        for number in (10, 20, 200, 300):
+            kernel[(1,)](x, number)
+    assert large_sizes(gpu) == [256] * 2
+
+
+def test_what_times_in_place_of_tritons_benchmark_takes_its_own(autotuned) -> None:
+    def ten_times(call: Callable[[], None], quantiles: Any) -> list[float]:
+        buffer = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+        for _ in range(10):
+            call()
+        del buffer
+        return [1.0] * 3
+
+    kernels = {"cuda graph": {"use_cuda_graph": True, "rep": 3}, "own": {"do_bench": ten_times}}
+    for name, options in kernels.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of use_cuda_graph, which public kernels still give
+            kernel = autotuned(restore_value=["x"], **options)
+        with VirtualGpu(CARD, workspaces=False, passes_kernels=True) as gpu:
+            kernel[(1,)](torch.zeros(MIB, device="cuda"), 1024, True)
+        sizes = large_sizes(gpu)
+        assert sizes.count(8) == (name == "own") and 256 not in sizes
+        assert sizes.count(4) > 10, "x, and its copies"
+
+
+def test_tritons_own_autotuner_takes_the_same(autotuned) -> None:
+    """All its configurations, timed by its own `run` with launches that do nothing."""
+    import triton
+
+    def peak(kernel: Any, launch: Callable[[Any, torch.Tensor], None]) -> tuple[int, set[int]]:
+        with VirtualGpu(CARD, workspaces=False, passes_kernels=True) as gpu:
+            launch(kernel, torch.zeros(MIB, device="cuda"))
+            return torch.cuda.max_memory_allocated(), set(large_sizes(gpu))
+
+    options: dict[str, Any] = {"restore_value": ["x"], "reset_to_zero": ["x"]}
+    ours = peak(autotuned(**options), lambda kernel, x: kernel[(1,)](x, 1024, True))
+    original = triton.runtime.autotuner.Autotuner.run
+    theirs = peak(autotuned(**options), lambda kernel, x: original(kernel, x, 1024, True, grid=(1,), warmup=False))
+    assert ours == theirs == (264 * MIB, {4, 256})
 
 
 def test_unless_asked_a_kernel_ends_the_run(kernel) -> None:
