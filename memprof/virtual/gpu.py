@@ -41,7 +41,7 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.stand_ins import hub, requests, torchvision
+from memprof.virtual.stand_ins import deepspeed, hub, requests, torchvision
 from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -292,7 +292,8 @@ class VirtualGpu(Watch):
         replacements["transformers.utils.import_utils"] = model_names.patches
         if self._stand_ins is not None:
             self._stack.enter_context(self._stand_ins.entered())
-            replacements |= requests.patches(self._stand_ins.choose) | hub.patches() | torchvision.patches(self.assume)
+            replacements |= requests.patches(self._stand_ins.choose) | hub.patches()
+            replacements |= torchvision.patches(self.assume) | deepspeed.patches(self.assume)
         for name, replaced in replacements.items():
             later[name] = functools.partial(self._replace_in, name, replaced)
         self._stack.enter_context(watch_imports(later))
