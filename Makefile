@@ -67,6 +67,7 @@ bench: $(VENV)/.stamp
 	$(BIN)/python -m tests.benchmarks.replay
 	$(BIN)/python -m tests.benchmarks.dry_run
 	$(BIN)/python -m tests.benchmarks.commands
+	$(BIN)/python -m tests.benchmarks.growth --repeat 1
 
 matrix: $(VENV)/.stamp-dev
 	$(BIN)/python -m tests.benchmarks.releases
