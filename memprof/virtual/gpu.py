@@ -33,7 +33,7 @@ from memprof.virtual.edges import (
     native,
     processes,
 )
-from memprof.virtual.kernels import detection, quantized, registry
+from memprof.virtual.kernels import audio, detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
 from memprof.virtual.limits import noting
 from memprof.virtual.ranks import dtensor, joining, objects, rpc
@@ -41,7 +41,7 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.stand_ins import deepspeed, hub, requests, torchvision
+from memprof.virtual.stand_ins import deepspeed, hub, requests, torchaudio, torchvision
 from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
@@ -284,6 +284,7 @@ class VirtualGpu(Watch):
             "bitsandbytes": self._watch_kernels,
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
             "torchvision": detection.register_loaded,
+            "torchaudio": audio.register_loaded,
             "torch.distributed.checkpoint.default_planner": lambda: patches.set_all(objects.checkpoint_patches(others)),
             "torch.distributed.fsdp._optim_utils": lambda: patches.set_all(objects.fsdp_patches()),
             "pynvml": lambda: patches.set_all(nvml_patches(self.gpu, self._cards, self._used_bytes)),
@@ -293,7 +294,8 @@ class VirtualGpu(Watch):
         if self._stand_ins is not None:
             self._stack.enter_context(self._stand_ins.entered())
             replacements |= requests.patches(self._stand_ins.choose) | hub.patches()
-            replacements |= torchvision.patches(self.assume) | deepspeed.patches(self.assume)
+            replacements |= torchvision.patches(self.assume) | torchaudio.patches(self.assume)
+            replacements |= deepspeed.patches(self.assume)
         for name, replaced in replacements.items():
             later[name] = functools.partial(self._replace_in, name, replaced)
         self._stack.enter_context(watch_imports(later))

@@ -1,6 +1,7 @@
 """Operators of torchvision: boxes that are kept by their values, regions pooled, deformable convolutions.
 
-Sources: torchvision/csrc/ops/cuda (nms_kernel.cu, roi_align_kernel.cu and its siblings, deform_conv2d_kernel.cu).
+Sources: torchvision/csrc/ops/cuda (nms_kernel.cu, roi_align_kernel.cu and its siblings, deform_conv2d_kernel.cu,
+box_iou_rotated_kernel.cu) of pytorch/vision@v0.28.0.
 """
 
 from __future__ import annotations
@@ -41,6 +42,18 @@ def nms(launch: Launch) -> Any:
         result = _aten.masked_select.default(order, kept)
     del bits
     return result
+
+
+def box_iou_rotated(launch: Launch) -> Any:
+    """A number in float32 for each pair of boxes."""
+    boxes, others = launch.args[:2]
+    if not boxes.is_meta:
+        return NotImplemented
+    if boxes.dtype != others.dtype:
+        raise RuntimeError("boxes1 and boxes2 must have the same dtype")
+    with launch.inside():
+        made = _aten.new_empty.default(boxes, [len(boxes) * len(others)], dtype=torch.float32)
+        return made.view(len(boxes), len(others))
 
 
 def regions(args: Any, card: Card) -> list[int]:
@@ -114,6 +127,7 @@ def register_loaded() -> None:
 _POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
 _OPERATORS: tuple[tuple[Callable[..., Any], dict[str, Callable[..., Any]]], ...] = (
     (functools.partial(kernel, on_host=True), {"nms": nms}),
+    (kernel, {"box_iou_rotated": box_iou_rotated}),
     (kernel, {"deform_conv2d": deform_conv2d, "_deform_conv2d_backward": deform_conv2d_backward}),
     (scratch, {**dict.fromkeys(_POOLED, regions), **{f"_{name}_backward": regions_backward for name in _POOLED}}),
 )

@@ -3,8 +3,8 @@
 Its Python is there and registers shapes and derivatives for its operators; the operators themselves are missing, and so
 the import fails. Here they are defined; what their kernels allocate is kernels/detection.py.
 
-Sources: torchvision/csrc/ops (nms.cpp, roi_align.cpp and its siblings, deform_conv2d.cpp, autograd/) and
-torchvision/extension.py of pytorch/vision@v0.28.0.
+Sources: torchvision/csrc/ops (nms.cpp, roi_align.cpp and its siblings, deform_conv2d.cpp, box_iou_rotated.cpp,
+autograd/) and torchvision/extension.py of pytorch/vision@v0.28.0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _CONVOLUTION = (
     "SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, SymInt offset_groups, "
     "bool use_mask"
 )
-_SCHEMAS = {
+SCHEMAS = {
     "nms": f"({_BOXES}) -> Tensor",
+    "box_iou_rotated": "(Tensor boxes1, Tensor boxes2) -> Tensor",
     "qnms": f"({_BOXES}) -> Tensor",
     "roi_align": f"(Tensor input, Tensor rois, {_POOL}, int sampling_ratio, bool aligned) -> Tensor",
     "_roi_align_backward": (
@@ -56,7 +57,7 @@ _NOT_LOADED = (
 def define() -> torch.library.Library:
     """Define the operators, in this process from here on; they have no kernels but memprof's."""
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-    for name, schema in _SCHEMAS.items():
+    for name, schema in SCHEMAS.items():
         library.define(name + schema)
     return library
 

@@ -53,6 +53,15 @@ def test_regions_are_pooled_from_contiguous_features(gpu: VirtualGpu) -> None:
     assert sizes(gpu, first) == [pooled.nbytes, features.nbytes]
 
 
+def test_pairs_of_rotated_boxes_have_a_number_each(gpu: VirtualGpu) -> None:
+    first, second = torch.zeros(3, 5, device="cuda"), torch.zeros(7, 5, device="cuda")
+    before = len(gpu.trace.storages)
+    assert torch.ops.torchvision.box_iou_rotated(first, second).shape == (3, 7)
+    assert sizes(gpu, before) == [3 * 7 * 4]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.ops.torchvision.box_iou_rotated(first, second.double())
+
+
 def test_a_deformable_convolution_keeps_windows_of_up_to_32_images(gpu: VirtualGpu) -> None:
     """Twice the result, windows, and the result with its bias."""
     data, weight = torch.randn(33, 4, 8, 8, device="cuda"), torch.randn(6, 4, 3, 3, device="cuda")

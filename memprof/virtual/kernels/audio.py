@@ -1,0 +1,101 @@
+"""Operators of torchaudio: the loss of a transducer, labels aligned with frames, filters that feed back.
+
+Sources: src/libtorchaudio of pytorch/audio@v2.11.0 (rnnt/gpu/compute.cu, rnnt/workspace.h, forced_align/gpu/compute.cu,
+iir_cuda.cu).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memprof.virtual.kernels.registry import kernel
+from memprof.virtual.launch import Launch
+
+_aten = torch.ops.aten
+_FRAMES_KEPT = 100
+"""Of which forced_align keeps where they come from, until the host has them (kBackPtrBufferSize)."""
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise RuntimeError(message)
+
+
+def rnnt_loss(launch: Launch) -> Any:
+    """A cost for each sequence, and the gradient of the logits, which is made at once; workspaces beside them:
+    denominators, two logarithms, alphas and betas of each place in float32, two counters of each target."""
+    logits, targets, *lengths = launch.args[:4]
+    if not logits.is_meta:
+        return NotImplemented
+    _check(logits.dtype in (torch.float32, torch.float16), "logits must be float32 or float16 (half) type")
+    for name, tensor in (("targets", targets), ("logit_lengths", lengths[0]), ("target_lengths", lengths[1])):
+        _check(tensor.dtype == torch.int32, f"{name} must be int32 type")
+    for name, tensor in (("logits", logits), ("targets", targets)):
+        _check(tensor.is_contiguous(), f"{name} must be contiguous")
+    _check(logits.dim() == 4, "logits must be 4-D (batch, time, target, class)")
+    _check(targets.dim() == 2, "targets must be 2-D (batch, max target length)")
+    _check(targets.shape[0] == logits.shape[0], "batch dimension mismatch between logits and targets")
+    _check(targets.shape[1] + 1 == logits.shape[2], "target length mismatch")
+    batch, time, target, _ = logits.shape
+    with launch.inside():
+        for each in lengths:
+            _aten.amax.default(each)
+        costs = _aten.new_empty.default(logits, [batch])
+        gradients = torch.empty_like(logits)
+        counters = _aten.new_empty.default(logits, [2 * batch * target], dtype=torch.int32)
+        of_places = _aten.new_empty.default(logits, [5 * batch * time * target], dtype=torch.float32)
+    del counters, of_places
+    return costs, gradients
+
+
+def forced_align(launch: Launch) -> Any:
+    """The path, made on the host, and what was given; on the card the last two frames and where a hundred come from."""
+    scores, targets, *lengths = launch.args[:4]
+    if not scores.is_meta:
+        return NotImplemented
+    dtypes = (torch.float64, torch.float32, torch.float16)
+    _check(scores.dtype in dtypes, "log_probs must be float64, float32 or float16 (half) type")
+    _check(targets.dtype in (torch.int32, torch.int64), "targets must be int32 or int64 type")
+    _check(scores.is_contiguous(), "log_probs must be contiguous")
+    _check(scores.dim() == 3, "log_probs must be 3-D (batch_size, input length, num classes)")
+    _check(targets.dim() == 2, "targets must be 2-D (batch_size, target length,)")
+    one = scores.shape[0] == 1 and targets.shape[0] == 1
+    _check(one, "The batch dimension must be 1 at the current version.")
+    time, states = scores.shape[1], 2 * targets.shape[1] + 1
+    with launch.inside():
+        for each in lengths:
+            _aten.amax.default(each)
+        sources = _aten.new_empty.default(scores, [min(_FRAMES_KEPT, time), states], dtype=torch.int8)
+        alphas, copy = _aten.new_empty.default(scores, [2, states]), None
+        for _ in range(-(-time // _FRAMES_KEPT)):
+            copy = _aten.clone.default(sources)
+        del sources, alphas, copy
+        paths = _aten.new_empty.default(scores, [1, time], dtype=targets.dtype)
+    return paths, scores
+
+
+def lfilter_core_loop(launch: Launch) -> Any:
+    """Written where it lies; nothing is taken."""
+    signal, coefficients, padded = launch.args[:3]
+    if not padded.is_meta:
+        return NotImplemented
+    _check(signal.is_contiguous() and coefficients.is_contiguous() and padded.is_contiguous(), "expected contiguous")
+    _check(signal.shape[2] + coefficients.shape[1] - 1 == padded.shape[2], "lengths do not match")
+    return padded
+
+
+def register_loaded() -> None:
+    """Register the operators, once torchaudio has been imported."""
+    for name, entry in _OPERATORS.items():
+        found = getattr(torch.ops.torchaudio, name, None)
+        if found is not None and found not in _registered:
+            _registered.add(found)
+            kernel(found)(entry)
+
+
+_OPERATORS = {
+    "rnnt_loss_forward": rnnt_loss, "forced_align": forced_align, "_lfilter_core_loop": lfilter_core_loop,
+}  # fmt: skip
+_registered: set[Any] = set()
