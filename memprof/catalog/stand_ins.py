@@ -41,6 +41,7 @@ PACKAGES = {
         Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", "Dao-AILab/flash-attention@v2.8.3:hopper"),
         Package("causal_conv1d", "causal-conv1d", "1.6.1", "Dao-AILab/causal-conv1d@v1.6.1.post4"),
         Package("deepspeed", "deepspeed", "0.19.5", "deepspeedai/DeepSpeed@v0.19.5:deepspeed", for_libraries=False),
+        Package("flashinfer", "flashinfer-python", "0.6.17", "flashinfer-ai/flashinfer@v0.6.17:flashinfer"),
         Package("kernels", "kernels", "0.17.2", "huggingface/kernels@v0.17.2:src/kernels", "hub", for_libraries=False),
         Package("mamba_ssm", "mamba-ssm", "2.3.2.post1", "state-spaces/mamba@v2.3.2.post1"),
         Package("torch_cluster", "torch-cluster", "1.6.3", "rusty1s/pytorch_cluster@1.6.3"),
