@@ -50,6 +50,12 @@ PACKAGES = {
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )
 }
+NOT_STOOD_IN = (
+    "pytorch3d", "MinkowskiEngine", "spconv", "torchsparse", "torch_sparse", "torch_spline_conv", "pyg_lib",
+    "nvdiffrast", "tinycudann", "diff_gaussian_rasterization", "simple_knn", "gsplat", "natten",
+)  # fmt: skip
+"""Packages that need a card to be built and have no stand-in: refused by name. How large
+most of their outputs are hangs on numbers: points in a voxel, triangles under a pixel."""
 GROUP = "memprof.stand_ins"
 """Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported."""
 

@@ -21,13 +21,22 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from memprof.catalog.stand_ins import PACKAGES
+from memprof.catalog.stand_ins import NOT_STOOD_IN, PACKAGES
+from memprof.errors import MemprofError
+from memprof.virtual import limits
 from memprof.virtual.stand_ins import registry, tools
 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _MEMPROF = str(Path(registry.__file__).parents[2]) + os.sep
 _CACHES = ("transformers.utils.import_utils", "peft.import_utils")
 """Modules that remember, in functions with caches, which packages there are."""
+
+
+class NoStandIn(MemprofError, ModuleNotFoundError):
+    """The program imports a package that cannot be built here, and for which nothing stands in.
+
+    It may catch the error as it would where the package is missing.
+    """
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -115,12 +124,26 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """Of a module that no other finder has; None: it is not there."""
         package = name.partition(".")[0]
+        if package in NOT_STOOD_IN and not self._asks_others:
+            self._refuse(package)
         if self._asks_others or not self._may_have(package) or not registry.has_module(name):
             return None
         parent = sys.modules.get(package)
         if parent is not None and getattr(parent.__spec__, "loader", None) is not self:
             return None  # a module that the installed package does not have
         return importlib.machinery.ModuleSpec(name, self, origin="memprof's stand-in", is_package=True)
+
+    def _refuse(self, package: str) -> None:
+        """An import of the program's own; who looks whether the package is there is told that it is not."""
+        asks = _asking()
+        if asks is None or not is_own(asks.f_code.co_filename) or registry.knows(package) or _looks():
+            return
+        self._assume(f"{package} is not installed and has no stand-in: the program was told that it is missing.")
+        raise NoStandIn(
+            f"{limits.program_line()} imports {package}, which is not installed and has no stand-in",
+            value=package,
+            hint="install it where the program runs, or add a stand-in for what it calls (memprof help stand-ins)",
+        )
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """Python's own kind."""
@@ -198,6 +221,14 @@ def _asking() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def _looks() -> bool:
+    """Whether importlib.util.find_spec asks, and not an import."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not importlib.util.find_spec.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _forget_answers() -> None:

@@ -14,6 +14,7 @@ import torch
 
 import memprof
 from memprof.catalog import find_gpu
+from memprof.catalog.stand_ins import NOT_STOOD_IN
 from memprof.errors import MemprofError, UsageError
 from memprof.virtual import VirtualGpu
 from memprof.virtual.stand_ins import registry
@@ -205,3 +206,21 @@ def test_a_package_brings_its_own(packages: Path) -> None:
             assert norm(torch.zeros(3, device="cuda")).shape == (3,)
     finally:
         registry._load.cache_clear()
+
+
+@pytest.mark.parametrize("package", NOT_STOOD_IN)
+def test_a_package_without_stand_in_is_refused_by_name(gpu: VirtualGpu, package: str) -> None:
+    with pytest.raises(MemprofError, match=f"imports {package}, which is not installed and has no stand-in") as refused:
+        importlib.import_module(f"{package}.inner")
+    assert refused.value.value == package
+    assert refused.value.hint is not None and refused.value.hint.startswith("install it ")
+    assert isinstance(refused.value, ModuleNotFoundError)  # a program that can do without goes on
+    assert importlib.util.find_spec(package) is None
+    assert [line for line in gpu.trace.assumptions if line.startswith(f"{package} is not installed and has no")]
+
+
+def test_a_library_that_looks_for_one_without_stand_in_goes_on(gpu: VirtualGpu, packages: Path) -> None:
+    (packages / "looking.py").write_text(PROBE.replace("flash_attn", "pytorch3d"))
+    looking = importlib.import_module("looking")
+    assert looking.pytorch3d is None
+    assert not [line for line in gpu.trace.assumptions if "pytorch3d" in line]
