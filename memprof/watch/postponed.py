@@ -5,7 +5,8 @@ An eager run needs none of it, but it is asked for at these places:
 
 * torch keeps Dynamo out of some of its functions (`_disable_dynamo` in torch/_compile.py), and transformers marks
   functions of its own for it (`torch.compiler.disable`, `torch._dynamo.allow_in_graph`). As long as Dynamo is not there
-  nothing is compiled, and the functions do as they are; when it comes, it is told of those that were marked.
+  nothing is compiled, and the functions do as they are; when it comes, it is told of those that were marked. A setting
+  of it that checkpoint() notes is known.
 * transformers/masking_utils.py takes a context manager from it, for masks that are made with vmap.
 * operators in Python ask whether a size is a symbol: torch.fx.experimental.symbolic_shapes, which can be said of
   numbers and truth values without (`_PLAIN`; each says what the function of that name does with them); and whether a
@@ -40,6 +41,15 @@ _MARKS = ("disable", "allow_in_graph", "assume_constant_result")
 """What Dynamo is asked to note of a function, and what torch.compiler calls it too."""
 _KEPT = "__dynamo_disable"
 """Where torch._compile keeps what `disable` returned for a function."""
+_ASKING_DYNAMO = (
+    ("torch._compile", "inner"),
+    ("torch.optim.optimizer", "_use_grad"),
+    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"),
+    ("torch.utils.checkpoint", "__init__"),
+)
+"""Functions that ask it something when they are called, which can be said without."""
+_OF_A_HOOK = {"disable": lambda fn: fn}
+"""checkpoint()'s hooks go with what they recompute: Dynamo is told of none later, which would keep tensors."""
 _PASSING_ON = (("importlib", "import_module"), ("torch", "__getattr__"))
 Lifted = Callable[[], contextlib.AbstractContextManager[None]]
 _inside: list[tuple[Lifted, Callable[[], bool]]] = []
@@ -106,7 +116,7 @@ def _is_answered(name: str, module: str, function: str) -> bool:
         return function in _MARKS
     if function == "<module>":
         return module.startswith("transformers.integrations.")
-    return (module, function) in (("torch._compile", "inner"), ("torch.optim.optimizer", "_use_grad"))
+    return (module, function) in _ASKING_DYNAMO
 
 
 class _Later:
@@ -142,6 +152,15 @@ class _NotYet(type):
         return isinstance(real, type) and not isinstance(real, _NotYet) and isinstance(value, real)
 
 
+class _Config:
+    """torch._dynamo.config; what checkpoint() notes of it is for a recomputation that is traced, which is not yet."""
+
+    error_on_nested_fx_trace = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(f"{_DYNAMO}.config"), name)
+
+
 _JIT = dict.fromkeys(("triton", "triton.runtime", "triton.runtime.jit"), ("torch.utils.flop_counter",))
 _LOADING = tuple(
     f"transformers.{name}"
@@ -161,7 +180,7 @@ _CALLED = {
 """Modules of which somebody, when it is imported, takes what it will call or what values are instances of, and who."""
 _ANSWERED: dict[str, dict[str, Any]] = {
     _TRACED: {"TransformGetItemToIndex": _Later(_TRACED, "TransformGetItemToIndex")},
-    _DYNAMO: {"graph_break": lambda *args, **kwargs: None},
+    _DYNAMO: {"graph_break": lambda *args, **kwargs: None, "config": _Config()},
     _SIZES: {"Max": _Later(_SIZES, "Max")},
     _SYMPY: {"Basic": _NotYet("Basic", (), {"module": _SYMPY})},
     **{name: {} for name in (*_JIT, *_CALLED)},
@@ -203,6 +222,7 @@ class _Finder(MetaPathFinder, Loader):
         self._marked: list[Callable[[ModuleType], None]] = []
         self._symbols: _Symbols | None = None
         self._is_there = False
+        self._asker = "", ""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         """As the import system asks."""
@@ -210,7 +230,8 @@ class _Finder(MetaPathFinder, Loader):
             return importlib.machinery.ModuleSpec(name, self)
         if name not in _ANSWERED or self._is_there:
             return None
-        if _is_answered(name, *_asking()):
+        self._asker = _asking()
+        if _is_answered(name, *self._asker):
             return importlib.machinery.ModuleSpec(name, self, is_package=name in _PACKAGES)
         return self._real() if name == _DYNAMO else None
 
@@ -219,7 +240,8 @@ class _Finder(MetaPathFinder, Loader):
         if spec.name == _SYMBOLS:
             self._symbols = _Symbols()
             return self._symbols
-        return _Answers(spec.name, _ANSWERED[spec.name] | (self._marks if spec.name == _DYNAMO else {}))
+        marks = (self._marks if self._asker[1] != "__init__" else _OF_A_HOOK) if spec.name == _DYNAMO else {}
+        return _Answers(spec.name, _ANSWERED[spec.name] | marks)
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is run."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import logging
 import warnings
+from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,6 +38,8 @@ def require(module: str) -> Any:
 def import_quietly(module: str) -> Any:
     """`module`, imported without notices: they speak of kernels that a machine without a card lacks.
 
+    What it gives to torch.compile meanwhile is compiled when it is called first.
+
     Raises:
         ImportError: it is not installed, or does not go with this torch.
     """
@@ -42,12 +48,42 @@ def import_quietly(module: str) -> Any:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _compiling_later():
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _compiling_later() -> Iterator[None]:
+    """Inside, torch.compile leaves a function's compiler to the first call.
+
+    bitsandbytes decorates its kernels for the CPU so (backends/default/ops.py); no card calls them. Decorating alone
+    imports Dynamo and Inductor, a third of what a profile with an adapter takes.
+    """
+    compiler = torch.compile
+
+    def compile_later(model: Any = None, **options: Any) -> Any:
+        if not isinstance(model, FunctionType):
+            return compiler(model, **options)
+        compiled: Any = None
+
+        @functools.wraps(model)
+        def called(*arguments: Any, **named: Any) -> Any:
+            nonlocal compiled
+            if compiled is None:
+                compiled = compiler(model, **options)
+            return compiled(*arguments, **named)
+
+        return called
+
+    torch.compile = compile_later
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def load_quantized(

@@ -125,3 +125,30 @@ def test_what_an_import_has_to_say_is_not_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler()])
     import_quietly("folder.noted")
     assert (logger.level, capsys.readouterr().err) == (logging.WARNING, "")
+
+
+def test_what_an_import_compiles_is_compiled_when_it_is_called(tmp_path, monkeypatch):
+    """As bitsandbytes' kernels for the CPU; decorating them would import the compiler."""
+    torch = pytest.importorskip("torch")
+    compiled = []
+
+    def compiler(model=None, **options):
+        if model is None:
+            return lambda model: torch.compile(model, **options)
+        compiled.append((getattr(model, "__name__", "a module"), options))
+        return model
+
+    (tmp_path / "decorated.py").write_text(
+        "import torch\n"
+        "@torch.compile(dynamic=False)\n"
+        "def double(x):\n"
+        "    return 2 * x\n"
+        "whole = torch.compile(torch.nn.Linear(1, 1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch, "compile", compiler)
+    decorated = import_quietly("decorated")
+    assert [name for name, _ in compiled] == ["a module"]
+    assert (decorated.double(2), decorated.double(3)) == (4, 6)
+    assert compiled[1:] == [("double", {"dynamic": False})]
+    assert torch.compile is compiler
