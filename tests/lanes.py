@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 
 LANE = "MEMPROF_LANE"
 """The lane, for what is asked while test modules are imported."""
@@ -11,3 +15,20 @@ LANE = "MEMPROF_LANE"
 def examples(number: int) -> int:
     """Of a property's `number` examples what this lane draws: at night all, else a third."""
     return number if os.environ.get(LANE) == "nightly" else -(-number // 3)
+
+
+def by_day(cases: Iterable[Any], *shown: Any) -> list[Any]:
+    """The cases of a test, of which `make test` has those `shown`, and `make nightly` the others.
+
+    Raises:
+        ValueError: what is shown is no case.
+    """
+    cases = list(cases)
+    for one in shown:
+        if one not in cases:
+            raise ValueError(f"there is no case {one!r}")
+    night = pytest.mark.nightly
+    return [
+        case if case in shown else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=night)
+        for case in cases
+    ]

@@ -9,28 +9,29 @@ torch.isin, which is one kernel there; what the CPU has beyond is named in cpu_t
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from tests.accuracy.cpu_events import Call, Change
 from tests.accuracy.script_events import SCRIPTS, TO_CARD
 from tests.accuracy.script_matching import Matching, longest_common, match
+from tests.lanes import by_day
 from tests.processes import ROOT, python
 
 
-@pytest.fixture(scope="module")
-def matchings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Matching]:
-    result = tmp_path_factory.mktemp("scripts") / "events"
-    done = python("-m", "tests.accuracy.script_events", result, folder=ROOT, seconds=500)
+def _matching(name: str, folder: Path) -> Matching:
+    result = folder / "events"
+    done = python("-m", "tests.accuracy.script_events", result, name, folder=ROOT, seconds=500)
     assert not done.exit_code, done.stderr[-4000:]
-    found = pickle.loads(result.read_bytes())
-    return {name: match(sides["cpu"], sides["virtual"]) for name, sides in found.items()}
+    (sides,) = pickle.loads(result.read_bytes()).values()
+    return match(sides["cpu"], sides["virtual"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(matchings, name):
-    found = matchings[name]
+@pytest.mark.parametrize("name", by_day(SCRIPTS, "trainer", "accelerate_loop", "images", "generate", "mistakes"))
+def test_scripts(tmp_path, name):
+    found = _matching(name, tmp_path)
     assert found.virtual > 500, "nothing ran"
     assert not found.rest_virtual
     assert not found.rest_cpu

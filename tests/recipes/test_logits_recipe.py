@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.nightly  # in every run: test_parts.py
 GIB = 2**30
 LOGITS = 131_072 * 151_936 * 2 / GIB
 

@@ -14,6 +14,7 @@ def weight_delta(run):
     return run("1-npt-weight-delta")
 
 
+@pytest.mark.nightly  # in every run: test_parts.py
 class TestWeightDelta:
     def test_the_page_shows_it(self, weight_delta, check_page):
         check_page(1, weight_delta)

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.nightly  # in every run: test_parts.py
+
 
 @pytest.fixture(scope="module")
 def output(run):

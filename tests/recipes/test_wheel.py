@@ -29,7 +29,7 @@ def installed(tmp_path_factory):
     (wheel,) = folder.glob("*.whl")
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".pyc")]
     target = folder / "installed"
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", target, wheel], check=True)
+    zipfile.ZipFile(wheel).extractall(target)
     return target
 
 
@@ -58,6 +58,17 @@ def test_wheel_has_the_recipes_and_pages_and_a_copy_runs(installed, tmp_path):
     assert copied.returncode == 0, copied.stderr
     from_copy = run(installed, tmp_path, "copy/run.py", "--no-clock")
     assert from_copy.returncode == 0, from_copy.stderr
+    page = " ".join((ROOT / "docs/case-studies/4-npt-high-num-ranks.md").read_text(encoding="utf-8").split())
+    printed = [" ".join(line.split()) for line in from_copy.stdout.splitlines() if line]
+    assert len(printed) > 10 and not [line for line in printed if line not in page]
+
+
+@pytest.mark.nightly
+def test_a_recipe_runs_from_the_wheel(installed, tmp_path):
+    """Like its copy; in every run tests/recipes runs it from the checkout."""
+    copied = run(installed, tmp_path, "-m", "memprof", "recipes", "cp", "4", "copy")
+    assert copied.returncode == 0, copied.stderr
+    from_copy = run(installed, tmp_path, "copy/run.py", "--no-clock")
     from_wheel = run(installed, tmp_path, "-m", "memprof", "recipes", "run", "4", "--no-clock")
     assert from_copy.stdout == from_wheel.stdout != ""
 

@@ -1,0 +1,48 @@
+"""Of the recipes that take half a minute and more, whose own tests are for the night: what their pages show of a part
+is what it prints.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import ROOT, python
+from tests.recipes.conftest import PAGES
+
+PARTS = {
+    "1-npt-weight-delta": """
+audit.claims = lambda *found: []
+audit.rows = audit.configurations = lambda: []
+run.main()
+""",
+    "3-precision-and-vram-guide": """
+audit.steps = audit.cards = lambda: []
+precision.measured = dict
+audit.claims = lambda *found: []
+run.main()
+""",
+    "5-long-context-logits": """
+for length in audit.lengths():
+    print(f"{length.tokens:,} tokens: logits of {format_bytes(length.logits_bytes)}")
+    print(f"(largest tensor with a vocabulary {format_bytes(length.largest_bytes)})")
+claim = audit.placement_claim()
+print(f"* {claim.text}: {claim.verdict.upper()}")
+""",
+}
+BEGIN = """
+import sys
+from memprof.units import format_bytes
+sys.path.insert(0, sys.argv[1])
+import audit, run
+precision = sys.modules.get("precision")
+"""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_page_shows_what_a_part_prints(name):
+    done = python("-c", BEGIN + PARTS[name], ROOT / "recipes" / name, folder=ROOT)
+    assert done.exit_code == 0, done.stderr
+    (page,) = PAGES.glob(f"{name[0]}-*.md")
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    printed = [" ".join(line.split()) for line in done.stdout.splitlines() if line]
+    assert len(printed) > 6 and not [line for line in printed if line not in text]
