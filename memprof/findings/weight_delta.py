@@ -69,7 +69,8 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
 
     The matrix is [d x f] with d and f dimensions of parameters, and d before f as one of three layouts that einsum and
     bmm give: [..., d, f], [..., tokens * d, f] or, if [d x f] is a parameter's own shape, [tokens, d * f]. Kept out:
-    tensors as large as a parameter (gradients of experts, casts of weights), logits, S x S scores, and maps of images.
+    features of a batch's tokens, or of a chunk of them (a smaller input may divide their number by a width), tensors
+    as large as a parameter (gradients of experts, casts of weights), logits, S x S scores, and maps of images.
     """
     trace = context.ledger.trace
     owned = parameters(trace)
@@ -104,7 +105,8 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
             continue
         *leading, rows, columns = shape
         found = None
-        if columns in sizes:
+        before_last = math.prod(shape[:-1])
+        if columns in sizes and all(count % before_last for count in counts):
             tokens = math.prod(leading)
             if rows in sizes and tokens in counts and not (rows == columns and rows in lengths):
                 found = (tokens, rows, columns)
@@ -112,8 +114,8 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
                 for count in counts:
                     if rows % count == 0 and rows // count in sizes and (rows // count, columns) != (count, count):
                         found = (count, rows // count, columns)
-        if found is None and columns in products and math.prod(shape[:-1]) in counts:
-            found = (math.prod(shape[:-1]), *products[columns])
+        if found is None and columns in products and before_last in counts:
+            found = (before_last, *products[columns])
         if found is not None and math.prod(shape) not in weights:
             result[index] = found
     return result

@@ -176,6 +176,18 @@ class TestWeightDelta:
             b.new(*shape)
         assert not of(b.context(vocab_size=128256, context_length=512), "weight-delta-per-token")
 
+    @pytest.mark.parametrize("shape", [(8192, 8192), (4096, 8192), (4, 2048, 8192), (16, 512, 8192)])
+    def test_silent_on_features_of_tokens_beside_a_smaller_input(self, shape: tuple[int, ...]) -> None:
+        """16 numbers (lengths of packed texts), and a width of 512: 16 x 512 is the number of the tokens."""
+        b = Builder()
+        b.parameter("up.weight", 8192, 2048)
+        b.parameter("k_proj.weight", 512, 2048)
+        b.inputs(4, 2048)
+        b.inputs(16)
+        for _ in range(32):
+            b.new(*shape)
+        assert not of(b.context(), "weight-delta-per-token")
+
     def test_silent_on_maps_of_images(self) -> None:
         b = Builder()
         b.parameter("attention.weight", 256, 256)
