@@ -282,6 +282,7 @@ class VirtualGpu(Watch):
         self._watch_program()
         later = {
             "bitsandbytes": self._watch_kernels,
+            "triton.testing": self._watch_kernels,  # imported when its driver is there, which packages ask at once
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
             "torchvision": detection.register_loaded,
             "torchaudio": audio.register_loaded,

@@ -43,9 +43,24 @@ def triton_patches(written: Callable[[torch.Tensor], None] | None = None) -> Ite
     drivers = sys.modules.get("triton.runtime.driver")
     if drivers is not None and hasattr(sys.modules.get(_DRIVER), "CudaUtils"):
         # What is asked of the driver beside launches (triton.testing.do_bench, whose cache it makes) is asked of torch.
-        yield sys.modules[_DRIVER], "CudaUtils", object
+        yield sys.modules[_DRIVER], "CudaUtils", _CudaUtils
         yield drivers.driver, "_default", None
         yield drivers.driver, "_active", None
+
+
+class _CudaUtils:
+    """What Triton's driver says of a card (triton/backends/nvidia/driver.c); of its clocks nothing is known."""
+
+    @staticmethod
+    def get_device_properties(device: Any) -> dict[str, int]:
+        """By the names that Triton has for them; kernels are laid out by the number of multiprocessors."""
+        card: Any = torch.cuda.get_device_properties(device)
+        return {
+            "max_shared_mem": card.shared_memory_per_block_optin,
+            "max_num_regs": card.regs_per_multiprocessor,
+            "multiprocessor_count": card.multi_processor_count,
+            "warpSize": card.warp_size,
+        }
 
 
 _DRIVER = "triton.backends.nvidia.driver"
