@@ -38,6 +38,19 @@ def words(count: int, seed: int = 0) -> str:
     return "O God, O God!\n" + "\n".join(" ".join(chosen[start : start + 12]) for start in range(0, count, 12)) + "\n"
 
 
+def word_tokenizer(folder: Path) -> None:
+    """A tokenizer of these words, as Hugging Face's libraries and others read one from a model's folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir(parents=True)
+    known = ["<unk>", "<s>", "</s>", *sorted(set(words(500).split()))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    write_json(folder / "tokenizer_config.json", {**said, "pad_token": "<unk>"})
+
+
 def idx(folder: Path, name: str, train: int = 512, test: int = 128) -> None:
     """MNIST's four files, as torchvision keeps them, under `folder`/`name`/raw."""
     raw = folder / name / "raw"

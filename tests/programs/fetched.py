@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.programs import data, folders
+from tests.programs.finetuning import FINETUNING
 from tests.programs.libraries import LIBRARIES
 from tests.programs.other_kernels import OTHER_KERNELS
 from tests.programs.program import Program
@@ -460,5 +461,6 @@ PROGRAMS = (
         data=lambda home: data.cifar(home / "datasets"),
     ),
     *LIBRARIES,
+    *FINETUNING,
     *OTHER_KERNELS,
 )

@@ -38,17 +38,8 @@ def _ratings(home: Path) -> None:
 
 def tiny_llama(home: Path) -> None:
     """A model's folder with a tokenizer of words, and a few conversations."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder = home / "model"
-    folder.mkdir()
-    words = sorted(set(data.words(500).split()))
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    tokenizer.save(str(folder / "tokenizer.json"))
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**said, "pad_token": "<unk>"}), encoding="utf-8")
+    data.word_tokenizer(folder)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
