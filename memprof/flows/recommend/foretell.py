@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 
-from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.odds import none_drawn, step_by_which, step_sorted
 from memprof.flows.recommend.search import Search, Tried
 from memprof.report.documents.recommendation import LengthRow, Lengths
@@ -32,11 +31,13 @@ def length_row(search: Search, tried: Tried, lengths: list[int], size: int, cont
     """A micro-batch. Padded to its longest sequence, it needs what a batch of that length needs."""
     accumulation = max(search.effective_batch // size, 1)
 
-    def needed(length: int) -> int:
-        spec = tried.plan.spec(search.base.edit(context_length=length), size, accumulation)
-        return search.runs.needed_bytes(spec, f"{size} x {length:,} tokens", accumulation)
-
-    limit = find_limit(needed, search.runs.gpu.total_bytes, low=1, high=lengths[-1], begin=lengths[-1])
+    limit = search.runs.limit(
+        lambda length: tried.plan.spec(search.base.edit(context_length=length), size, accumulation),
+        lambda length: f"{size} x {length:,} tokens",
+        accumulation,
+        begin=lengths[-1],
+        high=lengths[-1],
+    )
     longest = limit.largest or 0
     count = len(lengths)
     too_long = count - bisect.bisect_right(lengths, longest)

@@ -10,7 +10,6 @@ from memprof.catalog import Gpu, ModelEntry, list_models
 from memprof.command_line import profile_command
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
-from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, half_of
 from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.remedies.spec_edits import installed_eight_bit_optimizer
@@ -166,17 +165,19 @@ def _longest(
     runs: Simulator, spec: TargetSpec, task: Task, entry: ModelEntry, outcome: SimulatedRun
 ) -> tuple[int, int | None]:
     """The longest context of this model, and the next that was tried; multiples of GRAIN."""
-    at, available = outcome.target.context_length or 0, runs.gpu.total_bytes
+    at = outcome.target.context_length or 0
     high = (entry.max_positions or 0) - 2 * (task.plan.goal is Goal.INFER)
-
-    def needed(length: int) -> int:
-        one = _spec(spec, task, entry, length)
-        return runs.needed_bytes(one, f"{task.name}: {entry.key} at {length:,} tokens")
 
     if high <= at:
         return at, None
     try:
-        limit = find_limit(needed, available, low=1, high=high, grain=GRAIN, begin=at)
+        limit = runs.limit(
+            lambda length: _spec(spec, task, entry, length),
+            lambda length: f"{task.name}: {entry.key} at {length:,} tokens",
+            begin=at,
+            high=high,
+            grain=GRAIN,
+        )
     except MemprofError:
         return at, None
     return limit.largest or at, limit.first_too_large

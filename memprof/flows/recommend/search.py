@@ -11,7 +11,6 @@ from memprof.command_line import profile_command
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import cards, snippet
-from memprof.flows.recommend.bisection import find_limit
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
 from memprof.flows.recommend.simulator import SimulatedRun, Simulator
 from memprof.remedy_catalog import check_installed
@@ -196,12 +195,13 @@ class Search:
     def batch_limit(self, tried: Tried) -> Bound:
         """The largest micro-batch of this configuration."""
         accumulation = min(tried.accumulation, 2)
-
-        def needed(size: int) -> int:
-            spec = tried.plan.spec(self.base, size, accumulation)
-            return self.runs.needed_bytes(spec, tried.plan.label(size), tried.accumulation)
-
-        return find_limit(needed, self.runs.gpu.total_bytes, low=1, high=MAX_BATCH, begin=tried.micro_batch)
+        return self.runs.limit(
+            lambda size: tried.plan.spec(self.base, size, accumulation),
+            tried.plan.label,
+            tried.accumulation,
+            begin=tried.micro_batch,
+            high=MAX_BATCH,
+        )
 
     def context_limit(self, tried: Tried, longest: int | None) -> Bound:
         """The longest context of this configuration, in steps of GRAIN tokens; it has fitted at its own.
@@ -212,22 +212,24 @@ class Search:
         high = MAX_CONTEXT
         if longest is not None and now <= longest - (self.base.new_tokens or 0):
             high = longest - (self.base.new_tokens or 0)
-        available = self.runs.gpu.total_bytes
 
-        def needed(length: int, accumulation: int) -> int:
-            spec = tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, accumulation)
-            return self.runs.needed_bytes(spec, f"context {length:,}", tried.accumulation)
+        def spec_of(length: int, accumulation: int) -> TargetSpec:
+            return tried.plan.spec(self.base.edit(context_length=length), tried.micro_batch, accumulation)
+
+        def label(length: int) -> str:
+            return f"context {length:,}"
 
         def limit(accumulation: int) -> Bound:
-            return find_limit(
-                lambda length: needed(length, accumulation), available, low=1, high=high, grain=GRAIN, begin=now
-            )
+            make = functools.partial(spec_of, accumulation=accumulation)
+            return self.runs.limit(make, label, tried.accumulation, begin=now, high=high, grain=GRAIN)
 
         # The second micro-batch has all that a later one has; looked for with two, the limit is then run with all.
         few = min(tried.accumulation, 2)
         found = limit(few)
-        if found.largest and few < tried.accumulation and needed(found.largest, tried.accumulation) > available:
-            return limit(tried.accumulation)
+        if found.largest and few < tried.accumulation:
+            spec = spec_of(found.largest, tried.accumulation)
+            if not self.runs.run(spec, label(found.largest), tried.accumulation).fits:
+                return limit(tried.accumulation)
         return found
 
     def _largest_micro_batch(self, first: Tried, best: Tried | None) -> Tried:

@@ -15,16 +15,22 @@ from memprof.errors import MemprofError
 from memprof.flows.account import analyze
 from memprof.flows.ahead import warm
 from memprof.flows.profile import profile
+from memprof.flows.recommend.between import likely_needs
+from memprof.flows.recommend.bisection import find_limit
 from memprof.ledger.batches import Batches
 from memprof.ledger.state import ModelState
 from memprof.remedies.fixes import Fix, edit_spec
 from memprof.remedy_catalog import helping
+from memprof.report.documents.recommendation import Bound
 from memprof.spec import Mode, TargetSpec
+from memprof.trace.events import Trace
 from memprof.trace.facts import Target, target_to_json
 
 Answer = TypeVar("Answer")
 HOST_MEMORY = "host memory"
 """Where a run dies that fits the card, but not its host."""
+_TRACES = 4
+"""So many are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Simulator:
         self._known: dict[tuple[TargetSpec, int], SimulatedRun] = {}
         self._ahead: dict[tuple[TargetSpec, int], SimulatedRun | MemprofError] = {}
         """What was run before it was asked for."""
+        self._traces: dict[tuple[TargetSpec, int], Trace] = {}
+        """The last of those that were made here."""
 
     def __len__(self) -> int:
         """How many runs were made."""
@@ -155,11 +163,48 @@ class Simulator:
 
     def needed_bytes(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> int:
         """What a run needs; if it fits no more than the card has: it may give the cache back on the way. Else more."""
-        outcome, available = self.run(spec, label, micro_batches), self.gpu.total_bytes
-        return min(outcome.needed_bytes, available) if outcome.fits else max(outcome.needed_bytes, available + 1)
+        outcome = self.run(spec, label, micro_batches)
+        return self._counted(outcome.needed_bytes, fits=outcome.fits)
+
+    def limit(
+        self,
+        spec_of: Callable[[int], TargetSpec],
+        label_of: Callable[[int], str],
+        micro_batches: int = 1,
+        *,
+        begin: int,
+        high: int,
+        grain: int = 1,
+    ) -> Bound:
+        """The largest number for which the run of `spec_of` fits, and the next (`find_limit`): both were run.
+
+        Raises:
+            MemprofError: one of the runs cannot be made.
+        """
+        asked: set[int] = set()
+
+        def needed(number: int) -> int:
+            asked.add(number)
+            return self.needed_bytes(spec_of(number), label_of(number), micro_batches)
+
+        def guess(number: int) -> int | None:
+            keys = {one: (spec_of(one), micro_batches) for one in asked}
+            needs = likely_needs({one: self._traces[key] for one, key in keys.items() if key in self._traces}, number)
+            if needs is None:
+                return None
+            return self._counted(needs.required_reserved_bytes + CONTEXT_BYTES, fits=needs.fits)
+
+        return find_limit(needed, self.gpu.total_bytes, low=1, high=high, grain=grain, begin=begin, guess=guess)
+
+    def _counted(self, needed_bytes: int, *, fits: bool) -> int:
+        available = self.gpu.total_bytes
+        return min(needed_bytes, available) if fits else max(needed_bytes, available + 1)
 
     def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
         trace, document = profile(spec, explained=False)
+        self._traces[spec, micro_batches] = trace
+        if len(self._traces) > _TRACES:
+            del self._traces[next(iter(self._traces))]
         step = step_work(trace, self.gpu, micro_batches)
         together = document.peak.allocated_bytes <= self.usable_bytes
         remedy = helping("fragmentation")[0]
