@@ -1,4 +1,4 @@
-"""xformers.ops: memory-efficient attention on half precision, and unbind.
+"""xformers.ops: memory-efficient attention on half precision, and unbind; xformers.profiler, which takes nothing.
 
 Sources: xformers/ops/fmha (__init__.py, dispatch.py, flash.py, flash3.py), ops/unbind.py and .github/workflows/
 wheels_build.yml of facebookresearch/xformers@v0.0.32.post2. Its wheels are built with FlashAttention 3 for compute
@@ -8,6 +8,7 @@ tensors as biases are not known here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,6 +78,62 @@ def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
             raise refused(name, what)
 
 
+_OFFSETS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k"
+_LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float p, float softmax_scale, bool is_causal"
+
+
+def _operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """An operator of torch.ops as the real package defines it: programs name it to choose what a checkpoint keeps."""
+
+    def define(body: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(name, body, mutates_args=(), schema=f"(Tensor query, Tensor key, {schema}")
+        made.register_fake(body)
+        return made
+
+    return define
+
+
+def _is_dense(name: str, *of_others: Any) -> None:
+    if any(one is not None for one in of_others):
+        raise refused(f"torch.ops.{name}", "sequences of several lengths, or pages")
+
+
+@_operator(
+    "xformers_flash::flash_fwd",
+    f"Tensor value, {_OFFSETS}, {_LENGTHS}, SymInt window_left, SymInt window_right, bool return_softmax, "
+    "Tensor? block_tables) -> (Tensor, Tensor, Tensor)",
+)
+def _flash_2(
+    query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any, max_seqlen_q: int,
+    max_seqlen_k: int, p: float, softmax_scale: float, is_causal: bool, window_left: int, window_right: int,
+    return_softmax: bool, block_tables: Any,
+) -> Any:  # fmt: skip
+    """fmha/flash.py, _flash_fwd: output, log of the sums, random state."""
+    _is_dense("xformers_flash.flash_fwd", cu_seqlens_q, cu_seqlens_k, seqused_k, block_tables)
+    options = fa2.Options(p, (window_left, window_right), None, False, False)
+    out, sums, _, state = fa2._forward(query, key, value, options, False)
+    return out, sums, state
+
+
+@_operator(
+    "xformers_flash3::flash_fwd",
+    f"Tensor value, {_OFFSETS}, Tensor? leftpad_k, {_LENGTHS}, Tensor? descale_q=None, Tensor? descale_k=None, "
+    "Tensor? descale_v=None, Tensor? block_table=None, bool use_kvsplit=False, SymInt window_left=-1, "
+    "SymInt window_right=-1) -> (Tensor, Tensor)",
+)
+def _flash_3(
+    query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any, leftpad_k: Any,
+    max_seqlen_q: int, max_seqlen_k: int, p: float, softmax_scale: float, is_causal: bool, descale_q: Any = None,
+    descale_k: Any = None, descale_v: Any = None, block_table: Any = None, use_kvsplit: bool = False,
+    window_left: int = -1, window_right: int = -1,
+) -> Any:  # fmt: skip
+    """fmha/flash3.py, mha_fwd: output and log of the sums."""
+    varying = (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, use_kvsplit or None)
+    _is_dense("xformers_flash3.flash_fwd", *varying)
+    call = fa3._Call(causal=is_causal, window_size=(window_left, window_right))
+    return fa3._forward(query, key, value, call)[:2]
+
+
 @stand_in(
     "xformers.ops.fmha.memory_efficient_attention", "xformers.ops.memory_efficient_attention",
     source=f"{_SOURCE}/__init__.py",
@@ -96,13 +153,18 @@ def memory_efficient_attention(
     third = p == 0 and size >= _LEAST_HEAD
     third_backward = p == 0 and size >= _LEAST_HEAD_BACKWARD
     call = fa3._Call(causal=attn_bias is not None)
-    options = fa2.Options(p, (-1, -1), None, False, False)
     together = query.shape[0] == key.shape[0] and query.stride(-2) == 3 * size
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if k.stride(2) == 0 and v.stride(2) == 0:  # one head of keys for all queries
             k, v = k[:, :, :1], v[:, :, :1]
-        return fa3._forward(q, k, v, call)[:2] if third else fa2._forward(q, k, v, options, False)
+        causal, sizes = attn_bias is not None, (q.shape[1], k.shape[1])
+        factor = size**-0.5 if scale is None else scale
+        if third:
+            made: tuple[torch.Tensor, ...] = _flash_3(q, k, v, None, None, None, None, *sizes, p, factor, causal)
+        else:
+            made = _flash_2(q, k, v, None, None, None, *sizes, p, factor, causal, -1, -1, False, None)
+        return made
 
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return attend(query, key, value)[0].reshape(shape)
@@ -165,3 +227,57 @@ def unbind(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
     """As torch.unbind."""
     made: tuple[torch.Tensor, ...] = _Unbind.apply(x, dim)
     return made
+
+
+class _OnePart:
+    """A part of a schedule; programs derive from them."""
+
+    ACTIVITIES = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+
+    def __init__(self, main_profiler: Any) -> None:
+        self.main_profiler = main_profiler
+
+    def __enter__(self) -> None:
+        """Nothing is traced."""
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is written."""
+
+    def step(self) -> None:
+        """A step has ended."""
+
+
+_PROFILER = "facebookresearch/xformers@v0.0.32.post2:xformers/profiler"
+for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
+    stand_in(
+        f"xformers.profiler.profiler.{_name}", f"xformers.profiler.api.{_name}", f"xformers.profiler.{_name}",
+        source=f"{_PROFILER}/profiler.py",
+    )(type(_name, (_OnePart,), {}))  # fmt: skip
+
+
+@stand_in("xformers.profiler.api.profile", "xformers.profiler.profile", source=f"{_PROFILER}/api.py")
+class _Profile:
+    """Traces steps of a program, and keeps tensors of none; here it does nothing."""
+
+    def __init__(self, output_dir: str, module: Any = None, schedule: Any = ()) -> None:
+        self.output_dir = output_dir
+
+    def __enter__(self) -> Any:
+        """Itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing has begun."""
+
+    def start(self) -> None:
+        """Nothing begins."""
+
+    stop = __exit__
+
+    def step(self) -> None:
+        """A step has ended."""
+
+
+@stand_in("xformers.profiler.api.step", "xformers.profiler.step", source=f"{_PROFILER}/api.py")
+def _step() -> None:
+    """A step has ended."""

@@ -73,3 +73,47 @@ def test_without_a_gradient_sums_are_dropped_and_what_is_not_known_is_refused() 
             memory_efficient_attention(q.float(), q.float(), q.float())
         with pytest.raises(MemprofError, match=r"xformers\.ops\.fmha\.BlockDiagonalMask"):
             BlockDiagonalMask.from_seqlens([1, 2])
+
+
+@pytest.mark.parametrize(("size", "operator"), [(128, "xformers_flash3"), (16, "xformers_flash")])
+def test_a_checkpoint_may_keep_what_attention_gave(size: int, operator: str) -> None:
+    """Selective checkpoints name the operator that the real package defines (as Meta's lingua does)."""
+    checkpoint = pytest.importorskip("torch.utils.checkpoint")
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False) as gpu:
+        import xformers.ops as xops
+
+        kept = getattr(torch.ops, operator).flash_fwd.default
+        policy = checkpoint.CheckpointPolicy
+        runs: dict[str, int] = {}
+        for name, chosen in (("kept", policy.MUST_SAVE), ("made again", policy.PREFER_RECOMPUTE)):
+
+            def choose(context: object, op: object, *args: object, chosen: object = chosen, **kwargs: object) -> object:
+                return chosen if op is kept else policy.PREFER_RECOMPUTE
+
+            q, k, v = (tensor(BATCH, TOKENS, HEADS, size) for _ in range(3))
+            begin = len(gpu.trace.storages)
+            out = checkpoint.checkpoint(
+                lambda q, k, v: xops.memory_efficient_attention(q, k, v) * 2,
+                q, k, v, use_reentrant=False,
+                context_fn=lambda choose=choose: checkpoint.create_selective_checkpoint_contexts(choose),
+            )  # fmt: skip
+            out.backward(torch.empty_like(out))
+            made = gpu.trace.storages[begin:]
+            runs[name] = sum(one.shape == (BATCH, HEADS, TOKENS) and one.dtype == "float32" for one in made)
+    # Sums of the forward, and the zeros that are their gradient; and sums of the second forward.
+    assert runs == {"kept": 2, "made again": 3}
+
+
+def test_the_profiler_takes_nothing() -> None:
+    with VirtualGpu(find_gpu("h100-80gb")) as gpu:
+        import xformers.profiler
+        from xformers.profiler import MemSnapshotsProfiler, PyTorchProfiler
+
+        class Own(PyTorchProfiler):
+            pass
+
+        begin = len(gpu.trace.events)
+        with xformers.profiler.profile("nowhere", schedule=[(MemSnapshotsProfiler, 0, 2), (Own, 2, 4)]) as profiler:
+            profiler.step()
+            xformers.profiler.step()
+        assert len(gpu.trace.events) == begin
