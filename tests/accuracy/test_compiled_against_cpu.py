@@ -21,7 +21,10 @@ from tests.accuracy.cpu_temporaries import NUMBER_BYTES, compared
 from tests.accuracy.test_against_cpu import plain
 
 pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's C++ needs a compiler")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor's C++ needs a compiler"),
+    pytest.mark.nightly,  # half a minute of it for each model; tests/unit/virtual/compiled is in every run
+]
 COMPILED = ("perceptron", "gpt2", "llama", "qwen3", "gemma2", "bert", "lora", "t5", "bart", "rnn", "gru", "lstm")
 """Equal to the end. deberta, mixtral, vit, mixer and convolutions are not: docs/accuracy.md says how."""
 
@@ -50,9 +53,7 @@ def both(name: str) -> tuple[list[tuple[bool, int, int]], list[tuple[bool, int, 
     return without_numbers(found.virtual), without_numbers(found.cpu), graphs
 
 
-@pytest.mark.parametrize(  # half a minute of a C++ compiler for each but the first
-    "name", [COMPILED[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in COMPILED[1:])]
-)
+@pytest.mark.parametrize("name", COMPILED)
 def test_two_steps_of_compiled_models(name: str) -> None:
     virtual, cpu, graphs = both(name)
     assert sum(graphs) > 50, "little was compiled"

@@ -13,6 +13,7 @@ from memprof.estimate.table import DEVICE_USED, FITS, KINDS, NO, band_of, build_
 from memprof.flows.estimate import simulate
 from tests.accuracy.published.rows import read_rows
 from tests.benchmarks import estimate_published
+from tests.lanes import by_day
 
 SAMPLE = [
     ("gpt2", "full", "bfloat16", 1, 1024),
@@ -38,7 +39,11 @@ def compared(model, method, dtype, batch_size, context_length, **asked):
     return cell, simulate(subject, cell.plan, batch_size, answer.context_length)
 
 
-@pytest.mark.parametrize(("model", "method", "dtype", "batch_size", "context_length"), SAMPLE)
+BY_DAY = [SAMPLE[at] for at in (0, 3, 4, 7, 9)]
+"""Each method, and what is checkpointed and quantized, once."""
+
+
+@pytest.mark.parametrize(("model", "method", "dtype", "batch_size", "context_length"), by_day(SAMPLE, *BY_DAY))
 def test_within_the_stated_band(model, method, dtype, batch_size, context_length):
     cell, run = compared(model, method, dtype, batch_size, context_length)
     assert cell.allocated_bytes == pytest.approx(run.allocated_bytes, rel=0.05)
@@ -64,6 +69,7 @@ def test_what_is_asked_beside_the_shape(case, asked):
     assert cell.allocated_bytes == pytest.approx(run.allocated_bytes, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_windows_of_some_layers():
     """Gemma 3's layers with a window keep a mask each; those without have flash attention and none."""
     cell, run = compared("gemma-3-1b", "full", "bfloat16", 2, 1024)

@@ -21,10 +21,10 @@ KV_BYTES_PER_TOKEN = {
 }
 """Layers x key-value heads x head size x keys and values x bytes, from the models' configurations."""
 CHECKED = [
-    ("qwen3-0.6b", 1, "BF16"), ("qwen3-0.6b", 30_720, "BF16"), ("qwen3-0.6b", 6144, "GPTQ-Int8"),
-    ("qwen3-0.6b", 6144, "FP8"), ("qwen3-4b", 14_336, "AWQ-INT4"),
+    ("qwen3-0.6b", 1, "BF16"), ("qwen3-0.6b", 30_720, "BF16"), ("qwen3-0.6b", 6144, "FP8"),
+    ("qwen3-0.6b", 6144, "GPTQ-Int8"), ("qwen3-4b", 14_336, "AWQ-INT4"),
 ]  # fmt: skip
-"""Simulated at every run of the tests; the others by `python -m tests.accuracy.inference_rows`."""
+"""Simulated by the tests, the last two at night; the others by `python -m tests.accuracy.inference_rows`."""
 
 
 def rows() -> dict[tuple[str, int, str], Row]:
@@ -45,7 +45,13 @@ def test_published_figures_differ_by_the_kv_cache_alone() -> None:
     assert 22 < spreads["qwen3-4b"] < 25
 
 
-@pytest.mark.parametrize("key", CHECKED, ids=["-".join(map(str, key)) for key in CHECKED])
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=() if key in CHECKED[:3] else pytest.mark.nightly, id="-".join(map(str, key)))
+        for key in CHECKED
+    ],
+)
 def test_decoding_holds_what_was_published(key: tuple[str, int, str]) -> None:
     row = rows()[key]
     simulated = inference_rows.simulate(row)

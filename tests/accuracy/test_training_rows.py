@@ -29,6 +29,7 @@ from memprof.virtual import VirtualGpu
 from tests.accuracy import adapter_bench, torchtune_recipe
 from tests.accuracy.adapter_bench import ATTENTION, QLORA, QLORA_1B, QLORA_7B, QWEN, TINY, Bench, causal_lm
 from tests.accuracy.torchtune_recipe import LAYERS, Recipe
+from tests.lanes import by_day
 
 GIB = 2**30
 BAR = 0.03
@@ -158,13 +159,13 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     return Simulated(ledger.peak_bytes, ledger.peak_stage.name, ledger.peak_reserved_bytes, readings)
 
 
-AT_NIGHT = (("seq", "1024"),), (("ckpt", "off"),)
-"""Of rows that differ in one number, one is in every run."""
+BY_DAY = "lora", "qlora ckpt=on", "baseline full FT", "+ packed", "+ activation offloading"
+"""Of rows that differ in one setting, one is in every run."""
 
 
-def _in_its_lane(row: Row) -> object:
-    marks = (pytest.mark.nightly,) if row.where in AT_NIGHT else ()
-    return pytest.param(row, marks=marks, id=f"{row.model} {row.name}")
+def _in_its_lane(row: Row, *others: object) -> object:
+    marks = () if row.name in BY_DAY else (pytest.mark.nightly,)
+    return pytest.param(row, *others, marks=marks, id=f"{row.model} {row.name}")
 
 
 @pytest.mark.parametrize("row", [_in_its_lane(row) for row in ROWS if row.bar is not None])
@@ -177,7 +178,7 @@ def test_published_peak(row: Row, shared_dir: Path) -> None:
 # -- closer than the bar ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [128, 512])
+@pytest.mark.parametrize("length", by_day([128, 512], 128))
 def test_baseline_does_not_depend_on_the_length(length: int, shared_dir: Path) -> None:
     """Its batches are unpacked, and how long the texts were is not published. It decides nothing: the peak is the end
     of the backward, where the tied embedding's two gradients and their sum are alive beside all others."""
@@ -209,7 +210,7 @@ _POINTS = (
 )
 
 
-@pytest.mark.parametrize("name", READINGS)
+@pytest.mark.parametrize("name", by_day(READINGS, "Qwen2.5-0.5B lora", "Qwen2.5-1.5B qlora"))
 def test_readings_of_the_adapter_benchmark(name: str) -> None:
     """Within 1.2 MiB; of what torch counts, some are rests of up to 1 MiB that blocks keep. In half precision weights
     are moved first, and 8 MiB of such rests are in every reading, and not in the sum of the tensors, the peak here."""
@@ -224,7 +225,7 @@ LOADING = {"qwen2.5-0.5b": 0.9339, "qwen2.5-1.5b": 1.9436, "qwen2.5-7b": 8.2261}
 """GiB, the most allocated until the 4-bit model was loaded and prepared: the same files, `after_load`."""
 
 
-@pytest.mark.parametrize("key", LOADING)
+@pytest.mark.parametrize("key", by_day(LOADING, "qwen2.5-0.5b"))
 def test_peak_of_loading_in_4_bits(key: str) -> None:
     """To the last digit: from_pretrained quantizes one weight after the other, and PEFT makes the embedding float32."""
     pytest.importorskip("bitsandbytes")
@@ -237,8 +238,10 @@ def test_peak_of_loading_in_4_bits(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("row", "difference"),
-    [(ROWS[5], 0.0), (ROWS[0], -0.1133), (ROWS[1], 0.0), (ROWS[2], -0.1640), (ROWS[3], 0.0), (ROWS[4], 0.0078)],
-    ids=lambda value: f"{value.model} {value.name}" if isinstance(value, Row) else "",
+    [
+        _in_its_lane(ROWS[at], difference)
+        for at, difference in ((5, 0.0), (0, -0.1133), (1, 0.0), (2, -0.1640), (3, 0.0), (4, 0.0078))
+    ],
 )
 def test_peak_reserved(row: Row, difference: float, shared_dir: Path) -> None:
     """To the last digit in three runs; the others are up to 3% below. Allocated memory is met, so that it is where
@@ -254,6 +257,7 @@ def test_peak_reserved(row: Row, difference: float, shared_dir: Path) -> None:
     assert reserved - float(line["value"]) == pytest.approx(difference, abs=5e-3 if difference else 5.1e-5)
 
 
+@pytest.mark.nightly
 def test_the_command_line_runs_the_adapter_benchmark(shared_dir: Path) -> None:
     """The same by `memprof profile --adapter lora`, with torch's AdamW."""
     gib, card = published(shared_dir, ROWS[0])
@@ -282,6 +286,7 @@ def test_compiled_layers(shared_dir: Path) -> None:
     assert [gib * 1024 for gib in missing] == pytest.approx([327, 328], abs=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("row", "expected"), [(ROWS[-2], 8.861), (ROWS[-1], 4.967)], ids=lambda value: getattr(value, "name", "")
 )
@@ -295,6 +300,7 @@ def test_lora_of_torchtune(row: Row, expected: float, shared_dir: Path) -> None:
     assert first == pytest.approx(gib, abs=ROUNDING_GIB)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
 def test_8_bit_adamw_of_torchtune(library: str, shared_dir: Path) -> None:
     """The published saving is 4.2 GiB, and the states alone are 5.88 GiB smaller: 4 bytes a parameter become 2 1/32.
@@ -312,6 +318,7 @@ def test_8_bit_adamw_of_torchtune(library: str, shared_dir: Path) -> None:
 TORCHAO_TABLE = {"adamw-8bit": "bnb 8-bit", "torchao-adamw-8bit": "ao 8-bit", "torchao-adamw-4bit": "ao 4-bit"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", TORCHAO_TABLE)
 def test_what_quantized_state_saves_of_llama_2_7b(optimizer: str, shared_dir: Path) -> None:
     """Of torchao's own table (full fine-tuning with torchtune, whose GB are GiB). Batch and length are not published:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from memprof.remedy_catalog import REMEDIES
+from tests.lanes import by_day
 
 MODEL = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 3, "n_head": 12,
@@ -62,7 +63,9 @@ def test_ladder_of_named_fixes_has_a_row_each(memprof):
     assert all(rung["next_bottleneck"]["text"] for rung in rungs)
 
 
-def test_ladder_goes_from_what_does_not_fit_to_what_does(memprof, folder):
+@pytest.mark.parametrize("layers", by_day([1, 3], 1))  # of one there is nothing to recompute or to compile
+def test_ladder_goes_from_what_does_not_fit_to_what_does(memprof, folder, layers):
+    (folder / "config.json").write_text(json.dumps(MODEL | {"n_layer": layers}))
     result = run(memprof, "--ladder")
     report = result.json
     (folder / "ladder.json").write_text(result.stdout)

@@ -25,6 +25,7 @@ from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.remedy_catalog import REMEDIES, Tier, find_remedies, tiers
 from memprof.spec import TargetSpec
 from memprof.units import parse_gib, spell_size
+from tests.lanes import at_night, by_day, examples
 from tests.processes import ROOT, python
 from tests.unit.doctor.corpus import messages
 
@@ -56,12 +57,7 @@ def test_what_fits_a_card(memprof):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "goal",
-    [
-        "--mode inference",
-        pytest.param("--mode train", marks=pytest.mark.nightly),
-        pytest.param("--adapter lora", marks=pytest.mark.nightly),
-        "--adapter lora --quantize nf4",
-    ],
+    by_day(["--mode inference", "--mode train", "--adapter lora", "--adapter lora --quantize nf4"], "--mode inference"),
 )
 def test_a_recommendation_without_a_length(memprof, goal, tmp_path):
     result = memprof("recommend", *TINY, *goal.split(), "--effective-batch", "1", "--batch-size", "1", "--json")
@@ -180,7 +176,7 @@ def test_what_is_advised_for_a_run_that_died_helps(memprof, small, tmp_path):
     report, needed = died.json, died.json["verdict"]["required_bytes"]
 
     (finding,) = [finding for finding in report["findings"] if finding["id"] == "does-not-fit"]
-    for name in finding["remedies"]:
+    for name in finding["remedies"][: examples(len(finding["remedies"]))]:
         value = "=30000" if name == "vocabulary-cap" else ""
         fixed = memprof(*run, "--fix", name + value, "--json")
         assert fixed.exit_code in (0, 3) and fixed.json["verdict"]["required_bytes"] < needed, name
@@ -192,10 +188,11 @@ def test_what_is_advised_for_a_run_that_died_helps(memprof, small, tmp_path):
     commands = printed(said.stdout)
     assert commands[0][-1] == "chunked-loss" and ["--fix", "auto"] in [command[-2:] for command in commands]
     for command in commands:
-        done = memprof(*command, "--json")
-        assert done.json["verdict"]["required_bytes"] <= needed, command
-        if command[-1] in ("auto", "chunked-loss"):  # what searches, and what is against this very tensor
-            assert done.exit_code == 0
+        helps = command[-1] in ("auto", "chunked-loss")  # what searches, and what is against this very tensor
+        if helps or at_night():
+            done = memprof(*command, "--json")
+            assert done.json["verdict"]["required_bytes"] <= needed, command
+            assert not helps or done.exit_code == 0
 
 
 @pytest.mark.slow
@@ -213,9 +210,10 @@ def test_every_command_of_the_doctor_runs(memprof, small, tmp_path, monkeypatch)
         for advice in diagnosis.steps
         if (advice.command or "").startswith("memprof ")
     )
+    assert len(commands) > 30
     small_ones = {"--model": str(small), "--context-length": "64", "--batch-size": "2"}
     ran = set()
-    for command in commands:
+    for command in list(commands)[:: 1 if at_night() else 3]:
         on_any_card = re.sub(r" --gpu-vram \S+", "", command)
         words = shlex.split(on_any_card.replace("SNAPSHOT", "run.memprof"))[1:]
         if words[0] == "profile":

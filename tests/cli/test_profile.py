@@ -93,6 +93,7 @@ def test_catalog_model(memprof, model, options, num_parameters, stages):
     assert result.exit_code == (0 if report["verdict"]["fits"] else 3)
 
 
+@pytest.mark.nightly
 def test_deepseek_v3(memprof):
     report = memprof("profile", "--model", "deepseek-v3", "--context-length", 512, "--json").json
     check_consistency(report)

@@ -56,7 +56,7 @@ def test_the_limit_was_run_on_both_sides(memprof):
         assert memprof(*changed).exit_code == code
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_over_batches_of_the_data(memprof, capsys):
     """What was found, over batches: as `memprof profile` has it with the same lengths."""
     arguments = ["--model-size", "1M", "--adapter", "lora", "--context-length", "256", "--gpu-vram", "0.6"]

@@ -15,6 +15,7 @@ from memprof.remedies.fixes import edit_spec, parse_fixes
 from memprof.report.terminal.recommendation import print_recommendation
 from memprof.spec import TargetSpec
 from memprof.units import GIB, MIB
+from tests.lanes import by_day
 from tests.processes import python
 
 LLAMA = {
@@ -161,7 +162,7 @@ SPREAD = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["inference", "train"])
+@pytest.mark.parametrize("mode", by_day(["inference", "train"], "inference"))
 def test_over_cards_each_command_and_each_script_comes_to_what_is_claimed(mode, memprof, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SPREAD), encoding="utf-8")
     asked = ("--model", tmp_path, "--mode", mode, "--context-length", 512, "--gpus", 2, "--gpu-vram", 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from memprof.flows.ladder import scripts
 
 VARIES = """
@@ -229,6 +231,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.nightly
 def test_a_ladder_of_runs(memprof, script, monkeypatch):
     # Each remedy is a process of its own: two are enough to see a ladder.
     monkeypatch.setattr(scripts, "from_outside", lambda: ["chunked-loss", "activation-checkpointing"])

@@ -13,6 +13,7 @@ from memprof.estimate.ranks import rank_of
 from memprof.estimate.table import build_estimate, highest_cell
 from memprof.workload.plan import parse_plan
 from tests.benchmarks.estimate_ranks import MODELS, PLANS, Case, cases, measure
+from tests.lanes import by_day
 
 FULL = Plan(BY_KEY["full"], "bfloat16")
 
@@ -24,7 +25,8 @@ def case(model: str, plan: str) -> Case:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "plan"), [("llama-3.2-1b", "fsdp"), ("qwen3-0.6b", "tp=2"), ("llama-3.2-1b", "pp=4:1f1b")]
+    ("model", "plan"),
+    by_day([("llama-3.2-1b", "fsdp"), ("qwen3-0.6b", "tp=2"), ("llama-3.2-1b", "pp=4:1f1b")], ("llama-3.2-1b", "fsdp")),
 )
 def test_simulated_ranks(model, plan):
     row = measure(case(model, plan))

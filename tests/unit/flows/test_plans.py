@@ -53,6 +53,7 @@ def test_the_simplest_plan_that_fits_gives_nothing_up(spec):
     assert list(document.ladder_left_out) == ["--parallel ddp"]
 
 
+@pytest.mark.nightly
 def test_remedies_are_taken_where_no_plan_is_enough(spec, monkeypatch):
     least = memprof.profile(spec.edit(parallel="ulysses=2,fsdp"))[1]
     too_small = least.device.context_bytes + least.peak.allocated_bytes - (32 << 20)

@@ -69,6 +69,7 @@ def test_a_rank_of_a_pipeline_has_its_stage(profile):
     assert {stage.name for stage in document.stages} >= {"inputs", "backward", "optimizer step"}
 
 
+@pytest.mark.nightly
 def test_three_directions_at_once(profile):
     """A layer a stage, whose matrices two ranks share, and of which each of two has half: each kind of rank runs."""
     document = profile("tp=2,pp=4,fsdp=2", 16)
