@@ -50,6 +50,11 @@ PACKAGES = {
         Package("xformers", "xformers", "0.0.32.post2", "facebookresearch/xformers@v0.0.32.post2"),
     )
 }
+INSTALLED = (
+    Package("torchaudio", "torchaudio", "2.11.0", "pytorch/audio@v2.11.0:src/libtorchaudio"),
+    Package("torchvision", "torchvision", "0.28.0", "pytorch/vision@v0.28.0:torchvision/csrc/ops"),
+)
+"""Those whose Python is there, and whose compiled operators are stood in for where they cannot be loaded."""
 NOT_STOOD_IN = (
     "pytorch3d", "MinkowskiEngine", "spconv", "torchsparse", "torch_sparse", "torch_spline_conv", "pyg_lib",
     "nvdiffrast", "tinycudann", "diff_gaussian_rasterization", "simple_knn", "gsplat", "natten",

@@ -247,6 +247,7 @@ class _OnePart:
         """A step has ended."""
 
 
+DEFAULT_SCHEDULE: tuple[Any, ...] = ()
 _PROFILER = "facebookresearch/xformers@v0.0.32.post2:xformers/profiler"
 for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
     stand_in(
@@ -259,7 +260,7 @@ for _name in ("MemSnapshotsProfiler", "NsightProfiler", "PyTorchProfiler"):
 class _Profile:
     """Traces steps of a program, and keeps tensors of none; here it does nothing."""
 
-    def __init__(self, output_dir: str, module: Any = None, schedule: Any = ()) -> None:
+    def __init__(self, output_dir: str, module: Any = None, schedule: Any = DEFAULT_SCHEDULE) -> None:
         self.output_dir = output_dir
 
     def __enter__(self) -> Any:
