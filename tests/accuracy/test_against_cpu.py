@@ -21,6 +21,7 @@ from torch import nn
 from tests.accuracy.cpu_events import Change, Program
 from tests.accuracy.cpu_models import LLAMA, MODELS, QWEN3, Batch, Builder, tokens
 from tests.accuracy.cpu_temporaries import Comparison, compared
+from tests.lanes import by_day
 
 ROOT = Path(__file__).resolve().parents[2]
 Training = Callable[[nn.Module, Batch], Callable[[], None]]
@@ -162,7 +163,7 @@ def compare_way(name: str) -> Comparison:
     return compared(program(build, tokens, training))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_day(MODELS, *[*MODELS][::2]))
 def test_families(name: str) -> None:
     comparison = compare_model(name)
     check(comparison)

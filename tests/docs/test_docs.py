@@ -15,6 +15,7 @@ import typer
 
 import memprof
 from memprof.cli.main import app
+from tests.lanes import by_day
 from tests.processes import ROOT, python
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -132,10 +133,13 @@ def test_the_readme_shows_an_output():
     assert ROOT / "README.md" in _generate().pages_with_outputs()
 
 
-# Those of the case studies: tests/recipes runs them.
-@pytest.mark.parametrize(
-    "page", [page for page in _generate().pages_with_outputs() if page.parent.name != "case-studies"], ids=_name
-)
+def _pages() -> list[Any]:
+    """Those of the case studies are left out: tests/recipes runs them. The longest, of stories, is for the night."""
+    pages = [page for page in _generate().pages_with_outputs() if page.parent.name != "case-studies"]
+    return by_day(pages, *(page for page in pages if page.name != "stories.md"))
+
+
+@pytest.mark.parametrize("page", _pages(), ids=_name)
 def test_outputs_are_current(page):
     _needs_pinned("torch", "transformers", "rich", "pandas")
     text = page.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from memprof.corpus import Frequencies
 from memprof.flows import profile as flow
+from tests.lanes import by_day
 from tests.processes import ROOT, python
 
 RECIPE = ROOT / "recipes" / "2-pythia-vocabulary"
@@ -200,7 +201,7 @@ class TestBatches:
             assert inputs.flatten().tolist() == list(range(expected, expected + batch_size * length))
             expected += batch_size * length
 
-    @pytest.mark.parametrize("kind", ["built", "streamed"])
+    @pytest.mark.parametrize("kind", by_day(["built", "streamed"], "built"))
     def test_simulated_host_memory_is_what_a_process_takes(self, kind):
         batches = load("batches")
         few, many = 1 << 12, 1 << 22

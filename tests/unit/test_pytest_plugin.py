@@ -194,6 +194,7 @@ def test_a_suite(suite: pytest.Pytester) -> None:
     shown.fnmatch_lines(["wrong use of the marker memprof: got an unexpected keyword argument 'card'"])
 
 
+@pytest.mark.nightly
 def test_with_workers(suite: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     suite.makepyfile("""

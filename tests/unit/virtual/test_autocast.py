@@ -16,6 +16,7 @@ from torch import nn
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu, autocast
+from tests.lanes import by_day
 from tests.unit.virtual.streams import Operators, on_fake_cuda
 
 Make = Callable[..., torch.Tensor]
@@ -136,7 +137,7 @@ GIVEN = {
 """The dtypes of a call's tensors, in turn."""
 
 
-@pytest.mark.parametrize("lower", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lower", by_day([torch.float16, torch.bfloat16], torch.float16), ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_operators_are_those_of_cuda(name: str, lower: torch.dtype) -> None:
     """Names, dtypes and shapes, casts included, in order; or the same kind of error."""

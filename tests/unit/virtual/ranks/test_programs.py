@@ -22,7 +22,7 @@ RANKS = {"pipeline": (0, 3), "pipeline-gpipe": (1,)}
 """Stages of a pipeline are of several kinds."""
 NIGHTLY = {
     "ddp-views", "ddp-static", "ddp-unused", "ddp-half-gradients", "fsdp1-half", "fsdp1-synced", "fsdp2-kept",
-    "fsdp2-saved", "fsdp2-half", "tensor-parallel", "pipeline",
+    "fsdp2-saved", "fsdp2-half", "tensor-parallel", "pipeline", "hsdp", "loss-parallel", "fsdp1-saved",
 }  # fmt: skip
 """Settings of what the others show, and what tests/accuracy/test_ranks_against_gloo.py shows in every run."""
 
