@@ -66,6 +66,11 @@ def regions_backward(args: Any, card: Card) -> list[int]:
     return regions(args[1:], card)
 
 
+def positions_backward(args: Any, card: Card) -> list[int]:
+    """Of position-sensitive regions the gradient is made contiguous too; the channels are as the forward made them."""
+    return contiguous(*args[:2])
+
+
 def deform_conv2d(launch: Launch) -> Any:
     """Products with windows of several images are added up, put in order in another tensor, and given the bias."""
     data, weight, offset, mask, bias = launch.args[:5]
@@ -129,6 +134,8 @@ _OPERATORS: tuple[tuple[Callable[..., Any], dict[str, Callable[..., Any]]], ...]
     (functools.partial(kernel, on_host=True), {"nms": nms}),
     (kernel, {"box_iou_rotated": box_iou_rotated}),
     (kernel, {"deform_conv2d": deform_conv2d, "_deform_conv2d_backward": deform_conv2d_backward}),
-    (scratch, {**dict.fromkeys(_POOLED, regions), **{f"_{name}_backward": regions_backward for name in _POOLED}}),
+    (scratch, dict.fromkeys(_POOLED, regions)),
+    (scratch, dict.fromkeys(("_roi_align_backward", "_roi_pool_backward"), regions_backward)),
+    (scratch, dict.fromkeys(("_ps_roi_align_backward", "_ps_roi_pool_backward"), positions_backward)),
 )
 _registered: set[Any] = set()

@@ -62,6 +62,50 @@ def test_pairs_of_rotated_boxes_have_a_number_each(gpu: VirtualGpu) -> None:
         torch.ops.torchvision.box_iou_rotated(first, second.double())
 
 
+BOXES, IMAGES, DEPTH, TALL, WIDE = 3, 2, 8, 16, 24
+POOLED = (1.0, 7, 7)
+OF_IMAGES = (IMAGES, DEPTH, TALL, WIDE)
+BACKWARDS: dict[str, tuple[tuple[object, ...], bool]] = {
+    # What comes after the boxes; and whether the gradient is made contiguous, or taken by its strides.
+    "_roi_align_backward": ((*POOLED, *OF_IMAGES, 2, False), False),
+    "_roi_pool_backward": ((*POOLED, *OF_IMAGES), False),
+    "_ps_roi_align_backward": ((*POOLED, 2, *OF_IMAGES), True),
+    "_ps_roi_pool_backward": ((*POOLED, *OF_IMAGES), True),
+}
+
+
+@functools.cache
+def _shapes() -> torch.library.Library:
+    """The shapes that torchvision's Python gives for those that go back."""
+    library = _defined()
+
+    def made(grad: torch.Tensor, *rest: object) -> torch.Tensor:
+        return grad.new_empty(OF_IMAGES)
+
+    for name in BACKWARDS:
+        library.impl(name, made, "Meta")
+    return library
+
+
+@pytest.mark.skipif(IS_HERE, reason="torchvision has shapes of its own")
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_the_way_back_from_regions_makes_features_anew(gpu: VirtualGpu, name: str) -> None:
+    _shapes()
+    rest, copies = BACKWARDS[name]
+    gradient = torch.empty(BOXES, DEPTH, 7, 7, device="cuda").to(memory_format=torch.channels_last)
+    boxes, places = torch.zeros(5, BOXES, device="cuda").t(), torch.zeros(BOXES, DEPTH, 7, 7, device="cuda").int()
+    between = () if name == "_roi_align_backward" else (places,)
+    first = len(gpu.trace.storages)
+    made = getattr(torch.ops.torchvision, name)(gradient, boxes, *between, *rest)
+    assert made.shape == OF_IMAGES
+    assert sizes(gpu, first) == [made.nbytes, *([gradient.nbytes] if copies else []), boxes.nbytes]
+
+
+def test_each_operator_that_goes_back_is_tested() -> None:
+    back = {name for name in torchvision_operators.SCHEMAS if name.endswith("_backward")}
+    assert back == BACKWARDS.keys() | {"_deform_conv2d_backward"}
+
+
 def test_a_deformable_convolution_keeps_windows_of_up_to_32_images(gpu: VirtualGpu) -> None:
     """Twice the result, windows, and the result with its bias."""
     data, weight = torch.randn(33, 4, 8, 8, device="cuda"), torch.randn(6, 4, 3, 3, device="cuda")
