@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := demo
-.PHONY: demo check quick-tests test nightly lint format docs accuracy truth bench matrix clean
+.PHONY: demo check quick-tests test day-tests nightly lint format docs accuracy truth bench matrix clean
 
 # Exit code 3 is the verdict "does not fit", which is the true answer here; any other failure is one.
 demo: $(VENV)/.stamp
@@ -35,7 +35,10 @@ check: $(VENV)/.stamp-dev
 quick-tests: $(VENV)/.stamp-dev
 	$(PYTEST) --lane check
 
-test: lint
+test: $(VENV)/.stamp-dev
+	@$(MAKE) --no-print-directory -j2 lint day-tests
+
+day-tests: $(VENV)/.stamp-dev
 	$(PYTEST)
 
 nightly: $(VENV)/.stamp-dev

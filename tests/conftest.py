@@ -44,20 +44,23 @@ _CHECK_SECONDS = 3.0
 """What a test of `--lane check` may take of a processor; the summary names those that take more."""
 
 _SLOWEST = (
-    "cli/test_verify.py",
-    "accuracy/test_training_rows.py",
-    "recipes/",
-    "cli/test_run",
-    "accuracy/test_operators_against_cpu.py",
-    "accuracy/test_scripts_against_cpu.py",
-    "cli/test_ladder.py",
     "docs/test_docs.py",
-    "cli/test_monitor.py",
+    "cli/test_verify.py",
+    "cli/test_shown_commands.py",
+    "cli/test_run",
+    "recipes/",
     "golden/test_unchanged.py",
-    "unit/workload/test_npt.py",
+    "programs/",
+    "cli/test_printed_commands.py",
+    "cli/test_profile.py",
+    "unit/watch/test_postponed.py",
+    "unit/virtual/compiled/",
+    "unit/virtual/ranks/",
+    "cli/test_monitor.py",
     "accuracy/",
     "scripts/",
     "cli/",
+    "unit/workload/",
     "unit/remedies/",
 )
 """Begin with these, slowest first: what begins last leaves the other workers without work until it ends."""

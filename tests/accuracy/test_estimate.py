@@ -58,7 +58,7 @@ def test_within_the_stated_band(model, method, dtype, batch_size, context_length
 @pytest.mark.parametrize(
     ("case", "asked"),
     [
-        (("smollm-135m", "inference", "bfloat16", 1, 16), {"new_tokens": 700}),
+        pytest.param(("smollm-135m", "inference", "bfloat16", 1, 16), {"new_tokens": 700}, marks=pytest.mark.nightly),
         (("pythia-70m", "lora", "bfloat16", 1, 512), {"lora_targets": "all-linear", "lora_rank": 64}),
         (("pythia-70m", "full-checkpointing", "float32", 1, 64), {"optimizer": "adagrad"}),
         (("pythia-70m", "full-checkpointing", "float32", 1, 64), {"fused": True}),
@@ -76,6 +76,7 @@ def test_windows_of_some_layers():
     assert cell.peak.terms["activations"] == pytest.approx(run.categories["activations"], rel=0.01)
 
 
+@pytest.mark.nightly
 def test_padding_keeps_a_mask_in_each_layer(tmp_path):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("200 512 300 400")

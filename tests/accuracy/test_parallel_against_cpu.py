@@ -23,6 +23,7 @@ from tests.accuracy.cpu_events import Change, Program
 from tests.accuracy.cpu_models import LLAMA, Batch, tokens
 from tests.accuracy.cpu_temporaries import NUMBER_BYTES, Comparison, _renumbered, compared
 from tests.accuracy.test_against_cpu import check
+from tests.lanes import by_day
 
 pytestmark = pytest.mark.slow
 Parallel = Callable[[nn.Module, str], nn.Module]
@@ -158,7 +159,10 @@ def without_numbers(found: Comparison) -> Comparison:
     return found._replace(virtual=virtual, cpu=cpu)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    by_day(WAYS, "ddp, views", "fsdp1", "fsdp2, half but for gradients", "fsdp2, accumulating", "tensor parallel"),
+)
 def test_ways(way: str) -> None:
     started = Patches()
     try:

@@ -141,6 +141,7 @@ def test_tables_go_between_the_marks() -> None:
 # -- rows of other tables ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_row_of_an_unknown_source_is_run_as_its_columns_say() -> None:
     for metric, expected in (
         ("max_memory_allocated", lambda peak: peak.allocated_bytes),

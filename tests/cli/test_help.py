@@ -17,6 +17,7 @@ from memprof.cli.exits import MEANINGS
 from memprof.cli.main import COMMANDS, app
 from tests.cli.terminal import Terminal
 from tests.docs.test_docs import _check
+from tests.lanes import by_day
 from tests.processes import ROOT
 
 
@@ -94,7 +95,7 @@ def home(tmp_path, monkeypatch):
 STARTED = {"bash": ".bashrc", "zsh": ".zshrc", "fish": None}
 
 
-@pytest.mark.parametrize("shell", STARTED)
+@pytest.mark.parametrize("shell", by_day(STARTED, "bash"))
 def test_completion_is_installed_by_one_command(home, monkeypatch, shell):
     """By each shell's own name for itself; where it is here, it completes, from the first press of the tab key on."""
     found = shutil.which(shell)

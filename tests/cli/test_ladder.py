@@ -115,7 +115,8 @@ def test_auto_changes_nothing_that_fits(memprof):
     assert "as it is" in result.json["ladder_reason"]
 
 
-def test_auto_says_when_nothing_helps(memprof):
+def test_auto_says_when_nothing_helps(memprof, folder):
+    (folder / "config.json").write_text(json.dumps(MODEL | {"n_layer": 1}))
     result = run(memprof, "--fix", "auto", vram="0.6GiB")
     assert result.exit_code == 3
     assert result.json["ladder_reason"].startswith("nothing fits")

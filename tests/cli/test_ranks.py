@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from memprof.errors import UsageError
 from memprof.flows.ranks import asked_ranks
+from tests.lanes import by_day
 from tests.processes import ROOT, Done, python
 
 PROGRAM = ROOT / "tests" / "programs" / "several_ranks.py"
@@ -137,7 +138,7 @@ def test_some_ranks_run_and_the_first_speaks_for_the_rest():
     assert any("Of the 4 ranks 2 ran together" in one for one in document["assumptions"])
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", by_day([signal.SIGINT, signal.SIGKILL], signal.SIGKILL))
 def test_no_process_is_left_behind(how, tmp_path):
     command = [sys.executable, "-m", "memprof", "run", "--ranks", "all", *map(str, LAUNCHED), "sleeps", str(tmp_path)]
     run = subprocess.Popen(

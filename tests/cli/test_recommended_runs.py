@@ -67,7 +67,7 @@ def spec_of_command(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", by_day(CASES, "llama-lora", "beyond", "host", "none"))
 def test_one_answer(case, tmp_path, spec_of_command, capsys):
     config, goal, precision, capacity, host, length, sequences = CASES[case]
     folder = tmp_path / "model"

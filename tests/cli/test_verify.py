@@ -36,6 +36,7 @@ def test_a_remedy_on_every_small_model(memprof):
     assert found["reference_below_float64"] == {model: [] for model in models}
 
 
+@pytest.mark.nightly
 def test_remedies_of_other_kinds(memprof):
     names = ("lora", "vocabulary-cap", "freeze", "optimizer-in-backward")
     result = memprof("verify", *names, "--model", "llama", "--seeds", 1, "--json")

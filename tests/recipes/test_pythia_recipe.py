@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from memprof.corpus import Frequencies
 from memprof.flows import profile as flow
-from tests.lanes import by_day
+from tests.lanes import by_day, examples
 from tests.processes import ROOT, python
 
 RECIPE = ROOT / "recipes" / "2-pythia-vocabulary"
@@ -245,7 +245,7 @@ sides = st.integers(1, 40)
 
 @needs_triton
 class TestKernels:
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=examples(60))
     @given(sides, sides, sides, dtypes, st.sampled_from(["naive", "tiled"]))
     def test_against_float64(self, interpreted, m, n, k, dtype, kernel):
         assert interpreted.largest_error(m, n, k, dtype, kernel) <= interpreted.error_bound(k, dtype)
@@ -271,7 +271,7 @@ class TestKernels:
         assert not a.is_contiguous() and not b.is_contiguous()
         torch.testing.assert_close(interpreted.matmul(a, b, kernel), a @ b)
 
-    @settings(deadline=None, max_examples=25)
+    @settings(deadline=None, max_examples=examples(25))
     @given(st.integers(1, 36), st.integers(1, 36), st.integers(1, 36))
     def test_loads(self, interpreted, m, n, k):
         """Counted one by one; 16 times fewer where 16 divides the sizes of the result."""

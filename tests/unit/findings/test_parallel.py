@@ -19,6 +19,7 @@ from memprof.flows.account import analyze
 from memprof.flows.each_rank import in_order
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
+from tests.lanes import by_day
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
@@ -263,7 +264,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", by_day(CASES, *[*CASES][::2]))
 def test_a_fixed_program_takes_as_much_less(case: str) -> None:
     name, has, fixed, what = CASES[case]
     before, after = run(**has), run(**fixed)

@@ -15,6 +15,7 @@ from memprof.flows.ladder.plans import _least, _that_fits, plans, search_plans
 from memprof.flows.ladder.runs import SpecRuns, apply_fixes
 from memprof.remedies.fixes import parse_fixes
 from memprof.spec import TargetSpec
+from tests.lanes import by_day
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, "hidden_size": 1024,
@@ -76,7 +77,7 @@ def test_one_process_finds_what_several_find(spec, monkeypatch):
     assert found[0] == found[1] and len(found[0]["ladder"]) > 2
 
 
-@pytest.mark.parametrize("length", [256, 4096])
+@pytest.mark.parametrize("length", by_day([256, 4096], 4096))
 def test_a_plan_that_is_not_run_could_not_fit(spec, length):
     """What is passed over by what a replica holds needs at least that, be it weights or activations that decide."""
     runs = SpecRuns(spec.edit(parallel="ddp", context_length=length))

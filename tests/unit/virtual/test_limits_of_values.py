@@ -13,6 +13,7 @@ from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu, budget
 from memprof.virtual.kernels import detection
 from memprof.virtual.values import Values
+from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written
 
 CARD = find_gpu("a100-80gb")
@@ -89,7 +90,7 @@ SIZES: dict[str, Callable[[int, str], float]] = {
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("limit", [1 << 12, 1 << 18, 1 << 20, 1 << 21])
+@pytest.mark.parametrize("limit", by_day([1 << 12, 1 << 18, 1 << 20, 1 << 21], 1 << 18, 1 << 21))
 @pytest.mark.parametrize("name", SIZES)
 def test_nothing_jumps_at_a_limit(monkeypatch: Any, gpu: VirtualGpu, name: str, limit: int, device: str) -> None:
     """From a few elements less to a few more than what is small, moderate, or real on the host."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
+from tests.lanes import by_day
 
 CARD = find_gpu("a100-80gb")
 
@@ -382,7 +383,7 @@ CHOICE = int(0.6180339887 * VOCABULARY)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("end", [0, VOCABULARY // 2, CHOICE, CHOICE + 3])
+@pytest.mark.parametrize("end", by_day([0, VOCABULARY // 2, CHOICE, CHOICE + 3], CHOICE))
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_chosen_token_ends_no_text(gpu: VirtualGpu, name: str, end: int, device: str) -> None:
     chosen = CHOSEN[name](torch.randn(4, VOCABULARY, device="cuda")).to(device)

@@ -12,6 +12,7 @@ from memprof.flows import profile as flow
 from memprof.spec import QUANTIZED_OPTIMIZERS, TargetSpec
 from memprof.workload.models import find_source
 from memprof.workload.quantization import import_quietly
+from tests.lanes import by_day
 
 MODEL = {"model": "qwen2.5-0.5b", "context_length": 64, "steps": 1}
 LINEAR = 357_826_560
@@ -53,7 +54,7 @@ def test_qlora_trains_the_adapter_alone():
     assert any("prepare_model_for_kbit_training" in sentence for sentence in trace.assumptions)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "nf4"])
+@pytest.mark.parametrize("quantize", by_day(["int8", "nf4"], "nf4"))
 def test_npt_trains_beside_a_base_in_few_bits(quantize):
     pytest.importorskip("bitsandbytes")
     options = {"npt": "low-rank", "npt_layers": "0-3", "dtype": "bfloat16"}

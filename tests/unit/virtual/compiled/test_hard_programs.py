@@ -292,6 +292,7 @@ def kept(gpu: VirtualGpu, run: Callable[[], torch.Tensor]) -> tuple[int, torch.T
     return sum(moves(gpu.trace, since)), result
 
 
+@pytest.mark.nightly
 def test_a_budget_for_activations_is_what_the_partitioner_keeps_to(gpu: VirtualGpu) -> None:
     from torch._functorch import config
 
@@ -365,6 +366,7 @@ def test_an_operator_of_the_programs_own_is_called_by_the_graph(gpu: VirtualGpu)
     assert not eager_lines(gpu)
 
 
+@pytest.mark.nightly
 def test_a_backward_pass_as_one_graph_runs_as_without_and_is_told(gpu: VirtualGpu) -> None:
     model = torch.compile(Block().cuda())
     with torch._dynamo.config.patch(compiled_autograd=True):
@@ -374,6 +376,7 @@ def test_a_backward_pass_as_one_graph_runs_as_without_and_is_told(gpu: VirtualGp
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:barrier:UserWarning")
+@pytest.mark.nightly
 def test_layers_that_are_compiled_and_sharded_gather_and_let_go_as_eager_ones() -> None:
     """fully_shard's hooks are around the compiled forward: the gathered weights are whole for one layer at a time."""
     found = []
