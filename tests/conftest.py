@@ -34,9 +34,23 @@ _CHECK = ("unit", "golden", "cli/test_doctor.py", "cli/test_errors.py", "cli/tes
 """`--lane check` is what lies here, tests of new files too; `make test` runs everything but the nightly."""
 _NOT_IN_CHECK = (
     "golden/test_unchanged.py",
+    "unit/findings/test_leaks.py",
+    "unit/findings/test_parallel.py",
+    "unit/findings/test_steady_states.py",
+    "unit/flows/recommend",
+    "unit/flows/test_plans.py",
+    "unit/measured/test_card.py",
     "unit/monitor/test_probe.py",
+    "unit/recording/test_export.py",
+    "unit/recording/test_shared_snapshots.py",
     "unit/remedies",
     "unit/test_pytest_plugin.py",
+    "unit/virtual/compiled",
+    "unit/virtual/edges",
+    "unit/virtual/ranks",
+    "unit/virtual/test_autocast.py",
+    "unit/virtual/test_autocast_models.py",
+    "unit/watch",
     "unit/workload",
 )
 """... but for these, and for single tests with the marker `slow`."""

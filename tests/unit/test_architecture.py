@@ -107,6 +107,7 @@ def test_a_command_imports_no_other():
     assert not modules & {"rich", "argparse", "asyncio", "pynvml"}
 
 
+@pytest.mark.slow
 def test_an_eager_profile_imports_no_compiler():
     """Nor what only the compiler needs, nor what reads every file of transformers."""
     profile = '"profile", "--model", "gpt2", "--context-length", "64", "--no-cache", "--quiet"'
