@@ -70,8 +70,8 @@ _FIXES = {
     ),
     FailureKind.TRACING: "run the model itself, without exporting it",
     FailureKind.OTHER_THREAD: (
-        "use the card in the thread that runs the program (no executor or thread of one's own around it), or measure "
-        "the run on a GPU"
+        "use the card in the thread that runs the program, or in one that it starts itself after the run began, or "
+        "measure the run on a GPU"
     ),
     FailureKind.UNKNOWN_VALUE: (
         "numbers that derive from floating-point data are not computed (a float reads as 1.0, an integer as 1, a "

@@ -182,7 +182,7 @@ def _run(
     handlers: ExitHandlers,
     start: Start | None,
 ) -> ScriptOutcome:
-    """Run `program` until it ends, or until a thread of its own dies because it sees no card."""
+    """Run `program` until it ends, or until a thread of its own ends of what memprof raised."""
     if isinstance(device, MeasuredDevice):
         return program.run(rule, handlers, start)
     with stopping_from_threads() as stop:

@@ -1,7 +1,8 @@
-"""Threads of the program's own, which do not see the virtual GPU: one that dies of it ends the run.
+"""Threads of the program's own: one that ends of what memprof raised ends the run.
 
-The modes that are the virtual GPU belong to one thread. Where another asks for CUDA, torch says that there is none. The
-thread is gone then, and the program waits for what it was to make, or goes on without.
+It may train, and have shown enough; be refused memory, or what cannot be simulated; or be one that does not see the
+virtual GPU (threads that torch starts, or that were there before). The thread is gone then, and the program waits for
+what it was to make, or goes on without.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from memprof.watch.failure import finds_no_card
+from memprof.errors import MemprofError
+from memprof.script.stop import StopRun
+from memprof.watch.failure import KernelError, TracingError, ended_by_refusal, finds_no_card
 from memprof.watch.patches import Patch
 
 _NOTE = (
-    "memprof: raised in {thread}: threads of the program's own do not see the virtual GPU.\n"
+    "memprof: raised in {thread}, which does not see the virtual GPU: only threads that the program starts do.\n"
     "  hint:  have the thread make host tensors, and move them to the card where the program trains"
 )
 
 
 class ThreadWatch:
-    """Notes the first thread that dies because it sees no card, and calls `stop`, which ends the program."""
+    """Notes the first thread that ends of what memprof raised, and calls `stop`, which ends the program."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -32,12 +35,20 @@ class ThreadWatch:
 
         def thread_died(args: threading.ExceptHookArgs) -> None:
             error = args.exc_value
-            if error is None or not finds_no_card(error):
+            if isinstance(error, StopRun):
+                self._stop()
+            elif error is None or not _ends_the_run(error):
                 original(args)
             elif self.error is None:
-                thread = "another thread" if args.thread is None else f"thread {args.thread.name!r}"
-                error.add_note(_NOTE.format(thread=thread))
+                if finds_no_card(error):
+                    thread = "another thread" if args.thread is None else f"thread {args.thread.name!r}"
+                    error.add_note(_NOTE.format(thread=thread))
                 self.error = error
                 self._stop()
 
         yield threading, "excepthook", thread_died
+
+
+def _ends_the_run(error: BaseException) -> bool:
+    refused = isinstance(error, (MemprofError, KernelError, TracingError))
+    return refused or finds_no_card(error) or ended_by_refusal(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,12 @@ _MOST = 120
 """C10_COMPILE_TIME_MAX_GPUS (c10/cuda/CUDAMacros.h): torch counts no further on Linux."""
 _NO_SUCH_CARD = "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
 """c10/cuda/CUDAException.cpp."""
+
+
+class _Here(threading.local):
+    """Which card is current in one thread: the first, unless it says another."""
+
+    card = 0
 
 
 class Cards:
@@ -36,11 +43,16 @@ class Cards:
         self.number = number
         self.several = number > 1
         self.are_peers = are_peers
-        self.current = 0
+        self._here = _Here()
         self.devices = tuple(f"cuda:{index}" for index in range(number))
         self._used = used
         if self.several:
             used.update(dict.fromkeys(self.devices, False))
+
+    @property
+    def current(self) -> int:
+        """The number of the card that is current in this thread."""
+        return self._here.card
 
     def index(self, device: Any = None) -> int:
         """The number of the card that the program names so; the current one if it names none.
@@ -78,7 +90,7 @@ class Cards:
         """
         before, wanted = self.current, self.index(device)
         if wanted != before:
-            self.current = self.use(wanted)
+            self._here.card = self.use(wanted)
         return before
 
     @contextlib.contextmanager
@@ -88,4 +100,4 @@ class Cards:
         try:
             yield
         finally:
-            self.current = before
+            self._here.card = before

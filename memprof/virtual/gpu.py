@@ -32,6 +32,7 @@ from memprof.virtual.edges import (
     model_names,
     native,
     processes,
+    threads,
 )
 from memprof.virtual.kernels import audio, detection, quantized, registry
 from memprof.virtual.kernels.whole import kept_whole
@@ -259,6 +260,7 @@ class VirtualGpu(Watch):
         self._stack.enter_context(self._children)
         self._stack.enter_context(noting(self._note_refused))
         patches.set_all(self._children.patches())
+        patches.set_all(threads.Threads(self.recording, self._modes_of_thread, self.assume).patches())
         others = Alone(self.assume, self._values) if channel is None else Together(self.assume, self._values, channel)
         groups = joining.Joining(
             cards * self._nodes,
@@ -310,6 +312,14 @@ class VirtualGpu(Watch):
         self._stack.enter_context(kept_whole())
         self._stack.enter_context(function_mode)
         self._stack.enter_context(self.recording)
+
+    def _modes_of_thread(self, recording: RecordingMode) -> DeviceMode:
+        """The function mode of another thread, whose dispatch mode is `recording`."""
+        mode = recording.function_mode = DeviceMode(recording, registry.composites(recording))
+        mode.interchange.share(self._function_mode.interchange)
+        if self._watches_quantized:
+            mode.run_cuda_kernels_of(quantized.operators())
+        return mode
 
     def _replace_in(self, name: str, replaced: Callable[[Any], Iterator[tuple[Any, str, Any]]]) -> None:
         self._patches.set_all(replaced(sys.modules[name]))

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from memprof.trace.events import NONE
 from memprof.virtual.calls import Call, Operator
 from memprof.virtual.machine import Machine
-from memprof.watch.recorder import Place
+from memprof.watch.forward import Place
 
 _META = torch.device("meta")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from memprof.virtual.cards import Cards
 from memprof.virtual.engine import Accumulation
 from memprof.virtual.flops import Meter
 from memprof.virtual.values import Values
-from memprof.watch.recorder import Place, Recorder
+from memprof.watch.forward import Place
+from memprof.watch.recorder import Recorder
 from memprof.watch.wrappers import parts_of_sparse, unwrapped
 
 # An extension that asks C++ for the data gets an error; a null pointer would end the process.
@@ -49,6 +50,12 @@ class Machine(TorchDispatchMode):
         """Set by the function mode: the arguments of the function that is running."""
         self.adds_bias = False
         """Whether the operators that run are those of a linear layer with a bias."""
+        self.thread = ""
+        """Which of the program's own threads this machine is of, each of which has a copy; empty: the first."""
+        self.begins: Callable[[], None] | None = None
+        """Called before the first operator of such a thread."""
+        self.in_turn = False
+        """Whether this thread runs an operator, and the others wait."""
         self.kept: dict[str, torch.Tensor] = {}
         """What a library makes once and keeps for good."""
         self.accumulation = Accumulation()
@@ -63,6 +70,34 @@ class Machine(TorchDispatchMode):
         """Storages of other cards than the first."""
         self._host_sources: dict[int, tuple[Any, int]] = {}
         self.meter = Meter(recorder, self.device_of)
+
+    def run_in_turn(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator while no other thread runs one. When the run is over, threads of it end at their next."""
+        with self.recorder.lock:
+            if self.thread and self.recorder.closed:
+                raise SystemExit
+            if self.begins is not None:
+                self.begins()
+                self.begins = None
+            self.in_turn = True
+            try:
+                return self.__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.in_turn = False
+
+    @contextlib.contextmanager
+    def out_of_turn(self) -> Iterator[None]:
+        """Inside, the program's own code runs, which may wait for another thread."""
+        if not self.in_turn:
+            yield
+            return
+        self.in_turn = False
+        self.recorder.lock.release()
+        try:
+            yield
+        finally:
+            self.recorder.lock.acquire()
+            self.in_turn = True
 
     def allocating(self, operator: Operator, call: Call, place: Place) -> Any:
         """Run an operator that makes new storages in the ordinary way."""

@@ -16,7 +16,7 @@ from memprof.trace.events import HOST, is_card
 from memprof.trace.mismatch import mismatch_error
 from memprof.virtual.calls import Call, Operator, tensors_of
 from memprof.virtual.machine import Machine
-from memprof.watch.recorder import Place
+from memprof.watch.forward import Place
 
 _Tensor = torch.Tensor
 _aten = torch.ops.aten

@@ -44,7 +44,8 @@ from memprof.virtual.mixed import settle_card
 from memprof.virtual.unknowns import EMPTY
 from memprof.virtual.values import Values
 from memprof.watch.caches import Caches
-from memprof.watch.recorder import Place, Recorder
+from memprof.watch.forward import Place
+from memprof.watch.recorder import Recorder
 
 _META = torch.device("meta")
 _STRIDED = torch.strided
@@ -101,6 +102,8 @@ class RecordingMode(Machine):
     # -- every operator ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.threads and not self.in_turn:
+            return self.run_in_turn(func, types, args, kwargs)
         if torch.empty is not _FACTORIES["empty"]:
             with _own_factories():
                 return self.__torch_dispatch__(func, types, args, kwargs)
@@ -114,7 +117,13 @@ class RecordingMode(Machine):
             operator = self._operator(func)
             if operator.expansion is not None:
                 if operator.in_python:
-                    with torch._C._EnableTorchFunction(), dispatch_of_python(), self.function_mode, self:
+                    with (
+                        torch._C._EnableTorchFunction(),
+                        dispatch_of_python(),
+                        self.function_mode,
+                        self,
+                        self.out_of_turn(),
+                    ):
                         return operator.expansion(*args, **(kwargs or {}))
                 with self:
                     return operator.expansion(*args, **(kwargs or {}))
@@ -426,7 +435,8 @@ class RecordingMode(Machine):
             self.transients([self._workspace.num_bytes], operator.name, place, card)
             return
         # One for each handle, of which a thread has its own on each card, and stream.
-        thread = f"{'backward' if in_backward() else 'forward'} {card} {self.recorder.streams.current(card)}"
+        thread = "backward" if in_backward() else self.thread or "forward"
+        thread = f"{thread} {card} {self.recorder.streams.current(card)}"
         if thread not in self._taken_workspaces:
             self._taken_workspaces[thread] = self.recorder.allocate_hidden(
                 self._workspace.num_bytes, "cublas workspace", place, card, keep=True

@@ -6,6 +6,7 @@ modules whose forward raises, and it leaves torch's fast path for hook-less modu
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
@@ -17,13 +18,18 @@ from torch import nn
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole
 
 
+class _Here(threading.local):
+    """What one thread runs."""
+
+    module = NONE
+
+
 class ModuleTracker:
     """Keeps the stack of running modules and the table of those that ran."""
 
     def __init__(self) -> None:
         self.table: list[Module] = []
-        self.current = NONE
-        """Index of the innermost running module, NONE outside all modules."""
+        self._here = _Here()
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
         self.on_outermost: Callable[[nn.Module, int, Any, Any], None] = lambda module, index, args, kwargs: None
@@ -33,26 +39,31 @@ class ModuleTracker:
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
 
+    @property
+    def current(self) -> int:
+        """Index of the innermost module that this thread runs, NONE outside all modules."""
+        return self._here.module
+
     # Its frames name the module that was running when something raised: see failure.py.
     def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for `nn.Module.__call__`."""
-        tracker = self
+        tracker, here = self, self._here
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             index = tracker._known.get(self)
             if index is None:
                 index = tracker._register(self, args, kwargs)
-            outer = tracker.current
+            outer = here.module
             if outer == index:  # what a compiler wrapped its code in
                 return original(self, *args, **kwargs)
             if outer == NONE:
                 tracker.on_outermost(self, index, args, kwargs)
-            tracker.current = index
+            here.module = index
             tracker.listener(EventKind.ENTER, index)
             try:
                 result = original(self, *args, **kwargs)
             finally:
-                tracker.current = outer
+                here.module = outer
                 tracker.listener(EventKind.EXIT, index)
             if outer == NONE:
                 tracker.on_outermost_return(result)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import bisect
 import sys
 import sysconfig
+import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,6 +30,7 @@ from memprof.trace.events import (
     Storage,
     Trace,
 )
+from memprof.watch.forward import Forward, Place
 from memprof.watch.modules import ModuleTracker
 from memprof.watch.sharding import communication
 from memprof.watch.streams import Streams
@@ -62,17 +63,8 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     index: int
 
 
-@dataclass(slots=True, eq=False)
-class Place:
-    """Where in the program an operator runs: indices as in `Storage`."""
-
-    module: int
-    source: int
-    forward_event: int
-
-
 class Recorder:
-    """Collects one Trace."""
+    """Collects one Trace; several threads may tell it of storages."""
 
     def __init__(self, modules: ModuleTracker) -> None:
         self.trace = Trace(modules=modules.table)
@@ -110,21 +102,33 @@ class Recorder:
         """The same by the `id` of the code and the place in it: a code's hash goes through all that it holds."""
         self._codes: dict[int, tuple[CodeType, bool]] = {}
         """By `id`, and whether it is the program's."""
-        self._forward_sequence: list[int] = []
-        self._forward_places: list[Place] = []
+        self._forward = Forward()
+        self.lock = threading.RLock()
+        """Held while anything is written into the trace."""
+        self.threads = False
+        """Whether several threads run operators; each then holds the lock for the length of one."""
+        self._aside = NONE
+        """The phase of those that stand aside."""
         self._phase = NONE
         self._closed = False
-        self._node = NONE
-        self._node_start = 0
         self.begin_phase(PhaseKind.OTHER, 0, 0)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
     def begin_phase(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
         """From here on, events belong to this phase."""
+        self._forward.aside = False
         self._phase = len(self.trace.phases)
         self.trace.phases.append(Phase(kind, step, micro_batch))
         self.trace.events.append(Event(EventKind.PHASE, self._phase))
+
+    def stand_aside(self) -> None:
+        """This is another thread: what it takes is for the first one to be given, until it begins a phase itself."""
+        with self.lock:
+            if not self.threads:
+                self.threads, self._aside = True, len(self.trace.phases)
+                self.trace.phases.append(Phase(PhaseKind.INPUTS, 0, 0))
+            self._forward.aside = True
 
     @property
     def phase(self) -> Phase:
@@ -235,41 +239,42 @@ class Recorder:
         *,
         hidden: bool,
     ) -> int:
-        trace = self.trace
-        index = len(trace.storages)
-        trace.storages.append(
-            _new(
-                Storage,
-                (
-                    num_bytes,
-                    tuple(shape),
-                    _DTYPE_NAMES[dtype],
-                    device,
-                    self.op_index(op),
-                    place.module,
-                    place.source,
-                    self._phase,
-                    place.forward_event,
-                    hidden,
-                ),
+        with self.lock:
+            trace = self.trace
+            index = len(trace.storages)
+            trace.storages.append(
+                _new(
+                    Storage,
+                    (
+                        num_bytes,
+                        tuple(shape),
+                        _DTYPE_NAMES[dtype],
+                        device,
+                        self.op_index(op),
+                        place.module,
+                        place.source,
+                        self._aside if self.threads and self._forward.aside else self._phase,
+                        place.forward_event,
+                        hidden,
+                    ),
+                )
             )
-        )
-        if device != "cpu" and ((stream := self.streams.current(device)) or self._stream_of_trace):
-            if stream:
-                self._on_stream[index] = stream
-            if stream != self._stream_of_trace:
-                self._stream_of_trace = stream
-                trace.events.append(Event(EventKind.STREAM, stream))
-        if device != "cpu" and (self._pool or self._pool_of_trace):
-            self._settle_pool()
-        trace.events.append(_new(Event, (_ALLOC, index)))
-        if device != "cpu":
-            self.live_bytes += num_bytes
-            if self.live_bytes > self.peak_bytes:
-                self.peak_bytes = self.live_bytes
-            if self.refusal is not None and (message := self.refusal(device)) is not None:
-                self._refuse(index, message)
-        return index
+            if device != "cpu" and ((stream := self.streams.current(device)) or self._stream_of_trace):
+                if stream:
+                    self._on_stream[index] = stream
+                if stream != self._stream_of_trace:
+                    self._stream_of_trace = stream
+                    trace.events.append(Event(EventKind.STREAM, stream))
+            if device != "cpu" and (self._pool or self._pool_of_trace):
+                self._settle_pool()
+            trace.events.append(_new(Event, (_ALLOC, index)))
+            if device != "cpu":
+                self.live_bytes += num_bytes
+                if self.live_bytes > self.peak_bytes:
+                    self.peak_bytes = self.live_bytes
+                if self.refusal is not None and (message := self.refusal(device)) is not None:
+                    self._refuse(index, message)
+            return index
 
     def _refuse(self, index: int, message: str) -> None:
         """The card has no room for what was just asked for."""
@@ -290,10 +295,16 @@ class Recorder:
     def _append_free(self, index: int) -> None:
         if index in self._gone:
             return
-        self.trace.events.append(_new(Event, (_FREE, index)))
-        storage = self.trace.storages[index]
-        if storage.device != "cpu":
-            self.live_bytes -= storage.num_bytes
+        with self.lock:
+            self.trace.events.append(_new(Event, (_FREE, index)))
+            storage = self.trace.storages[index]
+            if storage.device != "cpu":
+                self.live_bytes -= storage.num_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is recorded any more."""
+        return self._closed
 
     def stop(self) -> None:
         """Record nothing from now on, and still know which storages were living."""
@@ -305,8 +316,7 @@ class Recorder:
         self.stop()
         self._refs.clear()
         self.live.clear()
-        self._forward_places.clear()
-        self._forward_sequence.clear()
+        self._forward = Forward()
 
     # -- what a storage turned out to be ----------------------------------------------------------------------------
 
@@ -409,13 +419,13 @@ class Recorder:
         if module == NONE and _current_graph_task() != -1:
             node = _current_node()
             if node is not None:
-                number = node._sequence_nr()
-                if number != self._node:
-                    self._node = number
-                    self._node_start = len(self.trace.storages)
-                position = bisect.bisect_right(self._forward_sequence, number)
-                if position < len(self._forward_places):
-                    return self._forward_places[position]
+                number, forward = node._sequence_nr(), self._forward
+                if number != forward.node:
+                    forward.node = number
+                    forward.node_start = len(self.trace.storages)
+                position = bisect.bisect_right(forward.sequence, number)
+                if position < len(forward.places):
+                    return forward.places[position]
                 variable = getattr(node, "variable", None)
                 if variable is not None:
                     return Place(self.modules.module_of(variable), NONE, NONE)
@@ -424,15 +434,15 @@ class Recorder:
 
     def made_by_node(self, storage: torch.UntypedStorage) -> bool:
         """Whether the autograd node that is running made `storage`."""
-        return self.live.get(storage._cdata, NONE) >= self._node_start
+        return self.live.get(storage._cdata, NONE) >= self._forward.node_start
 
     def note_forward(self, place: Place) -> None:
         """An operator ran forward here: backward operators with its sequence number will be attributed to it."""
-        number = _sequence_number()
-        sequence = self._forward_sequence
+        number, forward = _sequence_number(), self._forward
+        sequence = forward.sequence
         if not sequence or sequence[-1] < number:
             sequence.append(number)
-            self._forward_places.append(Place(place.module, place.source, len(self.trace.events)))
+            forward.places.append(Place(place.module, place.source, len(self.trace.events)))
 
     def _source(self, frame: FrameType | None) -> int:
         codes = self._codes

@@ -7,6 +7,7 @@ by which to tell when they were made: they are taken to run on the stream of the
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import defaultdict
 
@@ -47,6 +48,17 @@ class _Made:
         return self.streams[bisect_right(self.numbers, number) - 1]
 
 
+class _Here(threading.local):
+    """Of one thread: which streams are current, and on which its autograd nodes were made."""
+
+    def __init__(self) -> None:
+        self.current: dict[str, int] = {}
+        self.node = -1
+        self.in_node: dict[str, int] = {}
+        """Set by the program while a backward node runs, and until it ends."""
+        self.made: defaultdict[str, _Made] = defaultdict(_Made)
+
+
 class Streams:
     """Keeps track of them for one trace; a program that stays on the default stream is never asked for anything."""
 
@@ -55,11 +67,7 @@ class Streams:
         self.several = False
         """Whether the program has ever left the default stream."""
         self._closed = False
-        self._current: dict[str, int] = {}
-        self._node = -1
-        self._in_node: dict[str, int] = {}
-        """Set by the program while a backward node runs, and until it ends."""
-        self._made: defaultdict[str, _Made] = defaultdict(_Made)
+        self._here = _Here()
         self._clocks: defaultdict[tuple[str, int], Clock] = defaultdict(dict)
         """What each stream has waited for."""
 
@@ -67,12 +75,13 @@ class Streams:
         """The stream of `card` that is current now; 0 is the default one."""
         if not self.several:
             return 0
-        made, node = self._made[card], _current_node()
+        here, node = self._here, _current_node()
+        made = here.made[card]
         if node is None:
-            stream = self._current.get(card, 0)
+            stream = here.current.get(card, 0)
         else:
             self._enter(node._sequence_nr())
-            stream = self._in_node.get(card, made.of(self._node))
+            stream = here.in_node.get(card, made.of(here.node))
         made.note(stream)
         return stream
 
@@ -83,23 +92,25 @@ class Streams:
         if node is None:
             return None
         self._enter(node._sequence_nr())
-        return None if card in self._in_node else self._made[card].of(self._node)
+        here = self._here
+        return None if card in here.in_node else here.made[card].of(here.node)
 
     def select(self, card: str, stream: int) -> None:
         """Make `stream` the current one of `card`."""
         self.several = self.several or stream != 0
-        node = _current_node()
+        here, node = self._here, _current_node()
         if node is None:
-            self._current[card] = stream
+            here.current[card] = stream
         else:
             self._enter(node._sequence_nr())
-            self._in_node[card] = stream
-        self._made[card].note(stream)
+            here.in_node[card] = stream
+        here.made[card].note(stream)
 
     def _enter(self, number: int) -> None:
-        if number not in (self._node, _NO_NUMBER):
-            self._node = number
-            self._in_node = {}
+        here = self._here
+        if number not in (here.node, _NO_NUMBER):
+            here.node = number
+            here.in_node = {}
 
     def use(self, storage: int, stream: int) -> None:
         """`stream` works on a storage of another (Tensor.record_stream)."""

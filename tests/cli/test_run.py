@@ -220,31 +220,48 @@ def test_a_script_with_a_virtual_gpu_of_its_own(memprof, script):
     )
 
 
-def test_a_thread_that_sees_no_card_ends_the_run(script):
-    """The program would wait for it forever."""
-    waiting = script("""
-        import queue
-        import threading
-        import torch
+WAITING = """
+import queue
+import threading
+import torch
 
-        batches = queue.Queue(2)
-        kept = torch.ones(4, device="cuda")
+batches = queue.Queue(2)
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def produce():
-            while True:
-                batches.put(torch.ones(4).cuda())
+def produce():
+    kept = []
+    while True:
+        {line}
 
-        threading.Thread(target=produce, daemon=True, name="producer").start()
-        while True:
-            try:
-                batches.get()
-            except Exception:
-                print("survived")
-    """)
-    done = started(waiting, seconds=60)
-    assert done.exit_code == 1
-    assert "memprof: raised in thread 'producer': threads of the program's own do not see the virtual" in done.stderr
-    assert "train.py:11: CUDA was used in a thread" in " ".join(done.stdout.split())
+thread = threading.Thread(target=produce, daemon=True, name="producer")
+thread.start()
+while {waits}:
+    try:
+        model(batches.get()).sum().backward()
+        optimizer.step()
+    except Exception:
+        print("survived")
+thread.join()
+"""
+TRAINS = "model(torch.ones(4, 8).cuda()).sum().backward(), optimizer.step()"
+
+
+@pytest.mark.parametrize(
+    ("line", "waits", "exit_code", "said"),
+    [
+        ("batches.put(torch.ones(4, 8).cuda())", True, 0, "stopped after 2 training steps"),
+        (TRAINS, False, 0, "stopped after 2 training steps"),
+        ("kept.append(torch.ones(1 << 30, device='cuda'))", True, 3, "Does not fit: a real run dies"),
+        ("torch.ones(4, device='cuda').__dlpack__()", True, 1, "DLPack hands the tensor's data"),
+    ],
+    ids=["loads", "trains", "fills the card", "is refused"],
+)
+def test_a_thread_sees_the_card_and_may_end_the_run(script, line, waits, exit_code, said):
+    """Without it the program would wait forever."""
+    done = started(script(WAITING.format(line=line, waits=waits)), seconds=60)
+    assert done.exit_code == exit_code and said in " ".join(done.stdout.split()), done.stderr
+    assert "StopRun" not in done.stderr and "survived" not in done.stdout
 
 
 def test_a_stopped_script_is_not_held_by_its_threads(script):

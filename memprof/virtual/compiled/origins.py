@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from memprof.trace.events import NONE
-from memprof.watch.recorder import Place, Recorder
+from memprof.watch.forward import Place
+from memprof.watch.recorder import Recorder
 
 _ALLOCATION = re.compile(r"^\s*(\w+) = ")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>\S+)$', re.MULTILINE)

@@ -55,6 +55,11 @@ class Interchange:
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._shared: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
+    def share(self, other: Interchange) -> None:
+        """Know what `other` knows, which is of another thread."""
+        self.checkpoints, self.safetensors = other.checkpoints, other.safetensors
+        self._pages, self._pinned, self._shared = other._pages, other._pinned, other._shared
+
     def handlers(self) -> dict[Any, Callable[..., Any]]:
         """Function -> replacement, for the function mode."""
         return {

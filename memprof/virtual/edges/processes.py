@@ -120,8 +120,8 @@ def _putting(original: Callable[..., Any], is_virtual: Callable[[torch.Tensor], 
 
 
 def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Threads see no card. Those of libraries that read weights ahead run at once instead, in this one: all tensors are
-    then read before the first is converted, which is as far ahead as threads can be."""
+    """Threads of libraries that read weights ahead come in any order. What they do is done at once instead: all tensors
+    are then read before the first is converted, which is as far ahead as threads can be."""
 
     def submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if getattr(function, "__module__", None) not in _READ_AHEAD or not torch._C._len_torch_function_stack():

@@ -1,0 +1,114 @@
+"""Threads that the program starts: they see the virtual GPU too.
+
+torch's modes belong to one thread, so each thread of the program's enters its own when it begins, and leaves them when
+it ends. What they share (the trace, where each tensor lives, what is known of its numbers) is written under the
+recorder's lock, by one operator at a time; what CUDA has for each thread (the current card and streams, the handle of
+cuBLAS with its workspace) is that thread's. In which order threads come is left to Python, as it is on a card.
+
+Threads that torch, memprof or Python's multiprocessing start are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import sys
+import sysconfig
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from torch.utils import _python_dispatch as dispatch
+
+from memprof.watch.patches import Patch
+from memprof.watch.recorder import Recorder
+
+if TYPE_CHECKING:
+    from memprof.virtual.devices import DeviceMode
+    from memprof.virtual.recording import RecordingMode
+
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_ORDER = (
+    "The program works with tensors in threads of its own: what these take comes in the order in which it came here, "
+    "which may be another the next time."
+)
+
+
+class Threads:
+    """Those of one run.
+
+    Args:
+        recording: the mode of the thread that entered the virtual GPU.
+        modes: makes the function mode of another thread, of a copy of `recording`.
+        assume: told that there are any, once one has used a tensor.
+    """
+
+    def __init__(
+        self,
+        recording: RecordingMode,
+        modes: Callable[[RecordingMode], DeviceMode],
+        assume: Callable[[str], None],
+    ) -> None:
+        self._recording = recording
+        self._modes = modes
+        self._assume = assume
+        self._simulated: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._numbers: set[int] = set()
+
+    def patches(self) -> Iterator[Patch]:
+        """The patches (owner, name, replacement) of what every thread begins with."""
+        start, bootstrap = threading.Thread.start, "_bootstrap_inner"
+        original = getattr(threading.Thread, bootstrap)
+
+        def starting(thread: threading.Thread) -> None:
+            if is_of_program(sys._getframe(1)) and not _is_of_queue(thread):
+                self._simulated.add(thread)
+            start(thread)
+
+        def run(thread: threading.Thread) -> None:
+            with self._entered(thread) if thread in self._simulated else contextlib.nullcontext():
+                original(thread)
+
+        starting.__name__ = starting.__qualname__ = start.__name__
+        yield threading.Thread, "start", starting
+        yield threading.Thread, bootstrap, run
+
+    @contextlib.contextmanager
+    def _entered(self, thread: threading.Thread) -> Iterator[None]:
+        recording = copy.copy(self._recording)
+        dispatch.TorchDispatchMode.__init__(recording)  # what a mode remembers of those around it is its thread's
+        with recording.recorder.lock:
+            # A handle of cuBLAS is the next thread's when its own has ended (CublasHandlePool.cpp).
+            number = next(one for one in itertools.count(1) if one not in self._numbers)
+            self._numbers.add(number)
+        recording.thread, recording.in_turn = f"thread {number}", False
+        recording.begins = lambda: self._assume(_ORDER)
+        recording.recorder.stand_aside()
+        with self._modes(recording):
+            dispatch._push_mode(recording)
+            try:
+                yield
+            finally:
+                dispatch._pop_mode()
+                self._numbers.discard(number)
+
+
+def _is_of_queue(thread: threading.Thread) -> bool:
+    """What a queue between processes writes with."""
+    target = getattr(thread, "_target", None)
+    return getattr(target, "__module__", "") == "multiprocessing.queues"
+
+
+def is_of_program(frame: FrameType | None) -> bool:
+    """Whether a thread is started by the program or one of its libraries, and not by torch or memprof."""
+    while frame is not None and frame.f_code.co_filename.startswith((_STDLIB, _HERE, "<frozen")):
+        if "-packages" in frame.f_code.co_filename:
+            break
+        frame = frame.f_back
+    name = "" if frame is None else frame.f_code.co_filename
+    return Recorder.is_program_file(name)
