@@ -5,6 +5,7 @@
 * docs/python.md, from the docstrings of the public names and of what they return;
 * in docs/remedies.md, the tables between `<!-- table of remedies -->` and `<!-- end of table -->`, from the table of
   remedies;
+* in docs/stand-ins.md, the table between `<!-- table of stand-ins -->` and `<!-- end of table -->`, from the stand-ins;
 * in README.md and below docs/, the text between `<!-- output of: COMMAND -->` and `<!-- end of output -->`: what
   COMMAND prints; with `<!-- output of: COMMAND; before: TEXT -->` only the lines before the first that begins with
   TEXT, and with `; from: TEXT` in front of that only those from the first that does; and between
@@ -41,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLI_PAGE = ROOT / "docs" / "cli.md"
 PYTHON_PAGE = ROOT / "docs" / "python.md"
 REMEDIES_PAGE = ROOT / "docs" / "remedies.md"
+STAND_INS_PAGE = ROOT / "docs" / "stand-ins.md"
 WIDTH = 110
 """Columns of the outputs shown."""
 
@@ -206,9 +208,55 @@ def table_of_remedies() -> str:
 
 def with_table(page: str) -> str:
     """The page on remedies with its tables as they are now."""
-    begin, _, rest = page.partition("<!-- table of remedies -->\n")
+    return _with(page, "<!-- table of remedies -->\n", table_of_remedies())
+
+
+def _with(page: str, marker: str, table: str) -> str:
+    begin, _, rest = page.partition(marker)
     _, end, after = rest.partition("<!-- end of table -->")
-    return f"{begin}<!-- table of remedies -->\n{table_of_remedies()}\n{end}{after}"
+    return f"{begin}{marker}{table}\n{end}{after}"
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+def table_of_stand_ins() -> str:
+    """Each function that has a stand-in, by its package: what is counted, and the files that it was read in."""
+    from memprof.catalog.stand_ins import INSTALLED, PACKAGES
+    from memprof.virtual.kernels import audio, detection
+    from memprof.virtual.stand_ins import registry
+
+    sections = []
+    for package in PACKAGES.values():
+        functions: dict[int, tuple[Any, list[str]]] = {}
+        for module, held in registry.modules(package.name).items():
+            for name, one in held.items():
+                functions.setdefault(id(one.value), (one, []))[1].append(f"{module}.{name}")
+        rows = [(min(names, key=len), one.value, one.source) for one, names in functions.values()]
+        sections.append(_of_package(package, rows))
+    for package, groups in zip(INSTALLED, (((None, audio.OPERATORS),), detection.OPERATORS), strict=True):
+        entries = {name: entry for _, group in groups for name, entry in group.items()}
+        operators = [(f"torch.ops.{package.name}.{name}", entry, package.source) for name, entry in entries.items()]
+        sections.append(_of_package(package, operators))
+    return "\n\n".join(sections)
+
+
+def _of_package(package: Any, rows: list[tuple[str, Any, str]]) -> str:
+    repository = package.source.partition(":")[0]
+    lines = [
+        f"### {package.name} {package.version}", "", f"Read in {repository}.", "",
+        "| function | what is counted | read in |", "|---|---|---|",
+    ]  # fmt: skip
+    for name, value, source in sorted(rows, key=lambda row: row[0]):
+        described = value.func if isinstance(value, functools.partial) else value
+        text = " ".join((inspect.getdoc(described) or "").split("\n\n")[0].split()).replace("|", "\\|")
+        lines.append(f"| `{name}` | {text} | {source.partition(':')[2]} |")
+    return "\n".join(lines)
+
+
+def with_stand_ins(page: str) -> str:
+    """The page on stand-ins with its table as it is now."""
+    return _with(page, "<!-- table of stand-ins -->\n", table_of_stand_ins())
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
@@ -308,6 +356,7 @@ def main() -> int:
     wanted = {CLI_PAGE: command_line_reference(app), **files()}
     wanted[PYTHON_PAGE] = python_reference()
     wanted[REMEDIES_PAGE] = with_table(REMEDIES_PAGE.read_text(encoding="utf-8"))
+    wanted[STAND_INS_PAGE] = with_stand_ins(STAND_INS_PAGE.read_text(encoding="utf-8"))
     for page in pages_with_outputs():
         wanted[page] = with_outputs(wanted.get(page) or page.read_text(encoding="utf-8"), slow=options.slow)
     stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]

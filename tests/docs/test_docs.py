@@ -117,6 +117,14 @@ def test_the_tables_of_remedies_are_current():
     assert "| `chunked-loss` |" in text and "| `chunk_size` | `chunked-loss` |" in text
 
 
+def test_the_table_of_stand_ins_is_current_and_says_what_is_counted():
+    text = _generate().STAND_INS_PAGE.read_text(encoding="utf-8")
+    assert text == _generate().with_stand_ins(text), "docs/stand-ins.md is out of date: run `make docs`"
+    rows = [line for line in text.splitlines() if line.startswith("| `") and line.count("|") == 4]
+    assert len(rows) > 180
+    assert all(counted.strip() and source.strip() for _, _, counted, source, _ in (row.split("|") for row in rows))
+
+
 def test_reference_notices_a_new_option():
     def other(renamed: bool = False) -> None:
         """A command."""

@@ -51,7 +51,7 @@ def rnnt_loss(launch: Launch) -> Any:
 
 
 def forced_align(launch: Launch) -> Any:
-    """The path, made on the host, and what was given; on the card the last two frames and where a hundred come from."""
+    """The path; while it runs, the last two frames, and twice where a hundred come from."""
     scores, targets, *lengths = launch.args[:4]
     if not scores.is_meta:
         return NotImplemented
@@ -88,14 +88,14 @@ def lfilter_core_loop(launch: Launch) -> Any:
 
 def register_loaded() -> None:
     """Register the operators, once torchaudio has been imported."""
-    for name, entry in _OPERATORS.items():
+    for name, entry in OPERATORS.items():
         found = getattr(torch.ops.torchaudio, name, None)
         if found is not None and found not in _registered:
             _registered.add(found)
             kernel(found)(entry)
 
 
-_OPERATORS = {
+OPERATORS = {
     "rnnt_loss_forward": rnnt_loss, "forced_align": forced_align, "_lfilter_core_loop": lfilter_core_loop,
 }  # fmt: skip
 _registered: set[Any] = set()

@@ -24,7 +24,7 @@ _MOST_IMAGES = 32
 
 
 def nms(launch: Launch) -> Any:
-    """Non-maximum suppression: unknown boxes do not overlap, all are kept.
+    """Non-maximum suppression: unknown boxes do not overlap, all are kept; for each box one bit for every other.
 
     CUDA sorts the scores, and keeps for each box one bit for every other.
     """
@@ -57,17 +57,17 @@ def box_iou_rotated(launch: Launch) -> Any:
 
 
 def regions(args: Any, card: Card) -> list[int]:
-    """Of features and boxes, contiguous copies; on the way back of the boxes, and of what was the largest."""
+    """The output, and what says where it is from; while it runs, contiguous copies of features and boxes."""
     return contiguous(*(arg for arg in args if isinstance(arg, torch.Tensor)))
 
 
 def regions_backward(args: Any, card: Card) -> list[int]:
-    """The gradient is taken by its strides."""
+    """The gradient of the features; contiguous copies of boxes, and of what was the largest."""
     return regions(args[1:], card)
 
 
 def positions_backward(args: Any, card: Card) -> list[int]:
-    """Of position-sensitive regions the gradient is made contiguous too; the channels are as the forward made them."""
+    """The gradient of the features; contiguous copies of the gradient given, other than of regions, and of boxes."""
     return contiguous(*args[:2])
 
 
@@ -121,7 +121,7 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
 
 def register_loaded() -> None:
     """Register the operators, once torchvision has been imported."""
-    for register, entries in _OPERATORS:
+    for register, entries in OPERATORS:
         for name, entry in entries.items():
             found = getattr(torch.ops.torchvision, name, None)
             if found is not None and found not in _registered:
@@ -130,7 +130,7 @@ def register_loaded() -> None:
 
 
 _POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
-_OPERATORS: tuple[tuple[Callable[..., Any], dict[str, Callable[..., Any]]], ...] = (
+OPERATORS: tuple[tuple[Callable[..., Any], dict[str, Callable[..., Any]]], ...] = (
     (functools.partial(kernel, on_host=True), {"nms": nms}),
     (kernel, {"box_iou_rotated": box_iou_rotated}),
     (kernel, {"deform_conv2d": deform_conv2d, "_deform_conv2d_backward": deform_conv2d_backward}),

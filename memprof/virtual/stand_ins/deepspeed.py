@@ -23,7 +23,7 @@ _NAME = "deepspeed.ops.adam"
 
 @stand_in(f"{_NAME}.multi_tensor_apply.MultiTensorApply", source=f"{_AT}multi_tensor_apply.py")
 class MultiTensorApply:
-    """Calls a kernel with a size of chunks."""
+    """Calls a kernel with a size of chunks: nothing is taken."""
 
     def __init__(self, chunk_size: Any) -> None:
         self.chunk_size = chunk_size

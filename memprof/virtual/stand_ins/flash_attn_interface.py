@@ -259,7 +259,7 @@ def flash_attn_func(
     k_descale: Any = None, v_descale: Any = None, window_size: Any = (-1, -1), attention_chunk: Any = 0,
     softcap: Any = 0.0, num_splits: Any = 1, pack_gqa: Any = None, deterministic: Any = False, sm_margin: Any = 0,
 ) -> Any:  # fmt: skip
-    """[batch, tokens, heads, size] each."""
+    """[batch, tokens, heads, size] each: the output, sums of rows, a scheduler's numbers, accumulators."""
     _know(attention_chunk, "flash_attn_func")
     return _call("flash_attn_func", (q, k, v), _Call(causal, window_size, softcap, num_splits, deterministic))
 
@@ -270,7 +270,7 @@ def flash_attn_qkvpacked_func(
     v_descale: Any = None, window_size: Any = (-1, -1), attention_chunk: Any = 0, softcap: Any = 0.0,
     deterministic: Any = False, num_heads_q: Any = None, sm_margin: Any = 0,
 ) -> Any:  # fmt: skip
-    """All three as [batch, tokens, 3, heads, size], or side by side as [batch, tokens, heads, size]."""
+    """All three as [batch, tokens, 3, heads, size], or side by side as [batch, tokens, heads, size]: one gradient."""
     _know(attention_chunk, "flash_attn_qkvpacked_func")
     call = _Call(causal, window_size, softcap, 1, deterministic)
     return _call("flash_attn_qkvpacked_func", (qkv,), call, num_heads_q)
@@ -284,7 +284,7 @@ def flash_attn_varlen_func(
     attention_chunk: Any = 0, softcap: Any = 0.0, num_splits: Any = 1, pack_gqa: Any = None,
     deterministic: Any = False, sm_margin: Any = 0,
 ) -> Any:  # fmt: skip
-    """[tokens, heads, size] each."""
+    """[tokens, heads, size] each, as flash_attn_func."""
     _know(attention_chunk, "flash_attn_varlen_func")
     call = _Call(
         causal, window_size, softcap, num_splits, deterministic, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,

@@ -58,7 +58,7 @@ def get_kernel(
     repo_id: str, *, revision: Any = None, version: Any = None, backend: Any = None, user_agent: Any = None,
     trust_remote_code: Any = False, check_arch: Any = True,
 ) -> ModuleType:  # fmt: skip
-    """One of the hub, by its repository."""
+    """A kernel of the hub, by its repository: its stand-in."""
     if repo_id not in _KNOWN:
         raise refused("kernels.get_kernel", f"{repo_id!r}, a compiled kernel", _HINT)
     return _module(repo_id)
@@ -77,7 +77,7 @@ def has_kernel(
 
 @_load("load_kernel")
 def load_kernel(repo_id: str, *, lockfile: Any, backend: Any = None) -> ModuleType:
-    """One that was fetched before."""
+    """A kernel that was fetched before: its stand-in."""
     return get_kernel(repo_id, backend=backend)
 
 
@@ -85,7 +85,7 @@ def load_kernel(repo_id: str, *, lockfile: Any, backend: Any = None) -> ModuleTy
 def get_locked_kernel(
     repo_id: str, *, lockfile: Any, trust_remote_code: Any = False, user_agent: Any = None
 ) -> ModuleType:
-    """One whose version a file says."""
+    """A kernel whose version a file says: its stand-in."""
     return get_kernel(repo_id)
 
 

@@ -185,7 +185,7 @@ def mamba_inner_fn(
 
 @stand_in("mamba_ssm.modules.mamba_simple.Mamba", "mamba_ssm.Mamba", source=_AT + "modules/mamba_simple.py")
 class Mamba(nn.Module):
-    """One layer, trained on whole sequences."""
+    """One layer, trained on whole sequences: a product, mamba_inner_fn, and A with its exponential in float32."""
 
     def __init__(
         self, d_model: Any, d_state: Any = 16, d_conv: Any = 4, expand: Any = 2, dt_rank: Any = "auto",

@@ -56,7 +56,7 @@ def knn(
     x: torch.Tensor, y: torch.Tensor, k: int, batch_x: Any = None, batch_y: Any = None, cosine: bool = False,
     num_workers: int = 1, batch_size: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[2, points of y times k]."""
+    """[2, points of y times k]: as many neighbours as there may be; lists of both, what was found, and what is kept."""
     on_card("torch_cluster.knn", x, y, batch_x, batch_y)
     return _near(x, y, k, (batch_x, batch_y), batch_size)
 
@@ -77,7 +77,7 @@ def radius(
     x: torch.Tensor, y: torch.Tensor, r: float, batch_x: Any = None, batch_y: Any = None, max_num_neighbors: int = 32,
     num_workers: int = 1, batch_size: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """As many as may be."""
+    """[2, points of y times the most neighbours], as knn."""
     on_card("torch_cluster.radius", x, y, batch_x, batch_y)
     return _near(x, y, max_num_neighbors, (batch_x, batch_y), batch_size)
 
@@ -87,7 +87,7 @@ def radius_graph(
     x: torch.Tensor, r: float, batch: Any = None, loop: bool = False, max_num_neighbors: int = 32,
     flow: str = "source_to_target", num_workers: int = 1, batch_size: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Of points among themselves."""
+    """As radius, of points among themselves."""
     on_card("torch_cluster.radius_graph", x, batch)
     most = max_num_neighbors if loop else max_num_neighbors + 1
     return _without_loops(radius(x, x, r, batch, batch, most, num_workers, batch_size), loop, flow)

@@ -51,7 +51,7 @@ def _rows(index: torch.Tensor, dim_size: int | None) -> int:
 def scatter_sum(
     src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
 ) -> torch.Tensor:
-    """Into `out`, or into zeros."""
+    """Sums, into `out` or into zeros, by torch's own operator."""
     on_card("torch_scatter.scatter_sum", src, index)
     index = broadcast(index, src, dim)
     if out is None:
@@ -66,7 +66,7 @@ def scatter_sum(
 def scatter_add(
     src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None
 ) -> torch.Tensor:
-    """scatter_sum."""
+    """As scatter_sum."""
     return scatter_sum(src, index, dim, out, dim_size)
 
 
@@ -127,7 +127,7 @@ def scatter_min(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any 
 
 @_public("scatter_max", "scatter")
 def scatter_max(src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None) -> Any:
-    """The largest."""
+    """The largest of each, and where it is."""
     return _reduced("max", src, index, dim, out, dim_size)
 
 
@@ -152,7 +152,7 @@ def scatter_mean(
 def scatter(
     src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None, reduce: str = "sum"
 ) -> torch.Tensor:
-    """By the name of the reduction."""
+    """One of scatter_sum, mul, mean, min and max."""
     one = _SCATTERS.get(reduce)
     if one is None:
         raise ValueError
@@ -217,37 +217,37 @@ def _segments(
 
 @_public("segment_sum_csr", "segment_csr")
 def segment_sum_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
-    """Sums."""
+    """Sums of segments."""
     return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
 
 
 @_public("segment_add_csr", "segment_csr")
 def segment_add_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
-    """Sums."""
+    """Sums of segments."""
     return _segments("segment_sum_csr", src, indptr, out, "sum", csr=True)[0]
 
 
 @_public("segment_mean_csr", "segment_csr")
 def segment_mean_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torch.Tensor:
-    """Means; counts are made in the backward."""
+    """Means of segments; counts are made in the backward."""
     return _segments("segment_mean_csr", src, indptr, out, "mean", csr=True)[0]
 
 
 @_public("segment_min_csr", "segment_csr")
 def segment_min_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
-    """The least, and where they are."""
+    """The least of each segment, and where it is."""
     return _segments("segment_min_csr", src, indptr, out, "min", csr=True)
 
 
 @_public("segment_max_csr", "segment_csr")
 def segment_max_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> Any:
-    """The largest."""
+    """The largest of each segment, and where it is."""
     return _segments("segment_max_csr", src, indptr, out, "max", csr=True)
 
 
 @_public("segment_csr", "segment_csr")
 def segment_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None, reduce: str = "sum") -> torch.Tensor:
-    """By the name of the reduction."""
+    """One of segment_sum_csr, mean, min and max."""
     reduce = "sum" if reduce == "add" else reduce
     if reduce not in ("sum", "mean", *_LEAST):
         raise ValueError
@@ -262,31 +262,31 @@ def gather_csr(src: torch.Tensor, indptr: torch.Tensor, out: Any = None) -> torc
 
 @_public("segment_sum_coo", "segment_coo")
 def segment_sum_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
-    """Sums."""
+    """Sums of segments."""
     return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
 
 
 @_public("segment_add_coo", "segment_coo")
 def segment_add_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
-    """Sums."""
+    """Sums of segments."""
     return _segments("segment_sum_coo", src, index, out, "sum", csr=False, dim_size=dim_size)[0]
 
 
 @_public("segment_mean_coo", "segment_coo")
 def segment_mean_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> torch.Tensor:
-    """Means; the counts are saved."""
+    """Means of segments; the counts are saved."""
     return _segments("segment_mean_coo", src, index, out, "mean", csr=False, dim_size=dim_size)[0]
 
 
 @_public("segment_min_coo", "segment_coo")
 def segment_min_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
-    """The least, and where they are."""
+    """The least of each segment, and where it is."""
     return _segments("segment_min_coo", src, index, out, "min", csr=False, dim_size=dim_size)
 
 
 @_public("segment_max_coo", "segment_coo")
 def segment_max_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None) -> Any:
-    """The largest."""
+    """The largest of each segment, and where it is."""
     return _segments("segment_max_coo", src, index, out, "max", csr=False, dim_size=dim_size)
 
 
@@ -294,7 +294,7 @@ def segment_max_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None, dim
 def segment_coo(
     src: torch.Tensor, index: torch.Tensor, out: Any = None, dim_size: Any = None, reduce: str = "sum"
 ) -> torch.Tensor:
-    """By the name of the reduction."""
+    """One of segment_sum_coo, mean, min and max."""
     reduce = "sum" if reduce == "add" else reduce
     if reduce not in ("sum", "mean", *_LEAST):
         raise ValueError
@@ -340,7 +340,7 @@ def _of_floats(name: str, src: torch.Tensor) -> None:
 
 @_composite("scatter_softmax", "softmax")
 def scatter_softmax(src: torch.Tensor, index: torch.Tensor, dim: int = -1, dim_size: Any = None) -> torch.Tensor:
-    """Over the elements of each row."""
+    """Softmax over the elements of each row: what its source names lives until it ends."""
     _of_floats("scatter_softmax", src)
     index = broadcast(index, src, dim)
     largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
@@ -356,7 +356,7 @@ def scatter_softmax(src: torch.Tensor, index: torch.Tensor, dim: int = -1, dim_s
 def scatter_log_softmax(
     src: torch.Tensor, index: torch.Tensor, dim: int = -1, eps: float = 1e-12, dim_size: Any = None
 ) -> torch.Tensor:
-    """Its logarithm."""
+    """The logarithm of scatter_softmax."""
     _of_floats("scatter_log_softmax", src)
     index = broadcast(index, src, dim)
     largest = scatter_max(src, index, dim=dim, dim_size=dim_size)[0]
@@ -393,7 +393,7 @@ def scatter_std(
     src: torch.Tensor, index: torch.Tensor, dim: int = -1, out: Any = None, dim_size: Any = None,
     unbiased: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Standard deviations."""
+    """Standard deviations: counts, means, and squares of each element."""
     dim_size = dim_size if out is None else out.size(dim)
     dim = src.dim() + dim if dim < 0 else dim
     places = index.dim() - 1 if index.dim() <= dim else dim

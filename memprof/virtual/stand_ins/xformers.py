@@ -44,7 +44,7 @@ class _Causal:
     "xformers.ops.LowerTriangularMask", source=f"{_SOURCE}/attn_bias.py",
 )  # fmt: skip
 class LowerTriangularMask(_Causal):
-    """Causal, from the first key."""
+    """Causal, from the first key: nothing is taken."""
 
 
 @stand_in(
@@ -52,7 +52,7 @@ class LowerTriangularMask(_Causal):
     source=f"{_SOURCE}/attn_bias.py",
 )
 class LowerTriangularFromBottomRightMask(_Causal):
-    """Causal, from the last key."""
+    """Causal, from the last key: nothing is taken."""
 
 
 def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, op: Any) -> None:
@@ -142,7 +142,8 @@ def memory_efficient_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: Any = None, p: float = 0.0,
     scale: Any = None, *, op: Any = None, output_dtype: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[batch, tokens, heads, size], or without heads. The log of the sums is an output too: its gradient is zeros."""
+    """[batch, tokens, heads, size], or without heads, by flash-attn 2 or 3. The log of the sums is an output too: its
+    gradient is zeros."""
     name = "xformers.ops.memory_efficient_attention"
     _checked(name, query, key, value, attn_bias, op)
     if output_dtype not in (None, query.dtype):
@@ -224,7 +225,7 @@ def _together(tensors: Any, dim: int) -> torch.Tensor | None:
 
 @stand_in("xformers.ops.unbind", source="facebookresearch/xformers@v0.0.32.post2:xformers/ops/unbind.py")
 def unbind(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
-    """As torch.unbind."""
+    """As torch.unbind, whose gradients are one tensor where they lie side by side."""
     made: tuple[torch.Tensor, ...] = _Unbind.apply(x, dim)
     return made
 

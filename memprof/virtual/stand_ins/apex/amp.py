@@ -66,7 +66,7 @@ def initialize(
     loss_scale: Any = None, cast_model_outputs: Any = None, num_losses: Any = 1, verbosity: Any = 1,
     min_loss_scale: Any = None, max_loss_scale: Any = 2.0**24,
 ) -> Any:  # fmt: skip
-    """Models cast, optimizers that step copies of their weights; each as it was given, alone or in a list."""
+    """Models cast, optimizers that step copies of weights in float32, functions cast at O1, flags of overflows."""
     if not enabled:
         _states()[:] = [_State(False, False, [])]
         return models if optimizers is None else (models, optimizers)
@@ -278,7 +278,7 @@ def scale_loss(
 
 @_public("master_params", "_amp_state")
 def master_params(optimizer: Any) -> Iterator[Any]:
-    """What the optimizer steps."""
+    """What the optimizer steps: nothing is taken."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -286,7 +286,7 @@ def master_params(optimizer: Any) -> Iterator[Any]:
 @_public("disable_casts", "handle")
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Inside, nothing is cast."""
+    """Inside, nothing is cast at O1."""
     casts().active = False
     yield
     casts().active = True
@@ -294,7 +294,7 @@ def disable_casts() -> Iterator[None]:
 
 @_public("state_dict", "frontend")
 def state_dict(destination: Any = None) -> Any:
-    """The scales of the losses."""
+    """The scales of the losses: nothing is taken."""
     made = OrderedDict() if destination is None else destination
     for number, scaler in enumerate(_states()[0].scalers if _states() else ()):
         made[f"loss_scaler{number}"] = {"loss_scale": scaler.scale, "unskipped": scaler.steps}
@@ -303,6 +303,6 @@ def state_dict(destination: Any = None) -> Any:
 
 @_public("load_state_dict", "frontend")
 def load_state_dict(state_dict: Any) -> None:
-    """They, from a checkpoint."""
+    """The scales of the losses, from a checkpoint: nothing is taken."""
     for scaler, one in zip(_states()[0].scalers if _states() else (), state_dict.values(), strict=False):
         scaler.scale, scaler.steps = one["loss_scale"], one["unskipped"]

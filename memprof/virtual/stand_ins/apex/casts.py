@@ -322,17 +322,17 @@ def _ask(module: Any, name: Any, kind: str) -> None:
 
 @_public("register_half_function")
 def register_half_function(module: Any, name: Any) -> None:
-    """half_function for `module.name`, once amp is initialized at O1."""
+    """As half_function, for `module.name`, once amp is initialized at O1."""
     _ask(module, name, "half")
 
 
 @_public("register_float_function")
 def register_float_function(module: Any, name: Any) -> None:
-    """float_function for it."""
+    """As float_function, for `module.name`, once amp is initialized at O1."""
     _ask(module, name, "float")
 
 
 @_public("register_promote_function")
 def register_promote_function(module: Any, name: Any) -> None:
-    """promote_function for it."""
+    """As promote_function, for `module.name`, once amp is initialized at O1."""
     _ask(module, name, "widest")

@@ -50,7 +50,7 @@ def _of_kernels(name: str, file: str, *options: str) -> Callable[[Any], Any]:
     source="NVIDIA/apex@25.05:apex/multi_tensor_apply/multi_tensor_apply.py",
 )  # fmt: skip
 class MultiTensorApply:
-    """Calls a kernel with a size of chunks."""
+    """Calls a kernel with a size of chunks: nothing is taken."""
 
     available = True
     warned = False
@@ -90,7 +90,7 @@ def norms(chunk: int, lists: _Lists, per_tensor: bool) -> tuple[torch.Tensor, to
 @_of_kernels("multi_tensor_l2norm", "multi_tensor_l2norm_kernel.cu", "per_tensor_python")
 @_of_kernels("multi_tensor_l2norm_mp", "multi_tensor_l2norm_kernel_mp.cu", "per_tensor_python")
 def multi_tensor_l2norm(chunk_size: Any, noop_flag: Any, tensor_lists: Any, per_tensor: Any = False) -> Any:
-    """Norms of what one list has."""
+    """A norm, with 320 sums of blocks of threads, and, if asked for, one of each tensor."""
     on_card("amp_C.multi_tensor_l2norm", *tensor_lists[0])
     return norms(chunk_size, tensor_lists, bool(per_tensor))
 
@@ -149,7 +149,7 @@ def multi_tensor_step(chunk_size: Any, noop_flag: Any, tensor_lists: Any, *optio
     "use_nvlamb_python",
 )
 def multi_tensor_lamb(chunk_size: Any, noop_flag: Any, tensor_lists: Any, *options: Any) -> None:
-    """Gradients too: they hold the updates. Norms of each parameter, and of each update."""
+    """Norms of each parameter and of each update; all lists are written, gradients too, which hold the updates."""
     on_card("amp_C.multi_tensor_lamb", *tensor_lists[0])
     of_parameters = norms(chunk_size, tensor_lists[1:2], True)
     of_updates = norms(chunk_size, tensor_lists[:1], True)

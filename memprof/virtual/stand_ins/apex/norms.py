@@ -83,13 +83,13 @@ def _cast(*tensors: Any) -> list[Any]:
 def fused_layer_norm_affine(
     input: Any, weight: Any, bias: Any, normalized_shape: Any, eps: Any = 1e-6, memory_efficient: Any = False
 ) -> Any:
-    """With weight and bias."""
+    """Mean and variance of each row, saved in float32; gradients of weight and bias in 16 parts."""
     return _norm(input, normalized_shape, weight, bias, is_rms=False, thrifty=memory_efficient)
 
 
 @_inner("fused_layer_norm")
 def fused_layer_norm(input: Any, normalized_shape: Any, eps: Any = 1e-6, memory_efficient: Any = False) -> Any:
-    """Without."""
+    """Mean and variance of each row, saved in float32."""
     return _norm(input, normalized_shape, None, None, is_rms=False, thrifty=memory_efficient)
 
 
@@ -97,7 +97,7 @@ def fused_layer_norm(input: Any, normalized_shape: Any, eps: Any = 1e-6, memory_
 def mixed_dtype_fused_layer_norm_affine(
     input: Any, weight: Any, bias: Any, normalized_shape: Any, eps: Any = 1e-6, memory_efficient: Any = False
 ) -> Any:
-    """Its output has the type of the weight."""
+    """As fused_layer_norm_affine, with an output in the type of the weight."""
     return _norm(input, normalized_shape, weight, bias, is_rms=False, thrifty=memory_efficient, mixed=True)
 
 
@@ -105,13 +105,13 @@ def mixed_dtype_fused_layer_norm_affine(
 def fused_rms_norm_affine(
     input: Any, weight: Any, normalized_shape: Any, eps: Any = 1e-6, memory_efficient: Any = False
 ) -> Any:
-    """With a weight."""
+    """A number of each row, saved in float32; the gradient of the weight in 16 parts."""
     return _norm(input, normalized_shape, weight, None, is_rms=True, thrifty=memory_efficient)
 
 
 @_inner("fused_rms_norm")
 def fused_rms_norm(input: Any, normalized_shape: Any, eps: Any = 1e-6, memory_efficient: Any = False) -> Any:
-    """Without."""
+    """A number of each row, saved in float32."""
     return _norm(input, normalized_shape, None, None, is_rms=True, thrifty=memory_efficient)
 
 
@@ -119,7 +119,7 @@ def fused_rms_norm(input: Any, normalized_shape: Any, eps: Any = 1e-6, memory_ef
 def mixed_dtype_fused_rms_norm_affine(
     input: Any, weight: Any, normalized_shape: Any, eps: Any = 1e-6, memory_efficient: Any = False
 ) -> Any:
-    """Its output has the type of the weight."""
+    """As fused_rms_norm_affine, with an output in the type of the weight."""
     return _norm(input, normalized_shape, weight, None, is_rms=True, thrifty=memory_efficient, mixed=True)
 
 
@@ -172,7 +172,7 @@ def _is_plain(input: torch.Tensor) -> bool:
 
 @_public("FusedLayerNorm")
 class FusedLayerNorm(_Norm):
-    """By mean and variance."""
+    """By mean and variance, saved in float32; `memory_efficient` saves the output, not the input."""
 
     def __init__(
         self, normalized_shape: Any, eps: Any = 1e-5, elementwise_affine: Any = True, memory_efficient: Any = False
@@ -189,7 +189,7 @@ class FusedLayerNorm(_Norm):
 
 @_public("FusedRMSNorm")
 class FusedRMSNorm(_Norm):
-    """By the root of the mean of squares."""
+    """By the root of the mean of squares, saved in float32; `memory_efficient` saves the output, not the input."""
 
     has_bias = False
 
@@ -208,7 +208,7 @@ class FusedRMSNorm(_Norm):
 
 @_public("MixedFusedLayerNorm")
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """Its output has the type of its weight."""
+    """As FusedLayerNorm, with an output in the type of its weight."""
 
     def __init__(self, normalized_shape: Any, eps: Any = 1e-5, *, memory_efficient: Any = False, **kwargs: Any) -> None:
         _always_affine(kwargs)
@@ -224,7 +224,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
 
 @_public("MixedFusedRMSNorm")
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """Its output has the type of its weight."""
+    """As FusedRMSNorm, with an output in the type of its weight."""
 
     def __init__(self, normalized_shape: Any, eps: Any = 1e-5, *, memory_efficient: Any = False, **kwargs: Any) -> None:
         _always_affine(kwargs)

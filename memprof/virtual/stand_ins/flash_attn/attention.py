@@ -246,7 +246,7 @@ def flash_attn_func(
     window_size: Any = (-1, -1), softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False,
     return_attn_probs: Any = False,
 ) -> Any:  # fmt: skip
-    """[batch, tokens, heads, size] each."""
+    """[batch, tokens, heads, size] each: the output, sums of rows in float32, padded heads, parts of split keys."""
     options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _call("flash_attn_func", (q, k, v), options)
 
@@ -257,7 +257,7 @@ def flash_attn_kvpacked_func(
     window_size: Any = (-1, -1), softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False,
     return_attn_probs: Any = False,
 ) -> Any:  # fmt: skip
-    """Keys and values as [batch, tokens, 2, heads, size]."""
+    """As flash_attn_func, with keys and values as [batch, tokens, 2, heads, size]; their gradient is one tensor."""
     options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _call("flash_attn_kvpacked_func", (q, kv), options)
 
@@ -267,7 +267,7 @@ def flash_attn_qkvpacked_func(
     qkv: Any, dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1),
     softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False, return_attn_probs: Any = False,
 ) -> Any:  # fmt: skip
-    """All three as [batch, tokens, 3, heads, size]."""
+    """As flash_attn_func, with all three as [batch, tokens, 3, heads, size]; their gradient is one tensor."""
     options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs)
     return _call("flash_attn_qkvpacked_func", (qkv,), options)
 
@@ -291,7 +291,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: Any = 0.0, softmax_scale: Any = None, causal: Any = False, window_size: Any = (-1, -1),
     softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False, return_attn_probs: Any = False,
 ) -> Any:  # fmt: skip
-    """Keys and values as [tokens, 2, heads, size]."""
+    """Keys and values as [tokens, 2, heads, size]; their gradient is one tensor."""
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_kvpacked_func", (q, kv), options)
@@ -303,7 +303,7 @@ def flash_attn_varlen_qkvpacked_func(
     window_size: Any = (-1, -1), softcap: Any = 0.0, alibi_slopes: Any = None, deterministic: Any = False,
     return_attn_probs: Any = False,
 ) -> Any:  # fmt: skip
-    """All three as [tokens, 3, heads, size]."""
+    """All three as [tokens, 3, heads, size]; their gradient is one tensor."""
     lengths = Lengths(cu_seqlens, cu_seqlens, int(max_seqlen), int(max_seqlen))
     options = Options(dropout_p, window_size, alibi_slopes, deterministic, return_attn_probs, lengths)
     return _call("flash_attn_varlen_qkvpacked_func", (qkv,), options)
@@ -366,7 +366,7 @@ def _flash_attn_varlen_forward(
     softcap: Any = 0.0, alibi_slopes: Any = None, return_softmax: Any = False, block_table: Any = None,
     leftpad_k: Any = None, seqused_k: Any = None, zero_tensors: Any = False,
 ) -> Any:  # fmt: skip
-    """The same, by tokens."""
+    """Output, sums, probabilities, random state, by tokens."""
     check(f"{_MODULE}._flash_attn_varlen_forward", q, k, v)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     window = (window_size_left, window_size_right)
@@ -394,7 +394,7 @@ def _flash_attn_varlen_backward(
     window_size_left: Any, window_size_right: Any, softcap: Any, alibi_slopes: Any, deterministic: Any,
     rng_state: Any = None, zero_tensors: Any = False,
 ) -> Any:  # fmt: skip
-    """The same, by tokens."""
+    """The sums of rows, by tokens; the gradients are filled."""
     check(f"{_MODULE}._flash_attn_varlen_backward", q, k, v)
     made = [torch.empty_like(of) if given is None else given for given, of in ((dq, q), (dk, k), (dv, v))]
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))

@@ -48,7 +48,7 @@ def apply_rotary_emb(
     x: Any, cos: Any, sin: Any, interleaved: Any = False, inplace: Any = False, seqlen_offsets: Any = 0,
     cu_seqlens: Any = None, max_seqlen: Any = None,
 ) -> Any:  # fmt: skip
-    """[batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`."""
+    """A tensor like [batch, tokens, heads, size], or [tokens, heads, size] with `cu_seqlens`; in place nothing."""
 
     def backward(saved: Any, gradient: Any) -> Any:
         return apply_rotary(gradient, saved[0], saved[1], inplace=inplace), None, None
@@ -84,7 +84,7 @@ def apply_rotary_emb_qkv_(
 
 @stand_in("flash_attn.layers.rotary.apply_rotary_emb_kv_", source=_AT + "layers/rotary.py")
 def apply_rotary_emb_kv_(kv: Any, cos: Any, sin: Any, interleaved: Any = False, seqlen_offsets: Any = 0) -> Any:
-    """The keys of [batch, tokens, 2, heads, size], where they lie."""
+    """The keys of [batch, tokens, 2, heads, size] are turned where they lie, and so is their gradient."""
     return apply_rotary_emb_qkv_(kv, cos, sin, None, None, interleaved, seqlen_offsets)
 
 
@@ -212,7 +212,7 @@ def layer_norm_fn(
     zero_centered_weight: Any = False, is_rms_norm: Any = False, return_dropout_mask: Any = False,
     out_dtype: Any = None, out: Any = None, residual_out: Any = None,
 ) -> Any:  # fmt: skip
-    """Layer norm, or RMS norm, of x or of its sum with a residual."""
+    """Layer norm, or RMS norm, of x or of its sum with a residual; numbers of each row, gradients in parts."""
     given = {
         "x1": x1, "weight1": weight1, "bias1": bias1, "rowscale": rowscale, "out": out, "residual_out": residual_out,
         "return_dropout_mask": return_dropout_mask or None,
@@ -230,7 +230,7 @@ def rms_norm_fn(
     zero_centered_weight: Any = False, return_dropout_mask: Any = False, out_dtype: Any = None, out: Any = None,
     residual_out: Any = None,
 ) -> Any:  # fmt: skip
-    """The latter."""
+    """RMS norm of x or of its sum with a residual, as layer_norm_fn."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
         zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
@@ -239,7 +239,7 @@ def rms_norm_fn(
 
 @stand_in(f"{_NORMS}.RMSNorm", source=_AT + "ops/triton/layer_norm.py")
 class RMSNorm(nn.Module):
-    """With a weight."""
+    """rms_norm_fn with a weight of its own."""
 
     def __init__(
         self, hidden_size: Any, eps: Any = 1e-5, dropout_p: Any = 0.0, zero_centered_weight: Any = False,

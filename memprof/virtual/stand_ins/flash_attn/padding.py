@@ -84,7 +84,7 @@ def unpad_input(hidden_states: Any, attention_mask: Any, unused_mask: Any = None
 
 @_public("unpad_input_for_concatenated_sequences")
 def unpad_input_for_concatenated_sequences(hidden_states: Any, attention_mask_in_length: Any) -> Any:
-    """The same for several texts in a row; the mask has their lengths."""
+    """As unpad_input, for several texts in a row; the mask has their lengths."""
     length = attention_mask_in_length.sum(dim=-1)
     tokens = attention_mask_in_length.size(-1)
     positions = torch.arange(tokens, device=length.device, dtype=length.dtype).expand(len(length), tokens)
@@ -99,5 +99,5 @@ def unpad_input_for_concatenated_sequences(hidden_states: Any, attention_mask_in
 
 @_public("pad_input")
 def pad_input(hidden_states: Any, indices: Any, batch: Any, seqlen: Any) -> Any:
-    """Zeros where there is padding."""
+    """Zeros with rows put where no padding is."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -76,7 +76,7 @@ def single_decode_with_kv_cache(
     window_left: int = -1, logits_soft_cap: Any = None, sm_scale: Any = None, rope_scale: Any = None,
     rope_theta: Any = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """One token: heads x size."""
+    """Of one token: the output, and 32 MiB while it runs."""
     name = "single_decode_with_kv_cache"
     on_card(f"flashinfer.{name}", q, k, v)
     _check_positions(pos_encoding_mode)
@@ -102,7 +102,7 @@ def single_prefill_with_kv_cache(
     rope_theta: Any = None, backend: str = "auto", return_lse: bool = False, kv_cache_sf: Any = None,
     k_scale: Any = None, v_scale: Any = None,
 ) -> Any:  # fmt: skip
-    """Tokens x heads x size."""
+    """Of one sequence: the output, and 32 MiB while it runs."""
     name = "single_prefill_with_kv_cache"
     on_card(f"flashinfer.{name}", q, k, v, packed_custom_mask)
     _check_positions(pos_encoding_mode)
@@ -239,7 +239,7 @@ def _check_given(tensor: torch.Tensor, shape: Any, dtype: torch.dtype, name: str
 
 @public("decode", "BatchDecodeWithPagedKVCacheWrapper")
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """A token for each sequence."""
+    """A token for each sequence: the output; 8 MiB, lists of numbers and slopes of heads are kept."""
 
     _name = "BatchDecodeWithPagedKVCacheWrapper"
 
@@ -335,7 +335,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
 @public("prefill", "BatchPrefillWithPagedKVCacheWrapper")
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """Any number of tokens for each sequence, keys and values in pages. Its output is filled with zeros first."""
+    """Any number of tokens for each sequence, keys and values in pages: an output of zeros; 8 MiB, lengths of 32,768
+    sequences, lists of numbers and slopes of heads are kept."""
 
     _name = "BatchPrefillWithPagedKVCacheWrapper"
 
@@ -408,7 +409,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 @public("prefill", "BatchPrefillWithRaggedKVCacheWrapper")
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
-    """Any number of tokens for each sequence, keys and values one sequence after the other."""
+    """Any number of tokens for each sequence, keys and values in a row: the output; 8 MiB, lists of numbers and slopes
+    of heads are kept."""
 
     _name = "BatchPrefillWithRaggedKVCacheWrapper"
 

@@ -39,19 +39,19 @@ def _gated(name: str, input: torch.Tensor, out: torch.Tensor | None) -> torch.Te
 
 @public("activation", "silu_and_mul")
 def silu_and_mul(input: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    """Of both halves of the last dimension, one."""
+    """A tensor of half the last dimension."""
     return _gated("silu_and_mul", input, out)
 
 
 @public("activation", "gelu_tanh_and_mul")
 def gelu_tanh_and_mul(input: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    """The same with another function."""
+    """A tensor of half the last dimension."""
     return _gated("gelu_tanh_and_mul", input, out)
 
 
 @public("activation", "gelu_and_mul")
 def gelu_and_mul(input: torch.Tensor, out: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    """The same with another function."""
+    """A tensor of half the last dimension."""
     return _gated("gelu_and_mul", input, out)
 
 
@@ -74,7 +74,7 @@ def _normed(name: str, input: torch.Tensor, weight: torch.Tensor, out: torch.Ten
 def rmsnorm(
     input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None
 ) -> torch.Tensor:
-    """Rows normalized."""
+    """A tensor like the input."""
     return _normed("rmsnorm", input, weight, out)
 
 
@@ -82,7 +82,7 @@ def rmsnorm(
 def gemma_rmsnorm(
     input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None
 ) -> torch.Tensor:
-    """Rows normalized, with 1 added to weights."""
+    """A tensor like the input."""
     return _normed("gemma_rmsnorm", input, weight, out)
 
 
@@ -90,7 +90,7 @@ def gemma_rmsnorm(
 def fused_add_rmsnorm(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
 ) -> None:
-    """The sum is written into the residual, its norm into the input."""
+    """The sum is written into the residual, its norm into the input: nothing is taken."""
     _normed("fused_add_rmsnorm", input, weight, input)
     _normed("fused_add_rmsnorm", residual, weight, residual)
 
@@ -99,14 +99,14 @@ def fused_add_rmsnorm(
 def gemma_fused_add_rmsnorm(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, enable_pdl: Any = None
 ) -> None:
-    """The same with 1 added to weights."""
+    """The sum is written into the residual, its norm into the input: nothing is taken."""
     _normed("gemma_fused_add_rmsnorm", input, weight, input)
     _normed("gemma_fused_add_rmsnorm", residual, weight, residual)
 
 
 @public("norm", "layernorm", _norm)
 def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Rows without their mean, normalized."""
+    """A tensor like the input."""
     return _normed("layernorm", input, gemma, None)
 
 
@@ -128,7 +128,7 @@ def apply_rope(
     q: Any, k: Any, indptr: Any, offsets: Any, rotary_dim: Any = None, interleave: bool = False,
     rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> Any:  # fmt: skip
-    """Queries and keys, each again."""
+    """Tensors like queries and keys."""
     return _turned("apply_rope", q, k)
 
 
@@ -137,7 +137,7 @@ def apply_rope_inplace(
     q: Any, k: Any, indptr: Any, offsets: Any, rotary_dim: Any = None, interleave: bool = False,
     rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
-    """Written where they lie."""
+    """Queries and keys are written where they lie."""
     _turned_in_place("apply_rope_inplace", q, k)
 
 
@@ -146,7 +146,7 @@ def apply_rope_pos_ids(
     q: Any, k: Any, pos_ids: Any, rotary_dim: Any = None, interleave: bool = False, rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> Any:  # fmt: skip
-    """Queries and keys, each again."""
+    """Tensors like queries and keys."""
     return _turned("apply_rope_pos_ids", q, k)
 
 
@@ -155,7 +155,7 @@ def apply_rope_pos_ids_inplace(
     q: Any, k: Any, pos_ids: Any, rotary_dim: Any = None, interleave: bool = False, rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
-    """Written where they lie."""
+    """Queries and keys are written where they lie."""
     _turned_in_place("apply_rope_pos_ids_inplace", q, k)
 
 
@@ -165,7 +165,7 @@ def apply_llama31_rope(
     rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> Any:  # fmt: skip
-    """Queries and keys, each again."""
+    """Tensors like queries and keys."""
     return _turned("apply_llama31_rope", q, k)
 
 
@@ -175,7 +175,7 @@ def apply_llama31_rope_inplace(
     rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:  # fmt: skip
-    """Written where they lie."""
+    """Queries and keys are written where they lie."""
     _turned_in_place("apply_llama31_rope_inplace", q, k)
 
 
@@ -183,7 +183,7 @@ def apply_llama31_rope_inplace(
 def apply_rope_with_cos_sin_cache(
     positions: Any, query: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool = True
 ) -> Any:
-    """Queries and keys, each again."""
+    """Tensors like queries and keys."""
     _check_cache(cos_sin_cache)
     return _turned("apply_rope_with_cos_sin_cache", query, key)
 
@@ -192,7 +192,7 @@ def apply_rope_with_cos_sin_cache(
 def apply_rope_with_cos_sin_cache_inplace(
     positions: Any, query: Any, key: Any, head_size: int, cos_sin_cache: Any, is_neox: bool = True
 ) -> None:
-    """Written where they lie."""
+    """Queries and keys are written where they lie."""
     _check_cache(cos_sin_cache)
     _turned_in_place("apply_rope_with_cos_sin_cache_inplace", query, key)
 

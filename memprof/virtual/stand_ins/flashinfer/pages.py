@@ -40,7 +40,7 @@ def unpacked(cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @public("page", "get_seq_lens")
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each sequence, of its pages and of how many the last has."""
+    """Tokens of each sequence: one number each, by torch's functions."""
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len
 
 
@@ -48,7 +48,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 def get_batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: Any = None, positions: Any = None
 ) -> Any:
-    """Of each new token its sequence, and where it is in it."""
+    """Two integers of each new token: its sequence, and where it is in it."""
     on_card("flashinfer.get_batch_indices_positions", append_indptr, seq_lens)
     found = []
     for given in (batch_indices, positions):
@@ -66,7 +66,7 @@ def append_paged_kv_cache(
     paged_kv_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:  # fmt: skip
-    """Into the pages, where they lie; lists of numbers are copied where they are not int32."""
+    """Pages are written where they lie; lists of numbers are copied where they are not int32."""
     check_layout(kv_layout)
     caches = unpacked(paged_kv_cache, kv_layout)
     _appended("append_paged_kv_cache", caches, (append_key, append_value), positions, batch_indices, kv_indices,
@@ -78,7 +78,7 @@ def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor, append_kpe: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
     ckv_cache: Any, kpe_cache: Any, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
 ) -> None:  # fmt: skip
-    """The same of latent keys and values, and of the rotated part of keys."""
+    """As append_paged_kv_cache, for latent keys and values and the rotated part of keys."""
     _appended("append_paged_mla_kv_cache", (ckv_cache, kpe_cache), (append_ckv, append_kpe), positions, batch_indices,
               kv_indices, kv_indptr, kv_last_page_len)  # fmt: skip
 
@@ -95,7 +95,7 @@ def _appended(name: str, caches: Any, new: tuple[torch.Tensor, ...], *numbers: t
 
 @public("cascade", "merge_state")
 def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor) -> Any:
-    """Two parts of attention, and the logarithms of their sums in float32."""
+    """Two parts of attention put together, and the logarithms of their sums in float32."""
     on_card("flashinfer.merge_state", v_a, s_a, v_b, s_b)
     s_a, s_b = s_a.float(), s_b.float()
     return torch.empty_like(v_a), torch.empty_like(s_a)
@@ -105,7 +105,7 @@ def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: to
 def merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: Any = None
 ) -> None:
-    """Into the first."""
+    """Two parts of attention put together in the first; logarithms of sums are copied where they are not float32."""
     on_card("flashinfer.merge_state_in_place", v, s, v_other, s_other, mask)
     s, s_other = s.float(), s_other.float()
     written(v, s)
@@ -113,7 +113,7 @@ def merge_state_in_place(
 
 @public("cascade", "merge_states")
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> Any:
-    """Any number of parts."""
+    """Any number of parts of attention put together, and the logarithms of their sums in float32."""
     on_card("flashinfer.merge_states", v, s)
     s = s.float()
     length, _, heads, size = v.size()

@@ -52,7 +52,7 @@ def _sampled(
 
 @public("sampling", "softmax")
 def softmax(logits: torch.Tensor, temperature: Any = None, enable_pdl: Any = None) -> torch.Tensor:
-    """In float32, beside a workspace that is kept."""
+    """Probabilities in float32; 1 MiB is kept."""
     _check("softmax", logits, False)
     _buffer("softmax_workspace", logits)
     in_float = logits.float()
@@ -67,7 +67,7 @@ def sampling_from_logits(
     logits: torch.Tensor, indices: Any = None, deterministic: bool = True, generator: Any = None,
     check_nan: bool = False, seed: Any = None, offset: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A token for each row."""
+    """A token for each row; logits in float32 where they are not."""
     made: torch.Tensor = _sampled("sampling_from_logits", logits, indices, check_nan=check_nan, valid=None)
     return made
 
@@ -77,7 +77,7 @@ def sampling_from_probs(
     probs: torch.Tensor, indices: Any = None, deterministic: bool = True, generator: Any = None,
     check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
 ) -> Any:  # fmt: skip
-    """A token for each row."""
+    """A token for each row, and whether it is one; probabilities in float32 where they are not."""
     return _sampled("sampling_from_probs", probs, indices, check_nan=check_nan, valid=return_valid)
 
 
@@ -86,7 +86,7 @@ def top_p_sampling_from_probs(
     probs: torch.Tensor, top_p: Any, indices: Any = None, deterministic: bool = True, generator: Any = None,
     check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
 ) -> Any:  # fmt: skip
-    """Of the most probable that together have so much."""
+    """A token for each row, of the most probable, as sampling_from_probs."""
     return _sampled("top_p_sampling_from_probs", probs, indices, top_p, check_nan=check_nan, valid=return_valid)
 
 
@@ -95,7 +95,7 @@ def top_k_sampling_from_probs(
     probs: torch.Tensor, top_k: Any, indices: Any = None, deterministic: bool = True, generator: Any = None,
     check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
 ) -> Any:  # fmt: skip
-    """Of so many of the most probable."""
+    """A token for each row, of the most probable, as sampling_from_probs."""
     return _sampled("top_k_sampling_from_probs", probs, indices, top_k, check_nan=check_nan, valid=return_valid)
 
 
@@ -104,7 +104,7 @@ def min_p_sampling_from_probs(
     probs: torch.Tensor, min_p: Any, indices: Any = None, deterministic: bool = True, generator: Any = None,
     check_nan: bool = False, seed: Any = None, offset: Any = None, return_valid: bool = False,
 ) -> Any:  # fmt: skip
-    """Of those that have a share of what the most probable has."""
+    """A token for each row, of the most probable, as sampling_from_probs."""
     return _sampled("min_p_sampling_from_probs", probs, indices, min_p, check_nan=check_nan, valid=return_valid)
 
 
@@ -113,7 +113,7 @@ def top_k_top_p_sampling_from_logits(
     logits: torch.Tensor, top_k: Any, top_p: Any, indices: Any = None, filter_apply_order: str = "top_k_first",
     deterministic: bool = True, generator: Any = None, check_nan: bool = False, seed: Any = None, offset: Any = None,
 ) -> Any:  # fmt: skip
-    """By both."""
+    """Logits masked and probabilities of them; of up to 256 of a large vocabulary, these alone."""
     name = "top_k_top_p_sampling_from_logits"
     _check(name, logits, False)
     if filter_apply_order == "joint":
@@ -134,7 +134,7 @@ def top_k_top_p_sampling_from_probs(
     deterministic: bool = True, generator: Any = None, check_nan: bool = False, seed: Any = None, offset: Any = None,
     return_valid: bool = False,
 ) -> Any:  # fmt: skip
-    """By both."""
+    """Probabilities made anew; of up to 256 of a large vocabulary, these alone."""
     name = "top_k_top_p_sampling_from_probs"
     _check(name, probs, False)
     if filter_apply_order == "joint":
@@ -207,11 +207,11 @@ def _filtered(name: str, rows: torch.Tensor, top_k: Any) -> torch.Tensor:
 
 @public("sampling", "top_k_renorm_probs")
 def top_k_renorm_probs(probs: torch.Tensor, top_k: Any) -> torch.Tensor:
-    """In their type; states of rows are kept."""
+    """Probabilities in their type; 1 MiB is kept."""
     return _filtered("top_k_renorm_probs", probs, top_k)
 
 
 @public("sampling", "top_k_mask_logits")
 def top_k_mask_logits(logits: torch.Tensor, top_k: Any) -> torch.Tensor:
-    """In their type; states of rows are kept."""
+    """Logits in their type; 1 MiB is kept."""
     return _filtered("top_k_mask_logits", logits, top_k)

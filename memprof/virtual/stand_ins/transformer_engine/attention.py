@@ -62,7 +62,7 @@ def _gradients(saved: tuple[torch.Tensor, ...], number: int, dim: int | None) ->
 
 @te("DotProductAttention", "attention.dot_product_attention.dot_product_attention", "attention")
 class DotProductAttention(nn.Module):
-    """The backend that Transformer Engine chooses without flash-attn, or from compute capability 9.0 on with it."""
+    """cuDNN's attention: queries, keys, values, the output, a sum for each row and the random state are saved."""
 
     def __init__(
         self, num_attention_heads: Any, kv_channels: Any, num_gqa_groups: Any = None, attention_dropout: Any = 0.0,

@@ -176,7 +176,7 @@ def _normal(weight: torch.Tensor) -> Any:
 
 @te("Linear", "module.linear", "module")
 class Linear(_Weights):
-    """A product, with a bias or without."""
+    """A product, with a bias or without: its input is saved, in float8 transposed, with both forms of the weight."""
 
     def __init__(
         self, in_features: Any, out_features: Any, sequence_parallel: Any = False, fuse_wgrad_accumulation: Any = False,
@@ -238,7 +238,7 @@ class Linear(_Weights):
 
 @te("LayerNormLinear", "module.layernorm_linear", "module")
 class LayerNormLinear(_Weights):
-    """A norm, and a product of its output."""
+    """A norm, and a product of its output: the input, the norm's numbers and the output are saved."""
 
     def __init__(
         self, in_features: Any, out_features: Any, eps: Any = 1e-5, sequence_parallel: Any = False,

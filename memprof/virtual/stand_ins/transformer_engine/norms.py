@@ -95,11 +95,11 @@ class _Norm(nn.Module):
 
 @te("LayerNorm", "module.layernorm", "module")
 class LayerNorm(_Norm):
-    """By mean and variance."""
+    """By mean and variance, saved; sums of parameters' gradients for each multiprocessor."""
 
 
 @te("RMSNorm", "module.rmsnorm", "module")
 class RMSNorm(_Norm):
-    """By the root of the mean of squares."""
+    """By the root of the mean of squares, saved; sums of the weight's gradient for each multiprocessor."""
 
     is_rms = True

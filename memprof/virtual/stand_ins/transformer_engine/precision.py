@@ -40,7 +40,7 @@ class _Range(NamedTuple):
 
 @_recipe("Format")
 class Format(Enum):
-    """Of the forward pass, and of the backward."""
+    """Types of float8 in the forward pass and in the backward."""
 
     E2M1 = _Range(6, 6)
     E4M3 = _Range(448, 448)
@@ -153,7 +153,7 @@ def in_force() -> Recipe | None:
 
 @te("autocast", "quantization")
 class autocast:  # noqa: N801
-    """A region."""
+    """A region in float8: scales and largest numbers of each tensor, in float32."""
 
     def __init__(
         self, enabled: Any = True, calibrating: Any = False, recipe: Any = None, amax_reduction_group: Any = None,
@@ -184,7 +184,7 @@ class autocast:  # noqa: N801
 def fp8_autocast(
     enabled: Any = True, calibrating: Any = False, fp8_recipe: Any = None, fp8_group: Any = None, _graph: Any = False
 ) -> autocast:
-    """The same, by its older name."""
+    """As autocast, by its older name."""
     warnings.warn("fp8_autocast is deprecated: use autocast", category=DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
@@ -207,5 +207,5 @@ def is_bf16_available(return_reason: Any = False) -> Any:
 
 @te("get_device_compute_capability", "utils")
 def get_device_compute_capability() -> Any:
-    """Of the current card."""
+    """Major and minor number of the current card: nothing is taken."""
     return _capability()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 import memprof
 from memprof.catalog import find_gpu
-from memprof.catalog.stand_ins import NOT_STOOD_IN
+from memprof.catalog.stand_ins import NOT_STOOD_IN, PACKAGES
 from memprof.errors import MemprofError, UsageError
 from memprof.virtual import VirtualGpu
 from memprof.virtual.stand_ins import registry
@@ -224,3 +225,34 @@ def test_a_library_that_looks_for_one_without_stand_in_goes_on(gpu: VirtualGpu, 
     looking = importlib.import_module("looking")
     assert looking.pytorch3d is None
     assert not [line for line in gpu.trace.assumptions if "pytorch3d" in line]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_where_the_real_package_can_be_imported_it_is_used(gpu: VirtualGpu, packages: Path, package: str) -> None:
+    (packages / f"{package}.py").write_text("here = 'the real one'\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+    real = importlib.import_module(package)
+    assert real.here == "the real one"
+    assert str(real.__file__).startswith(str(packages))
+    inner = next((module for module in registry.modules(package) if "." in module), f"{package}.inner")
+    with pytest.raises(ImportError):  # nothing is put into it that it does not have
+        importlib.import_module(inner)
+    assert not said(gpu)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_misuse_is_an_error_with_the_name(gpu: VirtualGpu, package: str) -> None:
+    """An unknown attribute, submodule or keyword is nobody's guess."""
+    module = importlib.import_module(package)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'made_up_name'"):
+        module.made_up_name  # noqa: B018
+    with pytest.raises(ImportError, match="made_up_module"):
+        importlib.import_module(f"{package}.made_up_module")
+    for held in registry.modules(package).values():
+        for name, one in held.items():
+            takes_any = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(one.value).parameters.values())
+            if not takes_any:  # as the real one does
+                with pytest.raises((TypeError, MemprofError)) as refused:
+                    one.value(made_up_keyword=1)
+                assert "made_up_keyword" in str(refused.value) or "argument" in str(refused.value), name
