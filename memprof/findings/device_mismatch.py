@@ -8,7 +8,7 @@ from memprof.trace.events import NONE, DeviceMismatch, Operand, Trace, is_card, 
 from memprof.trace.mismatch import mismatch_error, odd_one_out
 
 
-@rule(20)
+@rule(20, decides=True)
 def find(context: Context) -> list[Finding]:
     """One finding for each line at which devices meet; equal ones of other layers and steps are counted."""
     trace = context.ledger.trace

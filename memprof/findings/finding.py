@@ -80,13 +80,16 @@ Rule = Callable[[Context], list[Finding]]
 
 RULES: dict[int, Rule] = {}
 """All rules by their places: in this order they are asked."""
+DECIDING: set[int] = set()
+"""The places of those that lead a search over many runs."""
 
 
-def rule(place: int) -> Callable[[Rule], Rule]:
+def rule(place: int, *, decides: bool = False) -> Callable[[Rule], Rule]:
     """Make a rule known.
 
     Args:
         place: among the rules; findings that are equally bad are told in this order.
+        decides: whether what it finds says which remedy is tried next. A search asks these alone of its runs.
 
     Raises:
         ValueError: another rule has the place.
@@ -96,6 +99,8 @@ def rule(place: int) -> Callable[[Rule], Rule]:
         if place in RULES:
             raise ValueError(f"{RULES[place].__module__} has place {place} among the rules: {find.__module__}")
         RULES[place] = find
+        if decides:
+            DECIDING.add(place)
         return find
 
     return register

@@ -37,7 +37,8 @@ def analyze(
 
     Args:
         alloc_conf: settings of the caching allocator instead of those that the trace was recorded with.
-        explained: whether the report has findings and the bridge. A search over many runs asks for the figures alone.
+        explained: whether the report has all findings, and the bridge. A search over many runs asks for the figures
+            alone, and for what leads it.
         card: of a run that had several, the number of the one that is shown in full; None: the fullest.
         rank: of a run whose ranks ran together, the one that is shown in full; None: the one that decides.
 
@@ -73,14 +74,14 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
     else:
         run = replay_on_card(trace, CardMemory.of(device), settings.config, settings.release)
     ledger = build_ledger(trace, run)
-    if not explained:
-        return ledger, build_document(ledger, [], settings)
     known = {} if target is None else {name: getattr(target, name) for name in _OF_THE_TARGET}
     program = trace.facts.program
     fixes = () if program is None else program.fixes
-    bridge, streams = build_bridge(ledger), StreamMemory.of(ledger)
-    usable = device.usable_bytes
+    streams, usable = StreamMemory.of(ledger), device.usable_bytes
     context = Context(ledger=ledger, usable_bytes=usable, card=device.name, fixes=fixes, streams=streams, **known)
+    if not explained:
+        return ledger, build_document(ledger, find_all(context, deciding=True), settings)
+    bridge = build_bridge(ledger)
     document = build_document(ledger, find_all(context), settings, bridge, streams)
     return ledger, dataclasses.replace(document, ledger=ledger, over_time=over_time(ledger))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable
 
 from memprof.errors import MemprofError
-from memprof.flows.profile import profile
+from memprof.flows.profile import COMPILER, compiles, profile
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
+from memprof.watch.collection import look_through_no_more
 
 
 def at_once(spec: TargetSpec) -> int:
@@ -45,21 +46,23 @@ class Ahead:
         self._is_warm = False
         self._made: dict[TargetSpec, tuple[Trace, Document] | MemprofError] = {}
 
-    def run(self, specs: Iterable[TargetSpec], *, explained: bool) -> None:
+    def run(self, specs: Iterable[TargetSpec]) -> None:
         """Make these at once, each in a process of its own; nothing is done where that gains nothing.
 
-        Args:
-            explained: whether their reports have findings.
+        What compiles waits until this process has compiled: of what torch prepares for that the others have it all.
         """
         from memprof.workload.side_by_side import side_by_side
 
         left = [spec for spec in dict.fromkeys(specs) if spec not in self._made]
         if len(left) < 2 or at_once(left[0]) < 2:
             return
+        if COMPILER not in sys.modules and any(map(compiles, left)):
+            return
         if not self._is_warm:
             warm(left[0], self._progress)
             self._is_warm = True
-        works = [functools.partial(_run, spec, explained) for spec in left]
+        look_through_no_more()
+        works = [functools.partial(_run, spec) for spec in left]
         self._made |= zip(left, side_by_side(works, self._progress), strict=True)
 
     def take(self, spec: TargetSpec) -> tuple[Trace, Document] | None:
@@ -74,6 +77,5 @@ class Ahead:
         return made
 
 
-def _run(spec: TargetSpec, explained: bool) -> tuple[Trace, Document]:
-    trace, document = profile(spec, explained=explained)
-    return trace, dataclasses.replace(document, ledger=None)
+def _run(spec: TargetSpec) -> tuple[Trace, Document]:
+    return profile(spec, explained=False)

@@ -28,11 +28,13 @@ from memprof.flows.cards import (
 from memprof.flows.each_rank import in_order
 from memprof.flows.present import card_like
 from memprof.ledger.ledger import EmptyTraceError
+from memprof.remedy_catalog import STEPS
 from memprof.report.documents.report import Document
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.trace.facts import Target
 from memprof.units import format_bytes
+from memprof.watch.collection import look_through_no_more
 from memprof.watch.postponed import came_late
 from memprof.workload.plan import parse_plan
 
@@ -61,6 +63,15 @@ def profile(
     return trace, analyze(trace, explained=explained)
 
 
+COMPILER = "torch._inductor.compile_fx"
+"""What is there once something was compiled."""
+
+
+def compiles(spec: TargetSpec) -> bool:
+    """Whether a run compiles its model, itself or by a remedy."""
+    return spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes)
+
+
 def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
     """One process of it, run or measured.
 
@@ -85,6 +96,9 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         switch_on = on_spec.switch_on
     if spec.parallel is not None or spec.compile:
         importlib.import_module("torch._dynamo")
+    if compiles(spec):
+        importlib.import_module(COMPILER)
+        look_through_no_more()  # garbage is looked for when something has been compiled
     failed: RunFailedError | None = None
     while True:
         workload = Workload(spec, source, switch_on)

@@ -9,7 +9,7 @@ from memprof.cost import bottleneck_of
 from memprof.errors import MemprofError
 from memprof.flows.ladder.runs import LadderRun, Runs
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import STEPS, ladder
+from memprof.remedy_catalog import STEPS, ladder, why_not_together
 from memprof.report.documents.report import Document
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
@@ -46,7 +46,7 @@ def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Docume
         left.remove(fix.remedy.name)
         rungs.append(runs.rung(fixes, better, run))
         run = better
-    document = dataclasses.replace(runs.original.document, ladder=tuple(rungs), ladder_left_out=not_applied)
+    document = dataclasses.replace(runs.original.explained(), ladder=tuple(rungs), ladder_left_out=not_applied)
     return runs.original.trace, document
 
 
@@ -69,6 +69,7 @@ def next_step(
             continue
         fix = Fix(STEPS[name])
         asked[name] = asked.get(name, 0) + 1
+        runs.ahead(_likely(fixes, fix, candidates))
         try:
             better = runs.with_fixes([*fixes, fix])
         except MemprofError as error:
@@ -83,6 +84,21 @@ def next_step(
         what = f"saves {format_bytes(saved)}" if saved >= 0 else f"takes {format_bytes(-saved)} more"
         not_applied[name] = what + after
     return None
+
+
+def _likely(fixes: Sequence[Fix], fix: Fix, candidates: Sequence[str]) -> list[list[Fix]]:
+    """What will be asked for besides, with the run that is asked for now: with it, the next that is in question.
+
+    Compiled code still has most of what it saves; after any other, something else is in the way.
+    """
+    further = [
+        name
+        for name in candidates[candidates.index(fix.remedy.name) + 1 :]
+        if not why_not_together(STEPS[name], fix.remedy.name)
+    ]
+    others = [name for name in further if not set(STEPS[name].saves) & set(fix.remedy.saves)]
+    likely = (further if fix.remedy.compiles else others)[:1]
+    return [[*fixes, fix], *([*fixes, fix, Fix(STEPS[name])] for name in likely)]
 
 
 def _in_question(run: LadderRun, left: Sequence[str]) -> list[str]:

@@ -39,7 +39,6 @@ def search_plans(spec: TargetSpec, progress: Callable[[str], None] = lambda doin
         RunFailedError: as `profile`.
     """
     runs = SpecRuns(spec.edit(parallel=BESIDE), progress)
-    runs.explains = runs.original.is_stopped  # else a finding stops none of them
     found = plans(spec, spec.gpus)
     plan, left_out = _that_fits(runs, spec.gpus, found)
     if plan is not None:

@@ -37,6 +37,10 @@ class LadderRun:
     document: Document
     work: StepWork | None
 
+    def explained(self) -> Document:
+        """Its report with all findings, of which a search asks for those that lead it."""
+        return self.document if self.document.ledger is not None else analyze(self.trace)
+
     @property
     def needed_bytes(self) -> int:
         """Of the card, so that nothing is ever refused."""
@@ -123,7 +127,7 @@ class Runs(abc.ABC):
         self.check(fixes)
         before = self.with_fixes(others) if others else self.original
         trace = self._retold(before.trace, fixes)
-        self._known[key] = LadderRun(trace, analyze(trace), before.work)
+        self._known[key] = LadderRun(trace, analyze(trace, explained=False), before.work)
         return self._known[key]
 
     def _made(self, fixes: Sequence[Fix]) -> LadderRun:
@@ -175,13 +179,11 @@ class SpecRuns(Runs):
         self._progress = progress
         self._spec = spec
         self._simulated = simulated
-        self.explains = True
-        """Whether reports have findings; a search over many runs asks for the figures alone."""
         self._ahead = Ahead(progress)
         if likely and simulated is None and spec.device == "virtual":
             with contextlib.suppress(UsageError, _AskedError):
                 edited = functools.reduce(lambda spec, fix: edit_spec(spec, fix, _Unknown()), likely, spec)
-                self._ahead.run([spec, edited], explained=True)
+                self._ahead.run([spec, edited])
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
@@ -209,7 +211,7 @@ class SpecRuns(Runs):
             if made and tuple(sorted(map(str, made))) not in self._known:
                 with contextlib.suppress(UsageError):
                     specs.append(self.in_force(made))
-        self._ahead.run(specs, explained=self.explains)
+        self._ahead.run(specs)
 
     def report(self, spec: TargetSpec, what: str) -> Document:
         """The report on a run of another spec, `what` in a few words.
@@ -237,13 +239,13 @@ class SpecRuns(Runs):
 
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         if not fixes and self._simulated is not None:
-            return self._simulated, analyze(self._simulated)
+            return self._simulated, analyze(self._simulated, explained=False)
         what = "with " + ", ".join(fix.remedy.name for fix in fixes) if fixes else "as it is"
         return self._profiled(self.in_force(fixes) if fixes else self._spec, what)
 
     def _profiled(self, spec: TargetSpec, what: str) -> tuple[Trace, Document]:
         made = self._ahead.take(spec)
-        return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=self.explains)
+        return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
 
 
 class _AskedError(Exception):
@@ -329,8 +331,6 @@ def with_ladder(
         run = runs.with_fixes(fixes)
         rungs.append(runs.rung(fixes, run, before))
         before = run
-    # Of what was run ahead the report came without its ledger, of what a search asked for without its findings.
-    document = before.document if before.document.ledger is not None else analyze(before.trace)
     return before.trace, dataclasses.replace(
-        document, ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
+        before.explained(), ladder=tuple(rungs), ladder_reason=reason, ladder_left_out=not_applied or {}
     )

@@ -33,6 +33,6 @@ def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
         run = runs.with_fixes(parse_fixes(",".join(names)))
         assert run.document.program.fixes == names
         # The capture that --save keeps gives the same report.
-        assert analyze(run.trace) == run.document
+        assert analyze(run.trace) == run.explained()
         assert run.document.allocator.alloc_conf == "expandable_segments:True"
     assert runs.original.document.program.fixes == () and not runs.original.document.allocator.alloc_conf
