@@ -11,15 +11,17 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from memprof.errors import UsageError
+from memprof.errors import MemprofError, UsageError
 from memprof.remedies.applied import apply
 from memprof.remedies.micro_batch import MicroBatches
 from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, find_remedies
@@ -29,7 +31,10 @@ from memprof.verify.peaks import adamw, measured_peak, simulated_peak, train
 from memprof.verify.precision_table import precision_rows, quantized_row
 from memprof.verify.reference import float64_throughout
 from memprof.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
+from memprof.workload.side_by_side import number_of_processes, side_by_side
 from memprof.workload.step import quiet_transformers
+
+_Answer = TypeVar("_Answer")
 
 OWN_ERRORS = 4
 """How many times the original's own deviation the fixed model may have, ..."""
@@ -91,31 +96,111 @@ def verify(
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
     found = Verification(seeds=seeds)
     specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
+    with _one_thread():
+        _prepare(chosen, [] if models else specimens)
+        # A process of its own tells nobody what it does.
+        several = not models and number_of_processes() > 1
+        tell = (lambda doing: None) if several else progress
+        part = functools.partial(functools.partial, seeds=seeds, progress=tell)
+        peaks = _Peaks(chosen, specimens[0] if models else None, tell)
+        works: list[Callable[[], Verification]] = [
+            part(_deviations_of, specimen, chosen, named=bool(models)) for specimen in specimens
+        ]
+        if any(remedy.bench == "precision" for remedy in chosen):
+            works += [part(_precisions_of, one) for one in specimens if models or not one.kind]
+        large = specimens[0] if models else SPECIMENS["llama"]
+        works += [part(_benched, remedy, large) for remedy in chosen if remedy.bench not in ("", "precision")]
+        originals = peaks.originals()
+        all_of = functools.partial(_all_of, progress=progress, several=several)
+        done: list[Any] = all_of([*works, *originals.values()])
+        for one in done[: len(works)]:
+            found.take(one)
+        known = dict(zip(originals, done[len(works) :], strict=True))
+        for one in all_of(peaks.with_remedies(known, seeds)):
+            found.take(one)
+    return found
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """With more, a sum over a tensor is rounded otherwise on a machine that has more of them; here tensors are small,
+    and threads wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:
+    """What all processes need is imported once, before they are forked from this one."""
     for specimen in specimens:
-        originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
-        for remedy in chosen:
-            progress(f"{remedy.name} on {specimen.name}")
-            if remedy.numerics is Numerics.APPROXIMATE or not (models or specimen.kind == remedy.for_models):
-                continue
-            with _skipping(found, remedy, specimen):
-                found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
-    if any(remedy.bench == "precision" for remedy in chosen):
-        for specimen in specimens:
-            if not models and specimen.kind:
-                continue
-            progress(f"precision on {specimen.name}")
-            found.precisions += precision_rows(specimen)
-    large = specimens[0] if models else SPECIMENS["llama"]
+        specimen.build()
+    if any(remedy.compiles for remedy in chosen):
+        importlib.import_module("torch._inductor.compile_fx")
+    # Measuring collects garbage each time. The libraries' own objects, millions that live for good, are looked through
+    # once.
+    gc.collect()
+    gc.freeze()
+
+
+def _all_of(works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None], *, several: bool) -> list[_Answer]:
+    """What each of these gives, which do not wait for each other: if `several`, as many at once as there are cores.
+
+    A model that the user names may be large, and its code may do what it likes: of those there is one at a time.
+
+    Raises:
+        MemprofError: one of them does.
+    """
+    if not several:
+        return [work() for work in works]
+    answers = []
+    for answer in side_by_side(works, progress):
+        if isinstance(answer, MemprofError):
+            raise answer
+        answers.append(answer)
+    return answers
+
+
+def _deviations_of(
+    specimen: Specimen, chosen: Sequence[Remedy], *, named: bool, seeds: int, progress: Callable[[str], None]
+) -> Verification:
+    """What remedies do to the numbers of one model; `named` by the user, it is tried with all of them."""
+    found = Verification(seeds=seeds)
+    originals: dict[tuple[int, str], tuple[_Run, _Run]] = {}
+    _forget_compiled()
     for remedy in chosen:
+        progress(f"{remedy.name} on {specimen.name}")
+        if remedy.numerics is Numerics.APPROXIMATE or not (named or specimen.kind == remedy.for_models):
+            continue
+        with _skipping(found, remedy, specimen):
+            found.deviations += _deviations(remedy, specimen, seeds, originals, found.narrow)
+    return found
+
+
+def _forget_compiled() -> None:
+    """Dynamo compiles a function a few times, and then runs it as it is: also the layers of the next model."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
+def _precisions_of(specimen: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
+    progress(f"precision on {specimen.name}")
+    return Verification(seeds=seeds, precisions=precision_rows(specimen))
+
+
+def _benched(remedy: Remedy, large: Specimen, *, seeds: int, progress: Callable[[str], None]) -> Verification:
+    """What a remedy has a table of its own for."""
+    found = Verification(seeds=seeds)
+    with _skipping(found, remedy, large):
         if remedy.bench == "quantized weights":
             progress(f"{remedy.name} on {large.name}")
-            with _skipping(found, remedy, large):
-                found.precisions.append(quantized_row(large, remedy.name))
-        if remedy.bench == "optimizer":
+            found.precisions.append(quantized_row(large, remedy.name))
+        elif remedy.bench == "optimizer":
             progress("steps of the 8-bit optimizer")
-            with _skipping(found, remedy, large):
-                found.optimizers += optimizer_rows(large, remedy.name)
-    _add_peaks(found, chosen, specimens[0] if models else None, progress)
+            found.optimizers += optimizer_rows(large, remedy.name)
     return found
 
 
@@ -277,49 +362,70 @@ _PEAK_OPTIONS = {
 }
 
 
-def _add_peaks(
-    found: Verification, chosen: Sequence[Remedy], named: Specimen | None, progress: Callable[[str], None]
-) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+@dataclass(frozen=True)
+class _Peaks:
+    """Peaks of a training step, as a model is and with each of `chosen`: of that which is `named`, or of small ones."""
 
-    def both(specimen: Specimen, rows: int, reserved: bool, remedy: Remedy | None) -> _Both:
+    chosen: Sequence[Remedy]
+    named: Specimen | None
+    progress: Callable[[str], None]
+
+    def _asked(self) -> Iterator[tuple[Remedy, _Key]]:
+        for remedy in self.chosen:
+            if set(remedy.saves) - {"host memory"}:  # something on the card
+                name = remedy.for_models or "llama"
+                rows = 2 if "micro_batch_size" in remedy.options else 1
+                yield remedy, (name, rows, remedy.saves == ("fragmentation",))
+
+    def originals(self) -> dict[_Key, Callable[[], _Both]]:
+        """What finds the peak of each model as it is."""
+        return {key: functools.partial(self._both, key, None) for key in dict.fromkeys(key for _, key in self._asked())}
+
+    def with_remedies(self, originals: Mapping[_Key, _Both], seeds: int) -> list[Callable[[], Verification]]:
+        """What finds the row of each remedy."""
+        return [functools.partial(self._row, remedy, key, originals[key], seeds) for remedy, key in self._asked()]
+
+    def _row(self, remedy: Remedy, key: _Key, before: _Both, seeds: int) -> Verification:
+        found = Verification(seeds=seeds)
+        _, rows, reserved = key
+        specimen = self._specimen(key)
+        original, measured, _ = before
+        batch = f"{rows} rows of " if rows > 1 else ""
+        workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
+        workload += ", reserved" if reserved else ""
+        with _skipping(found, remedy, specimen):
+            fixed, measured_fixed, reason = self._both(key, remedy)
+            peak = RemedyPeak(remedy.name, workload, original, fixed, _device(), measured, measured_fixed, reason)
+            found.peaks.append(peak)
+        return found
+
+    def _specimen(self, key: _Key) -> Specimen:
+        return self.named or SPECIMENS[key[0]]
+
+    def _both(self, key: _Key, remedy: Remedy | None) -> _Both:
+        _, rows, reserved = key
+        specimen, device = self._specimen(key), _device()
         options = {} if remedy is None else _options(remedy, specimen.name, _PEAK_OPTIONS)
         program = functools.partial(train, specimen, remedy, options, rows)
         name = "of the original" if remedy is None else f"with {remedy.name}"
-        progress(f"simulating the peak {name}")
+        _forget_compiled()
+        self.progress(f"simulating the peak {name}")
         simulated = simulated_peak(program, workspaces=device == "cuda", reserved=reserved)
         if reserved and device == "cpu":
             return simulated, None, "a CPU's allocator reserves nothing"
-        progress(f"measuring the peak {name}")
+        self.progress(f"measuring the peak {name}")
         try:
             return simulated, measured_peak(program, device, reserved=reserved), ""
         except (UsageError, RuntimeError, NotImplementedError) as error:
             # What runs on a card alone: the reason stands in the table's place.
             return simulated, None, str(error).splitlines()[0]
 
-    # Measuring collects garbage each time. The libraries' own objects, millions that live for good, are looked through
-    # once.
-    gc.collect()
-    gc.freeze()
-    originals: dict[tuple[str, int, bool], _Both] = {}
-    for remedy in chosen:
-        if not set(remedy.saves) - {"host memory"}:  # nothing on the card
-            continue
-        specimen = named or SPECIMENS[remedy.for_models or "llama"]
-        rows = 2 if "micro_batch_size" in remedy.options else 1
-        reserved = remedy.saves == ("fragmentation",)
-        key = (specimen.name, rows, reserved)
-        if key not in originals:
-            originals[key] = both(specimen, rows, reserved, None)
-        original, measured, _ = originals[key]
-        batch = f"{rows} rows of " if rows > 1 else ""
-        workload = f"{specimen.name}, {batch}{specimen.peak_tokens:,} tokens, float32, AdamW"
-        workload += ", reserved" if reserved else ""
-        with _skipping(found, remedy, specimen):
-            fixed, measured_fixed, reason = both(specimen, rows, reserved, remedy)
-            peak = RemedyPeak(remedy.name, workload, original, fixed, device, measured, measured_fixed, reason)
-            found.peaks.append(peak)
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+_Key = tuple[str, int, bool]
+"""A model, the rows of its batch, and whether reserved bytes are asked for."""
 _Both = tuple[int, int | None, str]
 """Simulated and measured bytes, and why it was not measured."""

@@ -160,6 +160,13 @@ class Verification(Plain):
     notes: list[str] = field(default_factory=list)
     skipped: dict[tuple[str, str], str] = field(default_factory=dict, metadata=json_name(None))
 
+    def take(self, part: Verification) -> None:
+        """Add what was found apart from this; of what is in both, this has the say."""
+        for name in ("deviations", "precisions", "optimizers", "peaks", "notes"):
+            getattr(self, name).extend(getattr(part, name))
+        self.narrow = {**part.narrow, **self.narrow}
+        self.skipped = {**self.skipped, **{key: why for key, why in part.skipped.items() if key not in self.skipped}}
+
     @property
     def passed(self) -> bool:
         """Everything that was tried is within its bound, and something was tried."""

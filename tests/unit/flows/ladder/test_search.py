@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import SpecRuns
 from memprof.flows.ladder.search import search
 from memprof.spec import TargetSpec
@@ -21,3 +22,17 @@ def test_of_two_that_do_not_go_together_the_second_may_be_the_one_that_fits():
     assert document.verdict.fits and document.ladder[-1].remedies == ("micro-batch",)
     assert document.ladder_reason == "micro-batch is enough (the same numbers)"
     assert document.ladder_left_out["optimizer-in-backward"].startswith("does not go with micro-batch: ")
+
+
+def test_the_next_rung_is_run_with_the_one_before_it(monkeypatch):
+    """What is guessed changes no answer, and is what is asked for next."""
+    spec = TargetSpec(model="pythia-70m", context_length=2048, gpu_vram_bytes=2 << 30)
+    answers = []
+    for processes in "12":
+        monkeypatch.setenv("MEMPROF_PROCESSES", processes)
+        runs = SpecRuns(spec)
+        _, document = climb(runs, ["activation-checkpointing", "chunked-loss"])
+        assert [rung.added for rung in document.ladder] == [None, "chunked-loss", "activation-checkpointing"]
+        assert document.ledger is not None and not runs._ahead._made
+        answers.append(document.to_json())
+    assert answers[0] == answers[1]
