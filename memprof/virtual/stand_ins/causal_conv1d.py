@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card, refused, written
+from memprof.virtual.stand_ins.tools import kernel, must, on_card, refused, written
 
 _SOURCE = "Dao-AILab/causal-conv1d@v1.6.1.post4:causal_conv1d/causal_conv1d_interface.py, csrc/causal_conv1d.cpp"
 _NAME = "causal_conv1d.causal_conv1d_fn"
@@ -41,6 +41,9 @@ def causal_conv1d_fn(
     on_card(_NAME, x, weight)
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError("activation must be None, silu, or swish")
+    must(x.dim() == 3 and weight.dim() == 2, _NAME, "x of 3 dimensions, and a weight of 2")
+    must(x.shape[1] == weight.shape[0], _NAME, f"a weight of {x.shape[1]} channels, as x has")
+    must(2 <= weight.shape[1] <= 4, _NAME, "a width between 2 and 4")
     if initial_states is not None or return_final_states:
         raise refused(_NAME, "states")
 

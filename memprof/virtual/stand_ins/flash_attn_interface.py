@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card, refused, written
+from memprof.virtual.stand_ins.tools import kernel, must, on_card, refused, written
 
 _HEADS = (64, 96, 128, 192, 256)
 _L2 = 50 * 1024 * 1024
@@ -222,6 +222,25 @@ def _check(name: str, *tensors: torch.Tensor) -> None:
         raise RuntimeError("FlashAttention only supports fp16, bf16, and fp8_e4m3 data type")
     if head > 256 or head % (16 if dtype == torch.float8_e4m3fn else 8):
         raise RuntimeError(f"head_size {head} is not supported by FlashAttention 3: at most 256, a multiple of 8")
+    if len(tensors) == 3:
+        query, key, value = tensors
+        must(
+            all(tensor.dtype == dtype for tensor in tensors),
+            f"flash_attn_interface.{name}",
+            "query, key and value of one dtype",
+        )
+        must(key.shape[-1] == head, f"flash_attn_interface.{name}", "queries and keys of one size of heads")
+        must(
+            key.shape[:-1] == value.shape[:-1],
+            f"flash_attn_interface.{name}",
+            "keys and values of one shape but the size of heads",
+        )
+        must(
+            query.shape[-2] % key.shape[-2] == 0,
+            f"flash_attn_interface.{name}",
+            "heads of keys that divide those of queries",
+        )
+        must("varlen" in name or query.dim() == 4, f"flash_attn_interface.{name}", "queries of 4 dimensions")
 
 
 def _call(name: str, inputs: tuple[Any, ...], call: _Call, heads: int | None = None) -> Any:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from memprof.virtual.stand_ins import causal_conv1d
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card, refused
+from memprof.virtual.stand_ins.tools import kernel, must, on_card, refused
 
 _AT = "state-spaces/mamba@v2.3.2.post1:mamba_ssm/"
 _SCAN = "mamba_ssm.ops.selective_scan_interface"
@@ -59,6 +59,10 @@ def selective_scan_fn(
     on_card("mamba_ssm.selective_scan_fn", u, delta, A)
     if A.is_complex():
         raise refused("mamba_ssm.selective_scan_fn", "complex numbers")
+    name = "mamba_ssm.selective_scan_fn"
+    must(u.dim() == 3 and delta.shape == u.shape, name, "u and delta of [batch, channels, time]")
+    must(A.dim() == 2 and A.shape[0] == u.shape[1], name, "A of [channels, states]")
+    must(z is None or z.shape == u.shape, name, "z as u is")
     flat = B.dim() == 3, C.dim() == 3
 
     def forward(*given: Any) -> Any:

@@ -111,6 +111,16 @@ def on_card(name: str, *tensors: torch.Tensor | None) -> None:
     _used(name.partition(".")[0])
 
 
+def must(holds: bool, name: str, what: str) -> None:
+    """What the real one checks too.
+
+    Raises:
+        RuntimeError: it does not hold; with the name.
+    """
+    if not holds:
+        raise RuntimeError(f"{name} expects {what}")
+
+
 def written(*tensors: torch.Tensor) -> None:
     """A kernel has written these where they lie: what they hold is not known from here on."""
     if _written is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import on_card, written
+from memprof.virtual.stand_ins.tools import must, on_card, written
 
 _AT = "rusty1s/pytorch_cluster@1.6.3:"
 
@@ -28,6 +28,8 @@ def _near(x: torch.Tensor, y: torch.Tensor, most: int, batches: tuple[Any, Any],
         return torch.empty(2, 0, dtype=torch.long, device=x.device)
     x = (x.view(-1, 1) if x.dim() == 1 else x).contiguous()
     y = (y.view(-1, 1) if y.dim() == 1 else y).contiguous()
+    must(x.size(1) == y.size(1), "torch_cluster", "x and y of as many coordinates")
+    must(x.is_floating_point(), "torch_cluster", f"floating-point numbers, not {x.dtype}")
     if number is None:
         number = max([1, *(int(batch.max()) + 1 for batch in batches if batch is not None)])
     if number > 1:

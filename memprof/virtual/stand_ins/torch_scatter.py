@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card, written
+from memprof.virtual.stand_ins.tools import kernel, must, on_card, written
 
 _AT = "rusty1s/pytorch_scatter@2.1.2:"
 _LEAST = ("min", "max")
@@ -75,6 +75,7 @@ def _reduced(
 ) -> tuple[torch.Tensor, ...]:
     """scatter_cuda: the output, and for the least and the largest where they are from."""
     on_card(f"torch_scatter.scatter_{name}", src, index)
+    must(index.dtype == torch.int64, f"torch_scatter.scatter_{name}", "an index of int64")
     dim = src.dim() + dim if dim < 0 else dim
 
     def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
@@ -174,6 +175,7 @@ def _segments(
 ) -> tuple[torch.Tensor, ...]:
     """segment_csr_cuda, segment_coo_cuda: the output; where the least or largest is from, or by an index the counts."""
     on_card(f"torch_scatter.{name}", src, index)
+    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
     dim = index.dim() - 1
 
     def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
@@ -309,6 +311,7 @@ def gather_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None) -> torch
 
 def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given: Any, number: int) -> torch.Tensor:
     on_card(f"torch_scatter.{name}", src, index)
+    must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
     dim = index.dim() - 1
 
     def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:

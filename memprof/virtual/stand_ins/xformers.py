@@ -58,6 +58,13 @@ class LowerTriangularFromBottomRightMask(_Causal):
 def _checked(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, op: Any) -> None:
     """What leads to other kernels than flash attention's is refused by name."""
     on_card(name, query, key, value)
+    three = (query, key, value)
+    if any(tensor.dim() != query.dim() for tensor in three):
+        raise ValueError("Query/Key/Value should all have BMGHK, BMHK or BMK shape.")
+    if any(tensor.dtype != query.dtype for tensor in three):
+        raise ValueError("Query/Key/Value should all have the same dtype")
+    if key.shape[-1] != query.shape[-1] or key.shape[:-1] != value.shape[:-1] or key.shape[0] != query.shape[0]:
+        raise ValueError(f"Incompatible shapes for attention inputs: {[tuple(tensor.shape) for tensor in three]}")
     size = query.shape[-1]
     reasons = {
         f"tensors of {query.dim()} dimensions": query.dim() not in (3, 4),

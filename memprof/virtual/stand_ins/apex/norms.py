@@ -43,6 +43,11 @@ def _norm(
     Saved are the input, or if memory is to be saved the output, the parameters, and a number a row, or two.
     """
     on_card("apex.fused_layer_norm", input)
+    if tuple(input.shape[input.dim() - len(shape) :]) != tuple(shape):
+        wanted, got = list(shape), list(input.shape)
+        raise RuntimeError(
+            f"apex: given normalized_shape={wanted}, an input whose shape ends so is expected, not {got}"
+        )
 
     def forward(x: torch.Tensor, scale: Any, shift: Any) -> Any:
         x = x.contiguous()

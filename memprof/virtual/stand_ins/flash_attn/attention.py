@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card, written
+from memprof.virtual.stand_ins.tools import kernel, must, on_card, written
 
 _SOURCE = "Dao-AILab/flash-attention@v2.8.3:flash_attn/flash_attn_interface.py, csrc/flash_attn/flash_api.cpp"
 _MODULE = "flash_attn.flash_attn_interface"
@@ -86,6 +86,7 @@ def check(name: str, *tensors: torch.Tensor) -> None:
         raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
     if len(tensors) > 1 and query.shape[-2] % key.shape[-2]:
         raise RuntimeError("Number of heads in key/value must divide number of heads in query")
+    must(all(tensor.shape[-1] == query.shape[-1] for tensor in tensors), name, "heads of one size")
 
 
 # -- the kernels ---------------------------------------------------------------------------------------------------
@@ -205,6 +206,14 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], options: Options) -> Any:
     check(f"flash_attn.{name}", *inputs)
     head = inputs[0].shape[-1]
     lengths = options.lengths
+    packed, rows = len(inputs) < 3, 4 if lengths is None else 3
+    dimensions = [tensor.dim() for tensor in inputs]
+    must(dimensions[0] == rows + (len(inputs) == 1), f"flash_attn.{name}", f"queries of {rows} dimensions")
+    if lengths is None:
+        must(dimensions[-1] == rows + packed, f"flash_attn.{name}", f"keys of {rows + packed} dimensions")
+        must(inputs[0].shape[0] == inputs[-1].shape[0], f"flash_attn.{name}", "queries and keys of one batch size")
+    else:
+        must(all(each.dtype == torch.int32 for each in lengths[:2]), f"flash_attn.{name}", "cu_seqlens of dtype int32")
 
     def forward(*tensors: torch.Tensor) -> Any:
         query, key, value = map(padded, _unpacked(tensors))

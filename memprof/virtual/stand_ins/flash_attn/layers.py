@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import autotuned, kernel, on_card, refused, written
+from memprof.virtual.stand_ins.tools import autotuned, kernel, must, on_card, refused, written
 
 _AT = "Dao-AILab/flash-attention@v2.8.3:flash_attn/"
 _NORMS = "flash_attn.ops.triton.layer_norm"
@@ -30,6 +30,11 @@ def apply_rotary(
 ) -> torch.Tensor:  # fmt: skip
     """A tensor like `x`, or `x` itself; what of a head is not turned is copied."""
     on_card("flash_attn.apply_rotary", x, cos, sin)
+    must(cos.shape == sin.shape, "flash_attn.apply_rotary", "cosines and sines of one shape")
+    must(2 * cos.shape[-1] <= x.shape[-1] <= 256, "flash_attn.apply_rotary", "rotary_dim <= headdim <= 256")
+    longest = x.shape[1] if cu_seqlens is None else max_seqlen
+    must(longest is not None, "flash_attn.apply_rotary", "max_seqlen with cu_seqlens")
+    must(cos.shape[0] >= longest, "flash_attn.apply_rotary", "seqlen_ro >= seqlen")
     if inplace:
         written(x)
         return x
@@ -172,6 +177,8 @@ def _norm(
 
     def forward(given: Any, scale: Any, shift: Any, before: Any) -> Any:
         on_card("flash_attn.layer_norm_fn", given)
+        for one in (scale, shift):
+            must(one is None or one.shape == shape[-1:], "flash_attn.layer_norm_fn", f"weights of {shape[-1]}")
         rows = _rows(given)
         output = torch.empty_like(rows, dtype=out_dtype)
         summed = rows
@@ -280,6 +287,7 @@ def cross_entropy_loss(
 
     def forward(given: Any, chosen: Any) -> Any:
         on_card("flash_attn.cross_entropy_loss", given, chosen)
+        must(chosen.shape == given.shape[:1], "flash_attn.cross_entropy_loss", "a label for each row of logits")
         given = given.contiguous() if given.stride(-1) != 1 else given
         losses = given.new_empty(given.shape[0], dtype=torch.float32)
         known = precomputed_lse is not None and logit_scale == 1.0 and label_smoothing == 0.0

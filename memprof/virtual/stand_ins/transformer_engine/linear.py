@@ -202,6 +202,8 @@ class Linear(_Weights):
             raise refused("transformer_engine.pytorch.Linear", "fp8_output" if fp8_output else "fp8_grad")
         inp, dtype, recipe = self._prepare(inp)
         weight, bias = self._weight_and_bias()
+        if inp.shape[-1] != weight.shape[1]:
+            raise AssertionError(f"GEMM not possible: an input of {inp.shape[-1]}, weights of {weight.shape[1]}")
         inside = bias is not None and not self.return_bias and self.parallel_mode != "row"
         to_input, to_weight, grads = inp.requires_grad, weight.requires_grad, torch.is_grad_enabled()
 
