@@ -30,6 +30,10 @@ from memprof.watch.wrappers import is_wrapped, unwrapped
 
 _Tensor = torch.Tensor
 _PLAIN_TORCH_FUNCTION = _Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+_SCRIPTED = (
+    "TorchScript runs operator by operator. On a card it joins operators on single elements into kernels (NNC) from "
+    "the second or third call on, and what is between them is not kept then."
+)
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _CUDA_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -199,9 +203,14 @@ class DeviceMode(TorchFunctionMode):
 
     def shares_data(self, original: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
         """The replacement for `torch._has_compatible_shallow_copy_type`, by which a module moved to the card decides
-        whether its parameters stay the same objects: between host and card they do, also if only one is virtual."""
+        whether its parameters stay the same objects: between host and card they do, also if only one is virtual. Those
+        of a scripted module are held by C++, which has to be given the new ones."""
 
         def compatible(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+            moving = sys._getframe(1).f_back  # nn.Module._apply, which asks through a function of its own
+            if moving is not None and isinstance(moving.f_locals.get("self"), torch.jit.ScriptModule):
+                self._recording.values.assume(_SCRIPTED)
+                return original(tensor, other)
             with _NoTorchFunction():
                 one_is_virtual = tensor.is_meta != other.is_meta
                 believed = {self._recording.device_of(tensor), self._recording.device_of(other)}

@@ -26,6 +26,7 @@ from memprof.virtual.edges import (
     compiled,
     control_flow,
     data_parallel,
+    extensions,
     generation,
     hub_kernels,
     loaders,
@@ -299,6 +300,8 @@ class VirtualGpu(Watch):
             replacements |= requests.patches(self._stand_ins.choose) | hub.patches()
             replacements |= torchvision.patches(self.assume) | torchaudio.patches(self.assume)
             replacements |= deepspeed.patches(self.assume)
+            if self._passes_kernels:
+                replacements |= extensions.patches(self._forget_values, self.assume, patches.set)
         for name, replaced in replacements.items():
             later[name] = functools.partial(self._replace_in, name, replaced)
         self._stack.enter_context(watch_imports(later))

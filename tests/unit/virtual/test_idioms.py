@@ -20,6 +20,29 @@ def gpu():
         yield gpu
 
 
+class _Scripted(torch.jit.ScriptModule):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("kept", torch.ones(4))
+
+    @torch.jit.script_method
+    def forward(self, x):
+        return self.inner(x * self.scale) + self.kept
+
+
+@pytest.mark.parametrize("make", [_Scripted, lambda: torch.jit.script(nn.Linear(4, 4))])
+def test_scripted_modules_move(gpu, make):
+    """C++ holds their parameters."""
+    module = nn.Sequential(make(), nn.Linear(4, 4)).cuda()
+    assert {tensor.device for tensor in module.state_dict().values()} == {CUDA}
+    module(torch.ones(2, 4, device="cuda")).sum().backward()
+    assert {parameter.grad.device for parameter in module.parameters()} == {CUDA}
+    assert not gpu.trace.mismatches
+    assert any("TorchScript" in assumption for assumption in gpu.trace.assumptions)
+
+
 @pytest.mark.parametrize(
     "move",
     [
