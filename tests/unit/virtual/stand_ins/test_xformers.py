@@ -117,3 +117,34 @@ def test_the_profiler_takes_nothing() -> None:
             profiler.step()
             xformers.profiler.step()
         assert len(gpu.trace.events) == begin
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_swiglu_keeps_both_gates_and_makes_their_product_again(packed: bool, bias: bool) -> None:
+    """The input, x1 and x2 (csrc/swiglu/swiglu_packedw.cpp; ops/swiglu_op.py, _SwiGLUFusedFunc)."""
+    rows, width, inner = 1024, 256, 512
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        import xformers.ops as xops
+
+        layer = xops.SwiGLU(width, inner, bias=bias, _pack_weights=packed).cuda().bfloat16()
+        x = tensor(2, rows // 2, width)
+        stays, peak, out = measured(lambda: layer(x))
+        gates = 2 * half(rows, inner)
+        assert (out.shape, stays) == (x.shape, gates + half(rows, width))
+        assert peak == stays + half(rows, inner)
+        weights = sum(one.nbytes + (-one.nbytes) % 512 for one in layer.parameters())
+        # Gradients of the product and of both gates, and the product; or at the end those of all that there is.
+        assert backward(out) == max(2 * gates, gates + half(rows, width) + weights)
+
+
+def test_swiglu_elsewhere_is_three_linear_layers() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        import xformers.ops as xops
+
+        layer = xops.SwiGLU(256, 512, bias=False).cuda()
+        x = torch.zeros(1024, 256, device="cuda", requires_grad=True)
+        stays, _, _ = measured(lambda: layer(x))
+        assert stays == 4 * single(1024, 512) + single(1024, 256)  # both gates, what silu gives, the product
+        with torch.autocast("cuda"), pytest.raises(MemprofError, match=r"xformers\.ops\.swiglu with autocast"):
+            layer(x)
