@@ -241,6 +241,8 @@ class Search:
         low, high = 0, len(sizes)
         while high - low > 1 and len(self.runs) < SCREENED and not self._hopeless(found, best):
             middle = self._guess(plan, sizes, low, high)
+            # If it fits, the next is asked for.
+            self.runs.run_ahead(self._asked(plan, size) for size in sizes[middle : min(middle + 2, high)])
             tried = self.at(plan, sizes[middle])
             if tried is None:
                 break
