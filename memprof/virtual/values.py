@@ -401,7 +401,8 @@ class Values:
         share = self._share(args[0])
         stand_in = None
         if share is not None and (packet is _aten._to_copy or self.wants(outputs[-1])):  # a copy is of one value
-            stand_in = unknowns.counted(func, args, outputs[-1], share)
+            with threads_for(outputs[-1].numel()):
+                stand_in = unknowns.counted(func, args, outputs[-1], share)
         if stand_in is not None:
             self.set(outputs[-1], stand_in)
             return
@@ -410,7 +411,8 @@ class Values:
                 self._shares[outputs[-1].untyped_storage()._cdata] = share
             return
         if self.get(args[0]) is None and self.wants(outputs[-1]):
-            chosen = unknowns.choices(func, args, kwargs, outputs, self.ends)
+            with threads_for(outputs[-1].numel()):
+                chosen = unknowns.choices(func, args, kwargs, outputs, self.ends)
             if chosen is not None:
                 self.assume(unknowns.CHOICES)
                 self.set(outputs[-1], chosen.indices)
