@@ -170,7 +170,7 @@ def test_families(name: str) -> None:
     check_documented(row(name, MODELS[name].family, comparison))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", by_day(WAYS, *[*WAYS][::2]))
 def test_ways_to_train(name: str) -> None:
     comparison = compare_way(name)
     check(comparison)

@@ -38,6 +38,7 @@ def test_every_address_and_the_final_layout(index: dict[str, dict[str, str]], sh
     assert allocations == sum(int(row["n_alloc"]) for row in index.values()) > 90_000
 
 
+@pytest.mark.nightly
 def test_files_hold_what_the_index_says(index: dict[str, dict[str, str]], shared_dir: Path) -> None:
     for name, row in index.items():
         snapshot = read_snapshot(shared_dir / "snapshots" / name)

@@ -15,6 +15,7 @@ SUITE = re.search(r"^```py\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
 SHOWN = re.search(r"^```text\n(memprof: .*?)^```$", PAGE, re.DOTALL | re.MULTILINE)[1]
 
 
+@pytest.mark.nightly
 def test_the_suite_passes_and_fails_as_shown(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

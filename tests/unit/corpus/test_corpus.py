@@ -179,6 +179,7 @@ def test_progress_ends_at_the_size(tmp_path, monkeypatch):
     assert told == [10, 20, 30]
 
 
+@pytest.mark.nightly
 def test_a_corpus_of_new_words_takes_bounded_memory(tmp_path):
     """8 million bytes of words that never repeat: a plain Counter takes more than 100 MB for them."""
     file = tmp_path / "corpus"

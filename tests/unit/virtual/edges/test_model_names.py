@@ -7,9 +7,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[4]
 
 
+@pytest.mark.nightly
 def test_names_are_read_when_one_is_asked_for():
     code = """
     import sys

@@ -154,6 +154,7 @@ def test_nothing_is_left_behind():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_imported_on_the_virtual_gpu():
     """By a program that imports it where the card seems to be there."""
     program = """
