@@ -114,12 +114,20 @@ def words_of(trace: Trace) -> int | None:
     return next(losses, rows)
 
 
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
+
+
 def _lone_heads(trace: Trace) -> dict[int, Module]:
-    """Heads that the program calls itself, as a loop over chunks does: a module alone that makes one value a word."""
+    """Heads that the program calls itself, as a loop over chunks does: a module alone whose product is one value a
+    word. A loss may be a module too: it makes as many values, of logits that it is given."""
     words = words_of(trace)
     if words is None:
         return {}
-    makers = {storage.module for storage in trace.storages if len(storage.shape) > 1 and storage.shape[-1] == words}
+    makers = {
+        storage.module
+        for storage in trace.storages
+        if len(storage.shape) > 1 and storage.shape[-1] == words and trace.op(storage) in _PRODUCTS
+    }
     roots = [index for index, module in enumerate(trace.modules) if module.role is ModuleRole.ROOT and index in makers]
     return {
         index: trace.modules[index]._replace(role=ModuleRole.HEAD)

@@ -104,7 +104,7 @@ def _nanotron(home: Path) -> None:
     import yaml
 
     tiny_llama(home)
-    said = yaml.safe_load((home / "examples" / "configtiny_llama.yaml").read_text(encoding="utf-8"))
+    said = yaml.safe_load((home / "examples" / "config_tiny_llama.yaml").read_text(encoding="utf-8"))
     said["data_stages"] = said["data_stages"][:1]
     said["data_stages"][0]["data"]["dataset"]["hf_dataset_or_datasets"] = "texts"
     said["data_stages"][0]["data"]["num_loading_workers"] = 0

@@ -370,3 +370,24 @@ def test_what_a_program_makes_of_logits_is_logits(kind: type[nn.Module]) -> None
 
     rows = {tensor.category for tensor in run(program).peak.tensors if tensor.shape[:2] == (4, 512)}
     assert rows == {"logits and loss"}
+
+
+def test_a_loss_that_is_a_module_is_no_head() -> None:
+    """It makes one value a word too, of logits that it is given: the head is what has the product."""
+    trunk = nn.Sequential(nn.Embedding(1000, 64), Block())
+
+    class Loss(nn.Module):
+        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model, head, loss = trunk.cuda().bfloat16(), nn.Linear(64, 1000).cuda().bfloat16(), Loss()
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()])
+        ids = torch.zeros(4, 32, dtype=torch.int64, device="cuda")
+        for _ in range(2):
+            loss(head(model(ids)), ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    stages = [stage.name for stage in gpu.report().stages if stage.step == 2]
+    assert stages.count("logits") == 1, stages
+    assert stages.index("loss") == stages.index("logits") + 1, stages
