@@ -297,10 +297,81 @@ def flash_attention_backward(args: Any, card: Card) -> list[int]:
 
 @scratch(_aten._scaled_dot_product_efficient_attention_backward)
 def efficient_attention_backward(args: Any, card: Card) -> list[int]:
-    """The float32 row sums delta of the memory-efficient attention backward (attention_backward.cu)."""
-    query = args[1]
-    batch, heads, length, _ = query.shape
-    return [4 * batch * heads * length]
+    """Of the memory-efficient attention's backward, by what SDPA passes to it."""
+    (batch, heads, queries, _), keys = args[1].shape, args[2].shape[2]
+    return _efficient_backward(args[1], args[3], card, (batch, queries), (batch, heads, queries, keys), args[9])
+
+
+@kernel(_aten._efficient_attention_backward)
+def efficient_attention_backward_of_any(launch: Launch) -> Any:
+    """The same, by the operator that libraries call; with `cu_seqlens` its batch is of sequences one after another."""
+    query, key, value, bias = launch.args[1:5]
+    bounds = launch.args[6]
+    batch, rows, heads, _ = query.shape
+    sequences = (batch, rows, key.shape[1]) if bounds is None else (bounds.shape[0] - 1, *launch.args[8:10])
+    made = [torch.empty(one.shape, dtype=one.dtype, device=_META) for one in (query, key, value)]
+    of_bias = None
+    if launch.args[15]:  # the last dimension is aligned to 16
+        shape = (*bias.shape[:-1], _round_up(bias.shape[-1], 16))
+        of_bias = torch.empty(shape, dtype=bias.dtype, device=_META)
+    launch.record(*made, of_bias)
+    blocks = (sequences[0], heads, *sequences[1:])
+    launch.transients(*_efficient_backward(query, value, launch.card, (batch, rows), blocks, launch.args[11]))
+    return *made, of_bias if of_bias is None else of_bias[..., : bias.shape[-1]]
+
+
+def _efficient_backward(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    card: Card,
+    rows: tuple[int, int],
+    blocks: tuple[int, int, int, int],
+    dropout_p: float,
+) -> list[int]:
+    """Row sums in float32 and a workspace (attention_backward.cu, mem_eff_attention/kernel_backward.h, workspace_size):
+    gradients of queries in tiles, and those of keys and values where registers do not hold them in half precision.
+
+    Args:
+        rows: batch and queries, of which there is a sum for each head.
+        blocks: sequences, heads, and the most queries and keys of one.
+    """
+    batch, heads, queries, keys = blocks
+    head, head_v, half = query.shape[-1], value.shape[-1], query.dtype in _HALF
+    block_i, block_j, most = _efficient_tile(card, half, max(head, head_v), dropout_p > 0)
+    in_registers = half and most <= block_i
+    splits = -(-keys // block_j)
+    if batch * heads >= 256 and keys <= 2 * block_j:
+        splits = 1
+    elements = 0
+    if half and not in_registers:
+        splits = min(splits, 200 // (batch * heads))
+    if splits < 1 or (torch.are_deterministic_algorithms_enabled() and not _only_warns()):
+        splits = 1
+    if half and not in_registers:
+        elements += splits * block_j * (_round_up(head, block_i) + _round_up(head_v, block_i))
+    if card.compute_capability >= (7, 0) or half:
+        elements += -(-queries // block_i) * -(-head // block_j) * (4 + block_i * block_j)
+    sums = 4 * rows[0] * heads * rows[1]
+    taken = [sums, 4 * batch * heads * _round_up(elements, 4)]
+    if half and (in_registers or card.compute_capability[0] != 7 or card.compute_capability >= (7, 5)):
+        return taken
+    # The sums are made by operators: copies in float32, a product, its sums, and those in another order.
+    before = [sums * head_v] * (3 if half else 1) + [sums, sums]
+    return max(taken, before, key=sum)
+
+
+def _efficient_tile(card: Card, half: bool, head: int, drops: bool) -> tuple[int, int, int]:
+    """Rows, columns and the largest head of the kernel that is launched: the first whose heads are as large, with 128
+    rows where a block of threads may have as much shared memory as that takes (mem_eff_attention/kernels/cutlassB.h).
+    """
+    capability = card.compute_capability
+    if half and not drops and capability in ((8, 6), (8, 9)) and 64 < head <= 96:
+        return 128, 64, 96
+    most = next((size for size in (32, 64, 128) if head <= size), 2**16)
+    much = (capability[0] in (8, 9, 10) and capability not in ((8, 6), (8, 9))) or (half and capability < (7, 5))
+    rows = 128 if most > 64 and much else 64
+    ahead = half and capability >= (8, 0) and most <= rows
+    return rows, 128 if ahead and most > 64 else 64, most
 
 
 def _matching(query: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

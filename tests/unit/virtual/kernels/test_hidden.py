@@ -197,8 +197,53 @@ def test_flash_attention_backward_makes_keys_and_values_for_every_query_head() -
     assert sizes == [4096, 262_144, 131_072, 131_072]
 
 
-def test_efficient_attention_backward_keeps_one_float_a_row() -> None:
-    assert attention.efficient_attention_backward((None, empty(2, 8, 100, 64)), CARD) == [6400]
+def efficient_backward(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, card: Card = CARD, dropout_p: float = 0.0
+) -> list[int]:
+    query = empty(*shape, dtype=dtype)
+    args = (query, query, query, query, None, query, None, None, None, dropout_p)
+    return attention.efficient_attention_backward(args, card)
+
+
+def test_efficient_attention_backward_takes_gradients_of_queries_in_tiles_of_float32() -> None:
+    tile = 16 + 4 * 64 * 64
+    assert efficient_backward((2, 8, 100, 64), torch.bfloat16) == [6400, 16 * 2 * tile]
+    # Of a head of 128 registers hold the gradients of keys and values where a block has 128 rows.
+    large = Card((8, 0), 108, 2048, (2, 11))
+    assert efficient_backward((2, 8, 100, 128), torch.bfloat16, large) == [6400, 16 * (16 + 4 * 128 * 128)]
+    # In single precision they need no others; sums are made of a product, which is smaller here than the tiles.
+    assert efficient_backward((2, 8, 100, 64), torch.float32) == [6400, 16 * 2 * tile]
+    product = 4 * 16 * 128 * 64
+    assert efficient_backward((2, 8, 128, 64), torch.float32) == [product, 8192, 8192]
+
+
+def test_efficient_attention_backward_stages_keys_and_values_that_registers_do_not_hold() -> None:
+    tile = 16 + 4 * 64 * 64
+    splits = -(-100 // 64)
+    # Blocks of 64 rows: gradients of keys and values in float32 for each part of the keys.
+    expected = 16 * (splits * 64 * 2 * 128 * 4 + 2 * 2 * tile)
+    assert efficient_backward((2, 8, 100, 128), torch.bfloat16) == [6400, expected]
+    # Stable Diffusion's heads of 80 have a kernel of their own there, without dropout.
+    assert efficient_backward((2, 8, 100, 80), torch.bfloat16) == [6400, 16 * 2 * (16 + 4 * 128 * 64)]
+    assert efficient_backward((2, 8, 100, 80), torch.bfloat16, dropout_p=0.1) == [6400, expected]
+
+
+def test_efficient_attention_backward_of_sequences_one_after_another() -> None:
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
+        query = torch.zeros(1, 300, 8, 64, device="cuda")
+        bounds = torch.zeros(4, dtype=torch.int32, device="cuda")
+        begin = len(gpu.trace.storages)
+        out, sums, seed, offset, queries, keys = torch.ops.aten._efficient_attention_forward(
+            query, query, query, None, bounds, bounds, 120, 120, 0.0, 0, True
+        )
+        assert sums.shape == (3, 8, 128)
+        made = torch.ops.aten._efficient_attention_backward(
+            query, query, query, query, None, out, bounds, bounds, queries, keys, sums, 0.0, seed, offset, 0, False
+        )
+        assert [one is None for one in made] == [False, False, False, True]
+        sizes = [storage.num_bytes for storage in gpu.trace.storages[begin + 4 :]]
+    tiles = 3 * 8 * 2 * (16 + 4 * 64 * 64)
+    assert sizes == [4 * 300 * 8 * 64] * 3 + [4 * 8 * 300, tiles]
 
 
 def test_adding_at_indices_takes_what_was_recorded() -> None:
