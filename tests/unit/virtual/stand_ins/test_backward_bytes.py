@@ -213,7 +213,7 @@ ELSEWHERE = {
     f"{TE}mlp.py:LayerNormMLP.forward": (
         "test_transformer_engine.test_the_feed_forward_network_keeps_two_wide_tensors"
     ),
-    "xformers.py:memory_efficient_attention": "test_xformers.test_flash_attention_3_and_its_sums",
+    "xformers/attention.py:memory_efficient_attention": "test_xformers.test_flash_attention_3_and_its_sums",
 }
 """Where the bytes of a backward are tested that have no row."""
 

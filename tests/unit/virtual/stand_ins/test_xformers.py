@@ -58,21 +58,106 @@ def test_gradients_of_a_packed_tensor_are_one() -> None:
 def test_without_a_gradient_sums_are_dropped_and_what_is_not_known_is_refused() -> None:
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
         from xformers.ops import memory_efficient_attention
-        from xformers.ops.fmha import BlockDiagonalMask
+        from xformers.ops.fmha.attn_bias import BlockDiagonalGappyKeysMask
 
         q = torch.empty(BATCH, TOKENS, 64, device="cuda", dtype=torch.float16)
         stays, _, out = measured(lambda: memory_efficient_attention(q, q, q))
         assert (out.shape, stays) == (q.shape, half(BATCH, TOKENS, 64))
-        bias = torch.zeros(BATCH, TOKENS, TOKENS, device="cuda", dtype=torch.float16)
-        for given, what in [
-            ({"attn_bias": bias}, "attn_bias of type Tensor"), ({"op": object()}, "with op"),
-        ]:  # fmt: skip
-            with pytest.raises(MemprofError, match=what):
-                memory_efficient_attention(q, q, q, **given)
-        with pytest.raises(MemprofError, match=r"tensors of torch\.float32"):
-            memory_efficient_attention(q.float(), q.float(), q.float())
-        with pytest.raises(MemprofError, match=r"xformers\.ops\.fmha\.BlockDiagonalMask"):
-            BlockDiagonalMask.from_seqlens([1, 2])
+        with pytest.raises(MemprofError, match="with op"):
+            memory_efficient_attention(q, q, q, op=object())  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match=r"in torch\.float64"):
+            memory_efficient_attention(q.double(), q.double(), q.double())
+        with pytest.raises(MemprofError, match=r"xformers\.ops\.fmha\.attn_bias\.BlockDiagonalGappyKeysMask"):
+            BlockDiagonalGappyKeysMask.from_seqlens([1, 2])
+
+
+@pytest.mark.parametrize("card", ["h100-80gb", "rtx-4090"])
+def test_sequences_one_after_another(card: str) -> None:
+    """As DINOv2 has them: pictures of two sizes in one call (BlockDiagonalMask.from_tensor_list)."""
+    lengths, heads, size = [257] * 2 + [50] * 8, 6, 64
+    total = sum(lengths)
+    with VirtualGpu(find_gpu(card), workspaces=False):
+        from xformers.ops import fmha, memory_efficient_attention
+
+        pictures = [tensor(2, 257, heads, 3 * size), tensor(8, 50, heads, 3 * size)]
+        stays, _, (bias, joined) = measured(lambda: fmha.BlockDiagonalMask.from_tensor_list(pictures))
+        assert (joined.shape, stays) == ((1, total, heads, 3 * size), half(total, heads, 3 * size) + 4 * 11)
+        assert bias.q_seqinfo.seqstart.tolist()[-1] == total and bias.q_seqinfo.max_seqlen == 257
+        assert [tuple(one.shape[:2]) for one in bias.split(joined)] == [(2, 257), (8, 50)]
+        q, k, v = (tensor(1, total, heads, size) for _ in range(3))
+        stays, peak, out = measured(lambda: memory_efficient_attention(q, k, v, attn_bias=bias))
+        one, sums = half(total, heads, size), 4 * heads * total
+        assert (out.shape, stays) == (q.shape, one + sums)
+        assert peak == stays + 4 * (10 + (card == "h100-80gb"))  # one number for each sequence, on Hopper one for all
+        # Sums twice and accumulators, in blocks of 128 rows or 64, of which each sequence may fill one more; locks.
+        block = 128 if card == "h100-80gb" else 64
+        rows = -(-(total + len(lengths) * block) // block) * block
+        locks = single(-(-257 // block), len(lengths), heads)
+        scratch = 2 * single(heads, rows) + single(heads, rows, size) + locks
+        assert backward(out) == 3 * one + sums + scratch
+
+
+def test_sequences_with_dropout_take_flash_attention_2() -> None:
+    lengths, heads, size = [300, 200], 4, 64
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        from xformers.ops import memory_efficient_attention
+        from xformers.ops.fmha.attn_bias import BlockDiagonalMask
+
+        bias = BlockDiagonalMask.from_seqlens(lengths).make_local_attention(128)
+        q, k, v = (tensor(1, 500, heads, size) for _ in range(3))
+        stays, _, out = measured(lambda: memory_efficient_attention(q, k, v, attn_bias=bias, p=0.1))
+        one, sums = half(500, heads, size), 4 * heads * 500
+        assert stays == one + sums + 16  # and the state of the random numbers
+        rows = 500 + 128 * len(lengths)
+        assert backward(out) == 3 * one + sums + single(heads, rows) + single(rows, heads, size)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_tensor_as_bias_takes_pytorchs_efficient_attention(dtype: torch.dtype, wanted: bool) -> None:
+    """Sums of rows are padded to 32; the bias has a gradient if it asks for one."""
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        from xformers.ops import memory_efficient_attention
+
+        q, k, v = (tensor(BATCH, 992, 4, 64, dtype=dtype) for _ in range(3))
+        bias = torch.zeros(BATCH, 4, 992, 992, device="cuda", dtype=dtype, requires_grad=wanted)
+        stays, _, out = measured(lambda: memory_efficient_attention(q, k, v, attn_bias=bias))
+        of_rows = single(BATCH, 4, 992)
+        assert stays == q.nbytes + of_rows
+        tiles = BATCH * 4 * -(-992 // 64) * (16 + 4 * 64 * 64)
+        # Gradients, zeros for that of the sums, and what PyTorch's operator takes.
+        assert backward(out) == 3 * q.nbytes + wanted * bias.nbytes + 2 * of_rows + tiles
+        assert (bias.grad is not None) == wanted
+
+
+def test_cards_before_ampere_take_pytorchs_efficient_attention() -> None:
+    with VirtualGpu(find_gpu("v100-32gb"), workspaces=False):
+        from xformers.ops import LowerTriangularMask, memory_efficient_attention
+
+        q, k, v = (tensor(1, 1000, 4, 64, dtype=torch.float16) for _ in range(3))
+        stays, _, _ = measured(lambda: memory_efficient_attention(q, k, v, attn_bias=LowerTriangularMask()))
+        assert stays == half(1000, 4, 64) + single(4, 1024)
+        q, k, v = (tensor(1, 1000, 4, 64) for _ in range(3))
+        with pytest.raises(NotImplementedError, match=r"in torch\.bfloat16"):
+            memory_efficient_attention(q, k, v)
+
+
+def test_keys_in_a_cache_have_no_backward() -> None:
+    with VirtualGpu(find_gpu("h100-80gb"), workspaces=False):
+        from xformers.ops import memory_efficient_attention
+        from xformers.ops.fmha import BlockDiagonalMask
+        from xformers.ops.fmha.attn_bias import BlockDiagonalCausalWithOffsetPaddedKeysMask
+
+        bias = BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens([1, 1], kv_padding=256, kv_seqlen=[100, 7])
+        assert bias.k_seqinfo.seqstart_py == [0, 256, 512] and bias.k_seqinfo.seqlen.tolist() == [100, 7]
+        q, cache = tensor(1, 2, 8, 64), tensor(1, 512, 8, 64)
+        with pytest.raises(NotImplementedError, match="memory_efficient_attention_backward"):
+            memory_efficient_attention(q, cache, cache, attn_bias=bias)
+        q, cache = q.detach(), cache.detach()
+        stays, _, out = measured(lambda: memory_efficient_attention(q, cache, cache, attn_bias=bias))
+        assert (out.shape, stays) == (q.shape, half(2, 8, 64))
+        rows = tensor(2, 8, 8, 64)
+        with pytest.raises(ValueError, match="batch_size=1"):
+            memory_efficient_attention(rows, rows, rows, attn_bias=BlockDiagonalMask.from_seqlens([8, 8]))
 
 
 @pytest.mark.parametrize(("size", "operator"), [(128, "xformers_flash3"), (16, "xformers_flash")])
