@@ -36,6 +36,30 @@ PACKAGES = {
     package.name: package
     for package in (
         Package("flash_attn", "flash-attn", "2.8.3", "Dao-AILab/flash-attention@v2.8.3"),
+        Package(
+            "dropout_layer_norm",
+            "dropout-layer-norm",
+            "0.1",
+            "Dao-AILab/flash-attention@v2.8.3:csrc/layer_norm/ln_api.cpp",
+            "flash_attn",
+        ),
+        Package(
+            "fused_dense_lib",
+            "fused-dense-lib",
+            "0.0.0",
+            "Dao-AILab/flash-attention@v2.8.3:csrc/fused_dense_lib/fused_dense.cpp",
+            "flash_attn",
+        ),
+        Package(
+            "rotary_emb", "rotary-emb", "0.1", "Dao-AILab/flash-attention@v2.8.2:csrc/rotary/rotary.cpp", "flash_attn"
+        ),
+        Package(
+            "xentropy_cuda_lib",
+            "xentropy-cuda-lib",
+            "0.1",
+            "Dao-AILab/flash-attention@v2.8.2:csrc/xentropy/interface.cpp",
+            "flash_attn",
+        ),
         Package("amp_C", "apex", "0.1", "NVIDIA/apex@25.05:csrc/amp_C_frontend.cpp", "apex"),
         Package("apex", "apex", "0.1", "NVIDIA/apex@25.05"),
         Package("flash_attn_interface", "flash-attn-3", "3.0.0b1", "Dao-AILab/flash-attention@v2.8.3:hopper"),

@@ -57,7 +57,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 def modules(package: str, at: Path) -> dict[str, ast.Module]:
     """Module -> its source, parsed."""
     if at.suffix == ".cpp":  # a compiled module: the names that it binds
-        text = at.read_text(encoding="utf-8")
+        text = re.sub(r"//.*", "", at.read_text(encoding="utf-8"))
         bound = re.findall(r'm\.def\(\s*"(\w+)",\s*&(\w+)', text)
         return {package: ast.parse("\n".join(_declared(text, *names) for names in bound))}
     if at.is_file():
@@ -77,6 +77,7 @@ def _declared(text: str, name: str, function: str) -> str:
     if found is None:
         return f"{name} = None"
     names = [parameter.split()[-1].lstrip("&*") for parameter in found[1].split(",") if parameter.strip()]
+    names = [name.replace("=false", "=False").replace("=true", "=True") for name in names]
     return f"def {name}({', '.join(names)}): ..."
 
 

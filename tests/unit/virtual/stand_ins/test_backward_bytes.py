@@ -214,6 +214,13 @@ ELSEWHERE = {
         "test_transformer_engine.test_the_feed_forward_network_keeps_two_wide_tensors"
     ),
     "xformers/attention.py:memory_efficient_attention": "test_xformers.test_flash_attention_3_and_its_sums",
+    "xformers/swiglu.py:_Fused": "test_xformers.test_swiglu_keeps_both_gates_and_makes_their_product_again",
+    "xformers/swiglu.py:_Unbind": "test_xformers.test_gradients_of_a_packed_tensor_are_one",
+    f"{TE}attention.py:_Split": "test_transformer_engine.test_attention_copies_what_lies_in_no_known_way",
+    "flash_attn/dense.py:fused_dense_func": "test_flash_dense.test_a_product_has_both_gradients_by_one_call",
+    "flash_attn/dense.py:fused_mlp_func": "test_flash_dense.test_what_a_network_keeps_by_its_level",
+    "flash_attn/dense.py:swiglu": "test_flash_dense.test_swiglu_saves_both",
+    "flash_attn/norms.py:_norm": "test_flash_dense.test_a_norm_of_a_sum_keeps_it",
 }
 """Where the bytes of a backward are tested that have no row."""
 
@@ -245,18 +252,20 @@ def test_a_backward_makes_what_the_real_one_makes(gpu: VirtualGpu, name: str, mo
 
 
 def sites() -> Iterator[str]:
-    """FILE:FUNCTION of each call of `kernel` in the stand-ins."""
+    """FILE:FUNCTION of each call of `kernel` in the stand-ins, and FILE:CLASS of each function of autograd."""
 
     def within(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             inside = (*names, child.name) if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else names
             if isinstance(child, ast.Call) and getattr(child.func, "id", "") == "kernel":
                 yield ".".join(names)
+            if isinstance(child, ast.ClassDef) and any("autograd" in ast.unparse(base) for base in child.bases):
+                yield ".".join(inside)
             yield from within(child, inside)
 
     for file in sorted(FOLDER.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        if "import" in text and "kernel" in text and file.name not in ("tools.py", "multi_tensor.py"):
+        if ("kernel" in text or "autograd" in text) and file.name not in ("tools.py", "multi_tensor.py"):
             yield from (f"{file.relative_to(FOLDER)}:{name}" for name in within(ast.parse(text), ()))
 
 
