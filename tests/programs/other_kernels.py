@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy
@@ -90,6 +91,27 @@ def _coco(home: Path) -> None:
         said = {"images": pictures, "annotations": outlines, "categories": categories}
         data.write_json(home / "coco" / "annotations" / f"instances_{split}.json", said)
 
+
+def _packed(home: Path) -> None:
+    """Texts of tokens in 64 files of each part, as the program's own builder packs them."""
+    numbers = numpy.random.default_rng(0)
+    tokens = 4 * 2049
+    for part in ("train_slim", "train_star"):
+        for number in range(64):
+            head = struct.pack("<7sQBQ", b"LITPKDS", 1, 8, tokens)
+            file = home / "data" / f"{part}_{number:010d}.bin"
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(head + numbers.integers(1, 32_000, tokens).astype(numpy.uint16).tobytes())
+
+
+# Its logger asks for an account, by Lightning's name of 2023; its launcher, `lightning run model`, sets a variable.
+NO_LIGHTNING_LOGGER = """
+import os, sys
+from unittest.mock import MagicMock
+
+os.environ["LT_CLI_USED"] = "1"
+sys.modules["pytorch_lightning"] = sys.modules["pytorch_lightning.loggers"] = MagicMock()
+"""
 
 _TINY = """
 import torch
@@ -186,6 +208,19 @@ OTHER_KERNELS = (
         command="main.py --use-fp8 --epochs 1",
         data=lambda home: data.idx(home.parent / "data", "MNIST"),
         options="--gpu h100-80gb",
+    ),
+    Program(
+        name="TinyLlama",
+        repository="jzhang38/TinyLlama",
+        commit="bf12224",
+        command="torchrun --nproc-per-node 8 pretrain/tinyllama.py --devices 8 --train_data_dir data",
+        before=NO_LIGHTNING_LOGGER,
+        data=_packed,
+        options="--gpu a100-40gb",
+        path=(".",),
+        seconds=300,
+        findings=frozenset({"fragmentation", "unreduced-gradients"}),
+        layers=True,
     ),
     Program(
         name="trl sft flash attention",

@@ -59,12 +59,21 @@ class _Fused(torch.autograd.Function):
     """`_SwiGLUFusedFunc`; where both weights are one tensor `SwiGLUPackedWeights` of csrc/swiglu/swiglu_packedw.cpp.
 
     Two products in one kernel give both gates and what the third is multiplied with, which the backward makes again.
+    Under autocast each weight is cast at its use: in the forward autocast keeps the copies, as it does for others.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Any, w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any) -> Any:
-        x1, x2, hidden = (x.new_empty(x.shape[0], w1.shape[0]) for _ in range(3))
-        out = torch.nn.functional.linear(hidden, w3, b3)
+        linear = torch.nn.functional.linear
+        ctx.dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w1.dtype
+        if w1.dtype == ctx.dtype:
+            x1, x2, hidden = (x.new_empty(x.shape[0], w1.shape[0], dtype=ctx.dtype) for _ in range(3))
+        else:
+            given = x.to(ctx.dtype)
+            x1, x2 = linear(given, w1, b1), linear(given, w2, b2)
+            hidden = torch.empty_like(x1)
+            del given
+        out = linear(hidden, w3, b3)
         ctx.save_for_backward(x, w1, w2, w3, x1, x2)
         ctx.bias = b1 is not None, b3 is not None
         return out
@@ -72,7 +81,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         x, w1, w2, w3, x1, x2 = ctx.saved_tensors
-        d_hidden = gradient @ w3
+        dtype = ctx.dtype
+        third = w3.to(dtype)
+        d_hidden = gradient @ third
         both, hidden = x2.new_empty(x2.shape[0], 2, x2.shape[1]), torch.empty_like(x2)
         del x1, x2, d_hidden
         d_w3, d_b3 = _of_weight(gradient, hidden, ctx.bias[1])
@@ -86,11 +97,27 @@ class _Fused(torch.autograd.Function):
             d_b1, d_b2 = (None, None) if d_b is None else d_b.view(2, -1).unbind(0)
         else:
             d_1, d_2 = both.unbind(1)
-            d_x = d_2 @ w2
-            torch.addmm(d_x, d_1, w1, out=d_x)
-            d_w2, d_b2 = _of_weight(d_2, x, ctx.bias[0])
-            d_w1, d_b1 = _of_weight(d_1, x, ctx.bias[0])
+            second = w2.to(dtype)
+            d_x = d_2 @ second
+            torch.addmm(d_x, d_1, w1.to(dtype), out=d_x)
+            d_w2, d_b2 = _of_weight(d_2, x.to(dtype), ctx.bias[0])
+            d_w1, d_b1 = _of_weight(d_1, x.to(dtype), ctx.bias[0])
         return d_x, d_w1, d_b1, d_w2, d_b2, d_w3, d_b3
+
+
+class _Cast(torch.autograd.Function):
+    """Two weights that are one tensor, cast as one; so are their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, w1: Any, w2: Any, dtype: Any) -> Any:
+        ctx.dtype = w1.dtype
+        return torch.empty((2, *w1.shape), dtype=dtype, device=w1.device).unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        whole = _together(gradients, 0)
+        assert whole is not None  # of _Fused, which makes them so
+        return *whole.to(ctx.dtype).unbind(0), None
 
 
 def _of_weight(gradient: torch.Tensor, x: torch.Tensor, bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -111,9 +138,12 @@ def swiglu(
     if op is not None:
         raise refused(name, "op")
     shape, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    if torch.is_autocast_enabled("cuda") and x.is_cuda:
-        raise refused(name, "autocast")
-    if torch.cuda.get_device_capability() >= (8, 0) and (x.dtype in _HALF or w1.dtype in _HALF):
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w1.dtype
+    if torch.cuda.get_device_capability() >= (8, 0) and (x.dtype in _HALF or cast in _HALF):
+        if cast != w1.dtype and _together((w1, w2), 0) is not None:
+            w1, w2 = _Cast.apply(w1, w2, cast)
+            x, w3 = x.to(cast), w3.to(cast)
+            b1, b2, b3 = (one if one is None else one.to(cast) for one in (b1, b2, b3))
         return _Fused.apply(x, w1, b1, w2, b2, w3, b3).reshape(*shape, -1)  # type: ignore[no-any-return]
     linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
     return linear(silu(linear(x, w1, b1)) * linear(x, w2, b2), w3, b3).reshape(*shape, -1)

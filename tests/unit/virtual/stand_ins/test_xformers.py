@@ -231,5 +231,31 @@ def test_swiglu_elsewhere_is_three_linear_layers() -> None:
         x = torch.zeros(1024, 256, device="cuda", requires_grad=True)
         stays, _, _ = measured(lambda: layer(x))
         assert stays == 4 * single(1024, 512) + single(1024, 256)  # both gates, what silu gives, the product
-        with torch.autocast("cuda"), pytest.raises(MemprofError, match=r"xformers\.ops\.swiglu with autocast"):
-            layer(x)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_swiglu_under_autocast_casts_each_weight(packed: bool) -> None:
+    """As TinyLlama trains: weights in float32. Packed ones are saved as they were cast; others autocast keeps till its
+    end, and they are cast again in the backward."""
+    rows, width, inner = 1024, 256, 512
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        import xformers.ops as xops
+
+        layer = xops.SwiGLU(width, inner, bias=False, _pack_weights=packed).cuda()
+        x = tensor(rows, width, dtype=torch.float32)
+        weights, gates, result = 3 * half(width, inner), 2 * half(rows, inner), half(rows, width)
+
+        def call() -> torch.Tensor:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out: torch.Tensor = layer(x)
+                kept = weights + gates + result + packed * half(rows, width)
+                assert torch.cuda.memory_allocated() - before == kept
+                return out
+
+        before = torch.cuda.memory_allocated()
+        out = call()
+        stays = gates + result + packed * (weights + half(rows, width))
+        assert torch.cuda.memory_allocated() - before == stays
+        out.backward(torch.empty_like(out))
+        assert all(one.grad is not None and one.grad.dtype == torch.float32 for one in layer.parameters())
+        assert x.grad is not None and x.grad.dtype == torch.float32
