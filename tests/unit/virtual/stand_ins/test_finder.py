@@ -75,14 +75,25 @@ def test_a_stand_in_that_is_kept_is_refused_after_the_run() -> None:
         flash_attn_func(*[torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)] * 3)
 
 
-def test_a_real_package_is_used(packages: Path) -> None:
-    (packages / "flash_attn.py").write_text("__version__ = 'real'\n")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_real_package_is_used(packages: Path, package: str) -> None:
+    """With each of its modules that have a stand-in, and as a library looks for it."""
+    modules = [name for name in registry.modules(package) if name != package]
+    for name in [package, *modules]:
+        file = packages.joinpath(*name.split("."), "__init__.py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for folder in file.relative_to(packages).parents[:-2]:
+            (packages / folder / "__init__.py").touch()
+        file.write_text("real = True\n")
+    (packages / "library_that_looks.py").write_text(PROBE.replace("flash_attn", package))
     with VirtualGpu(CARD) as gpu:
-        import flash_attn
-
-        assert flash_attn.__version__ == "real"
+        for name in [package, *modules]:
+            found = importlib.import_module(name)
+            assert found.real, name
+            assert str(packages) in str(found.__file__)
         with pytest.raises(ImportError):
-            import flash_attn.bert_padding
+            importlib.import_module(f"{package}.no_such_module")
+        assert getattr(importlib.import_module("library_that_looks"), package).real
     assert not said(gpu)
 
 
