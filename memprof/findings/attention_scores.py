@@ -25,6 +25,7 @@ MIN_BYTES = GIB
 """Found when above one of the two."""
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
+_LINEAR = {"aten.mm", "aten.addmm"}
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 
@@ -79,7 +80,8 @@ def score_storages(context: Context) -> dict[int, str]:
 
     That a tensor ends in two sequence lengths proves nothing: the features may be as many as the tokens, or they are an
     image. Scores are believed only where a softmax over [queries, keys] was seen, in a program with images of this size
-    only if there are as many products of matrices, and masks by their type or single head.
+    or with layers of as many outputs (a softmax over prototypes) only if there are as many products of matrices, and
+    masks by their type or single head.
     """
     trace = context.ledger.trace
     inputs = input_shapes(context)
@@ -94,6 +96,7 @@ def score_storages(context: Context) -> dict[int, str]:
         for op in trace.ops
     ]
     multiplies, convolves = [op in _PRODUCTS for op in trace.ops], [op == "aten.convolution" for op in trace.ops]
+    outputs = _outputs_of_layers(trace)
     products = {
         math.prod(storage.shape)
         for storage in trace.storages
@@ -118,7 +121,8 @@ def score_storages(context: Context) -> dict[int, str]:
         candidates.append((index, storage))
         # A router's softmax over [batch, tokens, experts] has keys that are no sequence length.
         size = math.prod(shape)
-        believed = softmax[storage.op] and (size in products or shape[-2:] not in images)
+        alike = shape[-2:] in images or shape[-1] in outputs
+        believed = softmax[storage.op] and (size in products or not alike)
         if believed and (shape[-1] in lengths or shape[-2] == shape[-1]):
             attended.add((size, *shape[-2:]))
     places = {place[1:] for place in attended}
@@ -135,6 +139,12 @@ def score_storages(context: Context) -> dict[int, str]:
         if (long or shape[-2:] in places) and _is_mask(trace, storage):
             result[index] = "mask"
     return result
+
+
+def _outputs_of_layers(trace: Trace) -> set[int]:
+    """How many columns products of two matrices have, and none of a batch of matrices has, as scores are."""
+    wide = {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _LINEAR and len(storage.shape) == 2}
+    return wide - {storage.shape[-1] for storage in trace.storages if trace.op(storage) in _PRODUCTS - _LINEAR}
 
 
 def _is_mask(trace: Trace, storage: Storage) -> bool:

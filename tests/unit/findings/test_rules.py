@@ -282,6 +282,15 @@ class TestAttentionScores:
         b.new(8, 21, 512, 512, op="aten._softmax")
         assert not of(b.context(), "attention-scores")
 
+    @pytest.mark.parametrize("op", ["aten.mm", "aten.bmm"])
+    def test_a_softmax_over_prototypes_is_no_attention(self, op: str) -> None:
+        """A teacher's, of some of its tokens: as many numbers as the layer before has outputs."""
+        b = training(1024, 100)
+        b.new(*(() if op == "aten.mm" else (1,)), 1200, 1024, op=op, line="head.py:1 last_layer")
+        for _ in range(40):
+            b.new(1, 900, 1024, op="aten._softmax", line="loss.py:1 teacher")
+        assert bool(of(b.context(), "attention-scores")) == (op == "aten.bmm")
+
     def test_math_path_of_sdpa_is_not_told_to_use_sdpa(self) -> None:
         (finding,) = of(self.eager("aten._safe_softmax").context(), "attention-scores")
         assert "sdpa-attention" not in finding.remedies
