@@ -1,6 +1,5 @@
-"""xformers (facebookresearch/xformers@v0.0.32.post2): attention with its biases, SwiGLU, and a profiler that takes
-nothing."""
+"""xformers (facebookresearch/xformers@v0.0.32.post2): attention and its biases, SwiGLU, rows by an index, profiler."""
 
-from memprof.virtual.stand_ins.xformers import attention, biases, profiler, swiglu
+from memprof.virtual.stand_ins.xformers import attention, biases, indexing, profiler, swiglu
 
-__all__ = ["attention", "biases", "profiler", "swiglu"]
+__all__ = ["attention", "biases", "indexing", "profiler", "swiglu"]

@@ -215,6 +215,8 @@ ELSEWHERE = {
     ),
     "xformers/attention.py:memory_efficient_attention": "test_xformers.test_flash_attention_3_and_its_sums",
     "xformers/swiglu.py:_Fused": "test_xformers.test_swiglu_keeps_both_gates_and_makes_their_product_again",
+    "xformers/indexing.py:_Add": "test_xformers.test_rows_by_an_index_as_stochastic_depth_has_them",
+    "xformers/indexing.py:index_select_cat": "test_xformers.test_rows_by_an_index_as_stochastic_depth_has_them",
     "xformers/swiglu.py:_Cast": "test_xformers.test_swiglu_under_autocast_casts_each_weight",
     "xformers/swiglu.py:_Unbind": "test_xformers.test_gradients_of_a_packed_tensor_are_one",
     f"{TE}attention.py:_Split": "test_transformer_engine.test_attention_copies_what_lies_in_no_known_way",

@@ -259,3 +259,26 @@ def test_swiglu_under_autocast_casts_each_weight(packed: bool) -> None:
         out.backward(torch.empty_like(out))
         assert all(one.grad is not None and one.grad.dtype == torch.float32 for one in layer.parameters())
         assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_rows_by_an_index_as_stochastic_depth_has_them() -> None:
+    """Each way: gradients of the sources, of the scaling one for each element, which autograd sums up."""
+    rows, width = 1000, 384
+    with VirtualGpu(find_gpu("a100-80gb"), workspaces=False):
+        from xformers.ops import index_select_cat, scaled_index_add
+
+        sources = [tensor(8, 200 * width), tensor(16, 50 * width)]
+        indices = [torch.arange(number, device="cuda") for number in (4, 8)]
+        stays, _, out = measured(lambda: index_select_cat(sources, indices))
+        assert stays == out.nbytes == half(4 * 200 + 8 * 50, width)
+        assert backward(out) == sum(source.nbytes for source in sources)
+        x, source = tensor(rows, width), tensor(rows // 2, width)
+        scale = tensor(width, dtype=torch.float32)
+        whole, index = x * 1, torch.arange(rows // 2, device="cuda")
+        stays, peak, out = measured(lambda: scaled_index_add(whole, index, source, scale.expand_as(source)))
+        assert out is whole and stays == peak == 0
+        # Of the source, of the scaling for each element and their sum; the gradient itself goes on to the input.
+        most = half(rows // 2, width) + single(rows // 2, width) + single(width)
+        assert backward(out) == max(most, half(rows, width) + half(rows // 2, width) + single(width))
+        with pytest.raises(RuntimeError, match="rows of one shape"):
+            scaled_index_add(whole, index, tensor(4, 8))
