@@ -96,10 +96,10 @@ def verify(
         raise UsageError("--seeds must be at least 1", value=str(seeds), hint="give a positive whole number")
     found = Verification(seeds=seeds)
     specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
-    with _one_thread():
+    several = not models and number_of_processes() > 1
+    with _one_thread(), _compiled_here(chosen, several=several):
         _prepare(chosen, [] if models else specimens)
         # A process of its own tells nobody what it does.
-        several = not models and number_of_processes() > 1
         tell = (lambda doing: None) if several else progress
         part = functools.partial(functools.partial, seeds=seeds, progress=tell)
         peaks = _Peaks(chosen, specimens[0] if models else None, tell)
@@ -131,6 +131,18 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[None]:
+    """Of `several` processes, each compiles itself: Inductor's own workers would import torch once for each of them."""
+    if not several or not any(remedy.compiles for remedy in chosen):
+        yield
+        return
+    import torch._inductor.config as inductor
+
+    with inductor.patch(compile_threads=1):
+        yield
 
 
 def _prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:

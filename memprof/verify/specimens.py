@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,7 @@ def _gpt2(**large: Any) -> nn.Module:
         **{
             "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64, "bos_token_id": 1,
             "eos_token_id": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "loss_type": "ForCausalLM",
+            "use_cache": False,
             **large,
         }
     )  # fmt: skip
@@ -117,6 +119,7 @@ _SMALL = {
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "attn_implementation": "eager",
+    "use_cache": False,
 }
 _LARGE = {
     "hidden_size": 128,
@@ -188,9 +191,19 @@ def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) 
         )  # fmt: skip
     notes += source.notes
     limit = source.max_positions or 1024
+    build = functools.partial(_for_training, source.build)
     return Specimen(
-        source.name, source.build, source.build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(512, limit)
+        source.name, build, build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(512, limit)
     )
+
+
+def _for_training(build: Callable[[], nn.Module]) -> nn.Module:
+    """A model without KV cache, as the small ones are: transformers' Trainer and `memprof profile` train without one."""
+    model = build()
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+    return model
 
 
 def batches(specimen: Specimen, case: str, seed: int) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
 from memprof.verify.bench import verify
+from memprof.verify.specimens import SPECIMENS
 
 
 def test_the_numbers_are_the_same_on_any_number_of_cores(monkeypatch):
@@ -8,3 +9,9 @@ def test_the_numbers_are_the_same_on_any_number_of_cores(monkeypatch):
         answers.append(verify(["fused-optimizer"], seeds=1).to_json())
     assert answers[0] == answers[1]
     assert {row["model"] for row in answers[0]["deviations"]} == {"gpt2", "llama", "gemma2", "handwritten"}
+
+
+def test_models_have_no_cache_to_compile_for():
+    for specimen in SPECIMENS.values():
+        for build in (specimen.build, specimen.build_large):
+            assert not getattr(getattr(build(), "config", None), "use_cache", False)
