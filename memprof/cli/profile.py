@@ -117,6 +117,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         spec, simulated = flow.resolve_device(spec, progress)
     if how.fix is None and not how.ladder:
         return flow.profile(spec, progress) if simulated is None else (simulated, analyze(simulated))
+    from memprof.flows.ahead import code_kept
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
     from memprof.flows.ladder.search import search
@@ -137,9 +138,10 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     runs = SpecRuns(spec, progress, simulated, likely=fixes)
-    if how.fix is None:
-        return climb(runs, ladder(spec.gpus))
-    return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
+    with code_kept():
+        if how.fix is None:
+            return climb(runs, ladder(spec.gpus))
+        return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)
 
 
 def _largest(spec: TargetSpec, what: str, fix: str | None, progress: Progress) -> tuple[Trace, Document]:

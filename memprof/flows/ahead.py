@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from memprof.errors import MemprofError
 from memprof.flows.profile import COMPILER, compiles, profile
@@ -36,6 +36,15 @@ def warm(spec: TargetSpec, progress: Callable[[str], None]) -> None:
     )  # fmt: skip
     with contextlib.suppress(MemprofError):  # whatever it is, the runs themselves will say it
         profile(small, explained=False)
+
+
+@contextlib.contextmanager
+def code_kept() -> Iterator[None]:
+    """Inside, what the compiler made of a model's layers in one run serves the next."""
+    from memprof.virtual.compiled.reuse import shared  # needs torch
+
+    with shared():
+        yield
 
 
 class Ahead:

@@ -192,13 +192,11 @@ def find_specimen(name: str, notes: list[str], trust_remote_code: bool = False) 
     notes += source.notes
     limit = source.max_positions or 1024
     build = functools.partial(_for_training, source.build)
-    return Specimen(
-        source.name, build, build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(512, limit)
-    )
+    return Specimen(source.name, build, build, source.vocab_size, _ALL_CASES, min(TOKENS, limit), min(512, limit))
 
 
 def _for_training(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model without KV cache, as the small ones are: transformers' Trainer and `memprof profile` train without one."""
+    """Without KV cache, as the small ones are: `memprof profile` and transformers' Trainer train without one."""
     model = build()
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):

@@ -41,7 +41,6 @@ EAGER = "torch.compile runs eagerly here{}: compiled code fuses operators and as
 _BY_TIME = "Inductor is not asked to time kernels against each other ({}): cuBLAS and its own first choice are taken."
 _TIMED = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 _INDUCTOR = {
-    "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "autotune_local_cache": False,
     "compile_threads": 1,
@@ -49,7 +48,7 @@ _INDUCTOR = {
     "triton.autotune_at_compile_time": False,
     **dict.fromkeys(_TIMED, False),
 }
-"""Settings of Inductor while it compiles: nothing is kept from one run to the next, and nothing is timed."""
+"""Settings of Inductor while it compiles, beside `reuse.settings`: nothing is kept for other processes, or timed."""
 _AOT = {
     "enable_autograd_cache": False,
     "enable_remote_autograd_cache": False,
@@ -334,7 +333,7 @@ class Compiler:
         import torch._functorch.config as functorch
         import torch._inductor.config as inductor
 
-        from memprof.virtual.compiled import card, tracing
+        from memprof.virtual.compiled import card, reuse, tracing
 
         self._graphs_for_all = bool(inductor.triton.cudagraphs)
         timed = [name for name in _TIMED if getattr(inductor, name, False)]
@@ -345,8 +344,9 @@ class Compiler:
         try:
             own.set_all(tracing.patches(self._machine))
             own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
+            own.set_all(reuse.patches(str(self._properties), self._origins, self._telling.took))
             with (
-                inductor.patch(_known(inductor, _INDUCTOR)),
+                inductor.patch(_known(inductor, {**_INDUCTOR, **reuse.settings()})),
                 functorch.patch(_known(functorch, _AOT)),
                 warnings.catch_warnings(),
             ):

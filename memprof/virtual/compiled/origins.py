@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -47,6 +48,14 @@ class Origins:
     def note(self, graph: Any, file: str) -> None:
         """`graph`, lowered by Inductor, became that file."""
         self._buffers[file] = {name: origin for name, node in _nodes(graph) if (origin := origin_of(node)) is not None}
+
+    def of_code(self, name: str) -> dict[str, Origin]:
+        """Of the buffers of the file of this name."""
+        return next((known for file, known in self._buffers.items() if Path(file).stem == name), {})
+
+    def know(self, file: str, buffers: dict[str, Origin]) -> None:
+        """Another run has noted this of its `file`."""
+        self._buffers[file] = buffers
 
     def place(self, frame: FrameType | None, known: Place) -> tuple[str, Place]:
         """Operator and place of the allocation in generated code that `frame` is called from.
