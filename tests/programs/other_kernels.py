@@ -10,7 +10,7 @@ import numpy
 
 from tests.programs import data, folders
 from tests.programs.program import Program
-from tests.programs.stand_ins import DLLOGGER
+from tests.programs.stand_ins import DLLOGGER, NO_WANDB
 
 
 def _ratings(home: Path) -> None:
@@ -208,6 +208,14 @@ OTHER_KERNELS = (
         command="main.py --use-fp8 --epochs 1",
         data=lambda home: data.idx(home.parent / "data", "MNIST"),
         options="--gpu h100-80gb",
+    ),
+    Program(
+        name="RWKV-7",
+        repository="BlinkDL/RWKV-LM",
+        commit="524481d",
+        folder="RWKV-v7/train_temp",
+        command="rwkv7_train_simplified.py",
+        before=NO_WANDB,
     ),
     Program(
         name="TinyLlama",
