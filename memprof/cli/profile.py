@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     from memprof.flows.ahead import code_kept
     from memprof.flows.ladder.climb import climb
     from memprof.flows.ladder.runs import SpecRuns, apply_fixes
-    from memprof.flows.ladder.search import search
+    from memprof.flows.ladder.search import guessed, search
     from memprof.remedies.fixes import parse_fixes
     from memprof.remedy_catalog import BESIDE, SPREADS, STEPS, ladder
 
@@ -137,7 +138,8 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         spec = spec.edit(parallel=BESIDE)
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
-    runs = SpecRuns(spec, progress, simulated, likely=fixes)
+    guess = functools.partial(guessed, spec) if how.searches else None
+    runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess)
     with code_kept():
         if how.fix is None:
             return climb(runs, ladder(spec.gpus))

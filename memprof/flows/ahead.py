@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from memprof.errors import MemprofError
 from memprof.flows.profile import COMPILER, compiles, profile
@@ -47,23 +48,33 @@ def code_kept() -> Iterator[None]:
         yield
 
 
+Made = tuple[Trace, Document] | MemprofError
+"""A run without its ledger, or why it cannot be made."""
+
+
 class Ahead:
     """Runs that were made before they were asked for."""
 
     def __init__(self, progress: Callable[[str], None]) -> None:
         self._progress = progress
         self._is_warm = False
-        self._made: dict[TargetSpec, tuple[Trace, Document] | MemprofError] = {}
+        self._made: dict[TargetSpec, Made] = {}
 
-    def run(self, specs: Iterable[TargetSpec]) -> None:
+    def run(self, specs: Iterable[TargetSpec], guess: Callable[[], dict[TargetSpec, Made]] | None = None) -> None:
         """Make these at once, each in a process of its own; nothing is done where that gains nothing.
 
         What compiles waits until this process has compiled: of what torch prepares for that the others have it all.
+
+        Args:
+            guess: makes others, in one more process.
         """
         from memprof.workload.side_by_side import side_by_side
 
         left = [spec for spec in dict.fromkeys(specs) if spec not in self._made]
-        if len(left) < 2 or at_once(left[0]) < 2:
+        works: list[Callable[[], Any]] = [functools.partial(_run, spec) for spec in left]
+        if guess is not None:
+            works.append(guess)
+        if len(works) < 2 or at_once(left[0]) < 2:
             return
         if COMPILER not in sys.modules and any(map(compiles, left)):
             return
@@ -71,8 +82,10 @@ class Ahead:
             warm(left[0], self._progress)
             self._is_warm = True
         look_through_no_more()
-        works = [functools.partial(_run, spec) for spec in left]
-        self._made |= zip(left, side_by_side(works, self._progress), strict=True)
+        made = side_by_side(works, self._progress)
+        self._made |= zip(left, made, strict=False)
+        if guess is not None and not isinstance(made[-1], MemprofError):
+            self._made |= made[-1]
 
     def take(self, spec: TargetSpec) -> tuple[Trace, Document] | None:
         """The run of `spec`, without its ledger; None: it was not made.

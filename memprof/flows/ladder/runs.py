@@ -14,9 +14,9 @@ from typing import Any
 
 from memprof.catalog import Gpu
 from memprof.cost import StepWork, bottleneck_of, cost_of, step_work
-from memprof.errors import UsageError
+from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze, with_settings
-from memprof.flows.ahead import Ahead
+from memprof.flows.ahead import Ahead, Made
 from memprof.flows.cards import virtual_card
 from memprof.flows.profile import profile
 from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
@@ -167,6 +167,7 @@ class SpecRuns(Runs):
         simulated: the run as it is, if it was made already.
         likely: remedies that will be asked for: if what they make of the spec does not depend on the run as it is, that
             is run at the same time.
+        guess: or makes the runs that will be asked for, at the same time too.
     """
 
     def __init__(
@@ -175,15 +176,17 @@ class SpecRuns(Runs):
         progress: Callable[[str], None] = lambda doing: None,
         simulated: Trace | None = None,
         likely: Sequence[Fix] = (),
+        guess: Callable[[], dict[TargetSpec, Made]] | None = None,
     ) -> None:
         self._progress = progress
         self._spec = spec
         self._simulated = simulated
         self._ahead = Ahead(progress)
         if likely and simulated is None and spec.device == "virtual":
-            with contextlib.suppress(UsageError, _AskedError):
-                edited = functools.reduce(lambda spec, fix: edit_spec(spec, fix, _Unknown()), likely, spec)
-                self._ahead.run([spec, edited])
+            with contextlib.suppress(UsageError, AskedError):
+                self._ahead.run([spec, _edited(spec, likely)])
+        elif guess is not None and simulated is None and spec.device == "virtual":
+            self._ahead.run([spec], guess)
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
@@ -248,21 +251,63 @@ class SpecRuns(Runs):
         return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
 
 
-class _AskedError(Exception):
+class Guess(SpecRuns):
+    """Runs that are made while the run as it is is not known yet, for `Ahead`: those of `with_fixes`."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._spec = spec
+        self.made: dict[TargetSpec, Made] = {}
+
+    def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
+        """The spec with `fixes`.
+
+        Raises:
+            UsageError: one of them does not go with it.
+            AskedError: one of them depends on what the run as it is turned out to be.
+        """
+        # A model of this library has rarely a module that looks at all rows. If it has, the guess was wrong.
+        return _edited(self._spec, fixes, classes=(), alloc_conf=None)
+
+    def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
+        """The run with these in force, but for the allocator's settings.
+
+        Raises:
+            UsageError: one of them does not apply.
+            AskedError: as `in_force`.
+        """
+        spec = self.in_force([fix for fix in fixes if not fix.remedy.alloc_conf])
+        try:
+            trace, document = self.made[spec] = profile(spec, explained=False)
+        except MemprofError as error:
+            self.made[spec] = error
+            raise
+        return LadderRun(trace, document, None)
+
+
+def _edited(spec: TargetSpec, fixes: Sequence[Fix], **known: Any) -> TargetSpec:
+    return functools.reduce(lambda spec, fix: edit_spec(spec, fix, _Unknown(known)), fixes, spec)
+
+
+class AskedError(Exception):
     """A remedy depends on what the run as it is turned out to be."""
 
 
 class _Unknown(Mapping[str, Any]):
-    """The target of a run that was not made yet: nobody may ask it anything."""
+    """The target of a run that was not made yet: nobody may ask for more of it than is `known`."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self._known = known
 
     def __getitem__(self, name: str) -> Any:
-        raise _AskedError(name)
+        if name not in self._known:
+            raise AskedError(name)
+        return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
-        raise _AskedError
+        raise AskedError
 
     def __len__(self) -> int:
-        raise _AskedError
+        raise AskedError
 
 
 def _sharing(spec: TargetSpec) -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memprof.errors import MemprofError, RunFailedError, UsageError
+from memprof.flows.ahead import Made
 from memprof.flows.ladder.climb import next_step
-from memprof.flows.ladder.runs import LadderRun, Runs, with_ladder
+from memprof.flows.ladder.runs import AskedError, Guess, LadderRun, Runs, with_ladder
 from memprof.remedies.fixes import Fix
-from memprof.remedy_catalog import REMEDIES, helping, tiers, why_not_together
+from memprof.remedy_catalog import REMEDIES, helping, in_force, tiers, why_not_together
 from memprof.report.documents.report import Document
+from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
 from memprof.units import format_bytes
 
@@ -35,6 +38,15 @@ def search(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) 
     """
     found = find(runs, sets)
     return with_ladder(runs, found.steps, found.reason, found.left_out)
+
+
+def guessed(spec: TargetSpec) -> dict[TargetSpec, Made]:
+    """The runs that `find` makes first where `spec` does not fit, before it is known whether it does."""
+    guess = Guess(spec)
+    on_now = in_force(spec)
+    with contextlib.suppress(AskedError):
+        _all_of(guess, [name for name in tiers()[0][1] if name not in on_now], {})
+    return guess.made
 
 
 def find(runs: Runs, sets: Sequence[tuple[str, Sequence[str]]] | None = None) -> Found:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from memprof.flows.ladder.climb import climb
-from memprof.flows.ladder.runs import SpecRuns
-from memprof.flows.ladder.search import search
+from memprof.flows.ladder.runs import AskedError, Guess, SpecRuns
+from memprof.flows.ladder.search import guessed, search
+from memprof.remedies.fixes import Fix
+from memprof.remedy_catalog import REMEDIES
 from memprof.spec import TargetSpec
 
 SPEC = TargetSpec(model="1M", model_is_size=True, batch_size=4, context_length=2048, gpu_vram_bytes=640 << 20)
@@ -36,3 +40,23 @@ def test_the_next_rung_is_run_with_the_one_before_it(monkeypatch):
         assert document.ledger is not None and not runs._ahead._made
         answers.append(document.to_json())
     assert answers[0] == answers[1]
+
+
+def test_what_a_search_begins_with_is_run_beside_the_original(monkeypatch):
+    spec = TargetSpec(model="pythia-70m", context_length=2048, gpu_vram_bytes=2 << 30)
+    answers = []
+    for processes in "12":
+        monkeypatch.setenv("MEMPROF_PROCESSES", processes)
+        runs = SpecRuns(spec, guess=functools.partial(guessed, spec))
+        # Of two sets, of which the larger does not apply as a whole.
+        made = set(runs._ahead._made)
+        assert len(made) == (0 if processes == "1" else 2)
+        _, document = search(runs)
+        assert document.verdict.fits and document.ledger is not None and not made & set(runs._ahead._made)
+        answers.append(document.to_json())
+    assert answers[0] == answers[1]
+
+
+def test_what_depends_on_the_original_is_not_guessed():
+    with pytest.raises(AskedError):
+        Guess(SPEC).check([Fix(REMEDIES["bfloat16"])])  # of which dtype it is
