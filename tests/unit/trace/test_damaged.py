@@ -91,7 +91,8 @@ def test_bytes_that_were_changed(document, tmp_path, data) -> None:
         (("storages", 0, 0), -5), (("storages", 0, 0), "4"), (("storages", 0, 1), [-3]), (("storages", 0, 2), [1]),
         (("storages", 0, 4), -1), (("storages", 0), []), (("storages",), {}), (("events", "ref", 3), 0),
         (("events", "ref", 3), None), (("owners", 0, 0), 10**9), (("times",), [1]), (("modules", 3, 0), "layers.x"),
-        (("device",), "cuda:\0"), (("facts", "device", "total_bytes"), 10**400), (("phases",), _DEEP * 1),
+        (("device",), "cuda:\0"), (("device",), "x"), (("device",), "cuda"),
+        (("facts", "device", "total_bytes"), 10**400), (("phases",), _DEEP * 1),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(document, tmp_path, path, value) -> None:
