@@ -25,10 +25,10 @@ CUDA = """
 import time
 import torch
 torch.cuda.hold(10 << 20)
-time.sleep(0.4)
+time.sleep(1)
 torch.cuda.hold(70 << 20)   # higher than any reading will see
 torch.cuda.hold(20 << 20)
-time.sleep(0.4)
+time.sleep(1)
 torch.cuda.hold(30 << 20)
 """
 
