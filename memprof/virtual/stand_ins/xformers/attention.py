@@ -16,7 +16,7 @@ import torch
 from memprof.virtual.stand_ins import flash_attn_interface as fa3
 from memprof.virtual.stand_ins.flash_attn import attention as fa2
 from memprof.virtual.stand_ins.registry import stand_in
-from memprof.virtual.stand_ins.tools import kernel, on_card, refused
+from memprof.virtual.stand_ins.tools import kernel, not_here, on_card, refused
 from memprof.virtual.stand_ins.xformers import biases
 
 _SOURCE = "facebookresearch/xformers@v0.0.32.post2:xformers/ops/fmha"
@@ -223,6 +223,21 @@ def _flash_3(
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, others=(None, seqused_k),
     )  # fmt: skip
     return fa3._forward(query, key, value, call)[:2]
+
+
+class _Named(type):
+    """Of classes that programs ask for their operator alone."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise not_here(f"{cls.__module__}.{cls.__name__}.{name}")
+
+
+for _kind, _found in {"flash": "xformers_flash", "flash3": "xformers_flash3"}.items():
+    _made = _Named("FwOp", (), {"OPERATOR": getattr(torch.ops, _found).flash_fwd})
+    _made.__doc__ = "Names its operator, by which a program knows it: nothing is taken."
+    stand_in(f"xformers.ops.fmha.{_kind}.FwOp", source=f"{_SOURCE}/{_kind}.py")(_made)
 
 
 @stand_in(

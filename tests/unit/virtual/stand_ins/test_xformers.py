@@ -168,6 +168,10 @@ def test_a_checkpoint_may_keep_what_attention_gave(size: int, operator: str) -> 
         import xformers.ops as xops
 
         kept = getattr(torch.ops, operator).flash_fwd.default
+        named = getattr(xops.fmha, operator.removeprefix("xformers_")).FwOp
+        assert kept._overloadpacket == named.OPERATOR
+        with pytest.raises(MemprofError, match=r"FwOp\.not_supported_reasons"):
+            named.not_supported_reasons(None)
         policy = checkpoint.CheckpointPolicy
         runs: dict[str, int] = {}
         for name, chosen in (("kept", policy.MUST_SAVE), ("made again", policy.PREFER_RECOMPUTE)):
