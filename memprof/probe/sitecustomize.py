@@ -1,6 +1,7 @@
 """Runs in every Python that a command of `memprof monitor` starts, and tells memprof what its CUDA allocator holds.
 
-Also in those that a program on the virtual GPU starts: there it has no_card.py say that nobody can use the card.
+Also in those that a program on the virtual GPU starts: there it has no_card.py say that nobody can use the card, and
+memprof, if that can be imported, stand in for what the program imports there too.
 
 Python imports a module of this name at start; memprof puts this folder at the head of PYTHONPATH. It must not be
 noticed:
@@ -31,11 +32,14 @@ SOCKET = "MEMPROF_MONITOR_SOCKET"
 INTERVAL = "MEMPROF_MONITOR_INTERVAL"
 REFUSALS = "MEMPROF_REFUSALS"
 """A file of the run that started this process."""
+STAND_INS = "MEMPROF_STAND_INS"
+"""Packages that the run stands in for, where they are not installed."""
 HIDDEN = "MEMPROF_HIDDEN"
 """What a Python that was told to ignore its environment (-I, -E) finds there all the same, once the probe is in it."""
 SEPARATOR = "\x1f"
 _LONGEST_ERROR = 200
 _FOLDER = os.path.dirname(__file__)
+_STAND_INS = "memprof.virtual.stand_ins.finder"
 
 
 class _BeforeTorchCuda:
@@ -69,6 +73,29 @@ class _BeforeTorchCuda:
 
         loader.exec_module = exec_module
         return spec
+
+
+class _StandIns:
+    """Finds what no other finder does: once a package that is stood in for is imported, memprof's finder does.
+
+    A process that multiprocessing starts anew imports the program before it does its own part.
+    """
+
+    def __init__(self, packages: "list[str]") -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
+        """None for all but these packages."""
+        if name.partition(".")[0] not in self._packages:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            __import__(_STAND_INS)
+        except ImportError:
+            return None
+        finder = sys.modules[_STAND_INS].StandIns(lambda line: None, lambda tensor: None, lambda num_bytes, name: None)
+        sys.meta_path.append(finder)
+        return finder.find_spec(name, path, target)
 
 
 def _watch(cuda: "Any") -> None:
@@ -210,6 +237,9 @@ def _begin() -> None:
         for pair in filter(None, hidden.split(SEPARATOR)):
             name, _, value = pair.partition("=")
             os.environ[name] = value
+    packages = os.environ.get(STAND_INS)
+    if packages:
+        sys.meta_path.append(_StandIns(packages.split()))
     asked = [then for name, then in ((SOCKET, _watch), (REFUSALS, _refuse)) if os.environ.get(name)]
     if not asked:
         return

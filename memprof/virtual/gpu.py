@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memprof.catalog import Gpu
+from memprof.catalog.stand_ins import PACKAGES
 from memprof.errors import MemprofError, UsageError
 from memprof.trace.events import Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import RankFacts
@@ -119,7 +120,7 @@ class VirtualGpu(Watch):
         self._passes_kernels = passes_kernels
         self._watches_quantized = False
         self._growth = GrowthWatch(self.recorder, lambda: self._function_mode.autocast.nodes_without_gradients)
-        self._children = children.Children()
+        self._children = children.Children(PACKAGES if stand_ins else ())
         self._refused: Failure | None = None
         self._context_bytes = context_bytes
         self._memory = Memory(self.recorder, memory)

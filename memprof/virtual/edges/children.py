@@ -16,12 +16,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memprof import probe
 from memprof.errors import MemprofError
-from memprof.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR
+from memprof.probe.sitecustomize import HIDDEN, REFUSALS, SEPARATOR, STAND_INS
 from memprof.virtual.limits import not_yet
 from memprof.watch.patches import Patch
 
@@ -45,9 +45,14 @@ def refusals_of(process: int) -> str:
 
 
 class Children:
-    """A context manager: the processes that are started inside."""
+    """A context manager: the processes that are started inside.
 
-    def __init__(self) -> None:
+    Args:
+        stand_ins: packages that are stood in for there too, if they are not installed.
+    """
+
+    def __init__(self, stand_ins: Iterable[str] = ()) -> None:
+        self._stand_ins = " ".join(stand_ins)
         self.file = ""
         """Where they tell what they were refused."""
         self._process = 0
@@ -68,7 +73,8 @@ class Children:
             self._ended.set()
             if self._handler is not None:
                 signal.signal(_SIGNAL, self._handler)
-        os.environ.pop(REFUSALS, None)
+        for name in (REFUSALS, STAND_INS):
+            os.environ.pop(name, None)
         path = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder != probe.FOLDER]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
         if path in ([], [""]):
@@ -154,6 +160,8 @@ class Children:
     def _told(self, environment: Mapping[Any, Any]) -> dict[str, str]:
         """An environment in which a Python finds the probe."""
         told = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()} | {REFUSALS: self.file}
+        if self._stand_ins:
+            told[STAND_INS] = self._stand_ins
         path = told.get("PYTHONPATH")
         if path is None or probe.FOLDER not in path.split(os.pathsep):
             told["PYTHONPATH"] = probe.python_path(path)

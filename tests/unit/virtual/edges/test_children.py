@@ -129,3 +129,44 @@ def test_what_a_machine_with_a_card_would_show_is_not_missing(monkeypatch: pytes
             subprocess.run(["nvidia-smi", "-q"], check=False)
     with pytest.raises(FileNotFoundError):
         subprocess.run(["nvidia-smi"], check=False)
+
+
+IMPORTS = """
+import multiprocessing
+import xformers.profiler
+from flash_attn import flash_attn_func
+
+def work(queue):
+    queue.put(xformers.__version__ + " " + flash_attn_func.__module__)
+
+def main(queue, way):
+    process = multiprocessing.get_context(way).Process(target=work, args=(queue,))
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_a_program_that_is_imported_again_finds_its_stand_ins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """By a process that multiprocessing starts anew: a manager's, a worker's (Meta's lingua starts one)."""
+    import multiprocessing
+
+    (tmp_path / "imported_again.py").write_text(IMPORTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    told = []
+    for stand_ins in (True, False):
+        with VirtualGpu(CARD, stand_ins=stand_ins):
+            code = "import multiprocessing, imported_again; print(imported_again.xformers.__version__)"
+            done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+            told.append(done.stdout.strip() or done.stderr.strip().splitlines()[-1])
+    assert told == ["0.0.32.post2", "ModuleNotFoundError: No module named 'xformers'"]
+    with VirtualGpu(CARD):
+        import imported_again
+
+        queue = multiprocessing.get_context(way).SimpleQueue()
+        imported_again.main(queue, way)
+        assert not queue.empty()
+        assert queue.get() == "0.0.32.post2 flash_attn.flash_attn_interface"
+    del sys.modules["imported_again"]
