@@ -166,19 +166,24 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return rows.contiguous() if rows.stride(-1) != 1 else rows
 
 
-def _norm(
-    x: torch.Tensor, weight: Any, bias: Any, residual: Any, dropout_p: float, prenorm: bool, residual_in_fp32: bool,
-    is_rms: bool, out_dtype: Any,
+def norm(
+    name: str, parts_of_sm: int, x: torch.Tensor, weight: Any, bias: Any, residual: Any, dropout_p: float,
+    prenorm: bool, residual_in_fp32: bool, is_rms: bool, out_dtype: Any = None,
 ) -> Any:  # fmt: skip
-    """LayerNormFn: x, or the sum of it and the residual in the latter's type, is saved with a number a row, or two."""
+    """LayerNormFn: x, or the sum of it and the residual in the latter's type, is saved with a number a row, or two.
+
+    Args:
+        name: what the program calls, "package.function".
+        parts_of_sm: parts of the gradients of weights that there are for each multiprocessor.
+    """
     shape, kind = x.shape, x.dtype
     stream = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
     key = (shape[-1], residual is not None, stream, is_rms, bias is not None, kind)
 
     def forward(given: Any, scale: Any, shift: Any, before: Any) -> Any:
-        on_card("flash_attn.layer_norm_fn", given)
+        on_card(name, given)
         for one in (scale, shift):
-            must(one is None or one.shape == shape[-1:], "flash_attn.layer_norm_fn", f"weights of {shape[-1]}")
+            must(one is None or one.shape == shape[-1:], name, f"weights of {shape[-1]}")
         rows = _rows(given)
         output = torch.empty_like(rows, dtype=out_dtype)
         summed = rows
@@ -188,7 +193,7 @@ def _norm(
         mean = None if is_rms else rows.new_empty(number, dtype=torch.float32)
         deviation = rows.new_empty(number, dtype=torch.float32)
         seeds = torch.randint(2**32, (number,), device=rows.device, dtype=torch.int64) if dropout_p > 0 else None
-        autotuned("flash_attn layer_norm forward", key)
+        autotuned(f"{name} forward", key)
         saved = (summed, scale.contiguous(), shift, seeds, mean, deviation)
         result = output.reshape(shape)
         return ((result, summed.reshape(shape)) if prenorm else result), saved
@@ -199,11 +204,11 @@ def _norm(
         made = torch.empty(summed.shape, dtype=kind, device=summed.device)
         separate = residual is not None and (kind != summed.dtype or dropout_p > 0)
         of_residual = torch.empty_like(summed) if separate else made
-        sms = torch.cuda.get_device_properties(summed.device).multi_processor_count * _PARTS
+        sms = torch.cuda.get_device_properties(summed.device).multi_processor_count * parts_of_sm
         parts = [
             None if one is None else summed.new_empty((sms, shape[-1]), dtype=torch.float32) for one in (scale, shift)
         ]
-        autotuned("flash_attn layer_norm backward", key)
+        autotuned(f"{name} backward", key)
         of_parameters = [
             None if part is None else part.sum(0).to(one.dtype) for part, one in zip(parts, (scale, shift), strict=True)
         ]
@@ -227,7 +232,19 @@ def layer_norm_fn(
     for name, value in given.items():
         if value is not None:
             raise refused(f"{_NORMS}.layer_norm_fn", f"`{name}`")
-    return _norm(x, weight, bias, residual, dropout_p, prenorm, residual_in_fp32, is_rms_norm, out_dtype)
+    return norm(
+        "flash_attn.layer_norm_fn",
+        _PARTS,
+        x,
+        weight,
+        bias,
+        residual,
+        dropout_p,
+        prenorm,
+        residual_in_fp32,
+        is_rms_norm,
+        out_dtype,
+    )
 
 
 @stand_in(f"{_NORMS}.rms_norm_fn", source=_AT + "ops/triton/layer_norm.py")

@@ -168,7 +168,7 @@ CASES: dict[str, tuple[str, Callable[[], Case], list[int]]] = {
     # state-spaces/mamba@v2.3.2.post1: mamba_ssm/ops/selective_scan_interface.py, MambaInnerFn: what was not kept is
     # computed again; gradients of input and gate are one, those of B and C in float32; products copy what they take.
     "mamba_inner_fn": (
-        "mamba_ssm.py:mamba_inner_fn", scanned,
+        "mamba_ssm/scan.py:mamba_inner_fn", scanned,
         [
             OF_INNER, OF_INNER, 2 * OF_INNER, *4 * [OF_INNER], single(INNER, STATES), OF_STATES, OF_STATES,
             single(INNER), single(INNER), OF_STATES // 2, OF_STATES // 2, half(MODEL, INNER),
@@ -200,12 +200,12 @@ ELSEWHERE = {
     "flash_attn/layers.py:apply_rotary_emb": (
         "test_flash_layers.test_rotary_positions_in_a_tensor_of_their_own_or_in_place"
     ),
-    "flash_attn/layers.py:_norm": "test_flash_layers.test_a_norm_in_triton_is_timed_at_its_first_call",
+    "flash_attn/layers.py:norm": "test_flash_layers.test_a_norm_in_triton_is_timed_at_its_first_call",
     "flash_attn/layers.py:cross_entropy_loss": (
         "test_flash_layers.test_the_gradient_of_cross_entropy_may_take_the_place_of_the_logits"
     ),
     "flash_attn_interface.py:_call": "test_flash_attention.test_flash_attention_3_on_hopper",
-    "mamba_ssm.py:selective_scan_fn": "test_mamba.test_a_scan_keeps_a_state_for_each_chunk",
+    "mamba_ssm/scan.py:selective_scan_fn": "test_mamba.test_a_scan_keeps_a_state_for_each_chunk",
     f"{TE}linear.py:Linear.forward": "test_transformer_engine.test_a_product_saves_its_input",
     f"{TE}linear.py:LayerNormLinear.forward": (
         "test_transformer_engine.test_a_norm_before_it_is_saved_with_its_numbers"

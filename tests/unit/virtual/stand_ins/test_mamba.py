@@ -52,7 +52,7 @@ def test_a_scan_keeps_a_state_for_each_chunk(gpu: VirtualGpu) -> None:
 
 
 def test_mambas_layer_computes_its_convolution_again(gpu: VirtualGpu) -> None:
-    from mamba_ssm import Mamba, MambaLMHeadModel
+    from mamba_ssm import Mamba
 
     layer = Mamba(32, d_state=STATES, device="cuda", dtype=torch.bfloat16)
     x = tensor(BATCH, TIME, 32)
@@ -69,5 +69,30 @@ def test_mambas_layer_computes_its_convolution_again(gpu: VirtualGpu) -> None:
         parameter.grad is not None and parameter.grad.shape == parameter.shape for parameter in layer.parameters()
     )
     assert x.grad is not None and x.grad.shape == x.shape
-    with pytest.raises(MemprofError, match=r"mamba_ssm\.MambaLMHeadModel"):
-        MambaLMHeadModel(None)
+
+
+@pytest.mark.parametrize("rms_norm", [True, False])
+def test_the_language_model_keeps_a_stream_in_float32_for_each_layer(gpu: VirtualGpu, rms_norm: bool) -> None:
+    """Beside what Mamba's own layers keep: the sum before each norm, its numbers a row, and the last norm's output."""
+    from mamba_ssm import Mamba, MambaLMHeadModel
+    from mamba_ssm.models.config_mamba import MambaConfig
+
+    config = MambaConfig(d_model=32, n_layer=3, vocab_size=100, rms_norm=rms_norm)
+    model = MambaLMHeadModel(config, device="cuda", dtype=torch.bfloat16)
+    assert model.lm_head.weight is model.backbone.embedding.weight and model.lm_head.weight.shape == (104, 32)
+    ids = torch.zeros(BATCH, TIME, dtype=torch.int64, device="cuda")
+    layer = Mamba(32, device="cuda", dtype=torch.bfloat16)
+    of_layer = measured(lambda: layer(tensor(BATCH, TIME, 32)))[0] - half(BATCH, TIME, 32)  # without its input
+    stays, _, out = measured(lambda: model(ids).logits)
+    assert out.shape == (BATCH, TIME, 104)
+    rows, numbers = BATCH * TIME, 1 if rms_norm else 2
+    norms = 4 * (single(rows, 32) + numbers * single(rows) + half(rows, 32))
+    # The stream's sums are made of each layer's output, which nobody keeps; the head's input is the last norm's.
+    of_outputs = 3 * half(rows, 32)
+    assert stays == 3 * of_layer + norms - of_outputs + half(rows, 104)
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(MemprofError, match=r"MambaLMHeadModel\.generate with decoding"):
+        model.generate(ids)
+    with pytest.raises(MemprofError, match=r"mamba_ssm\.modules\.mamba2\.Mamba2"):
+        MambaLMHeadModel(MambaConfig(n_layer=1, ssm_cfg={"layer": "Mamba2"}))
