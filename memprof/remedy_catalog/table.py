@@ -8,12 +8,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib.resources
+import re
 from collections.abc import Iterable, Iterator
 from importlib.resources.abc import Traversable
 
 from memprof.errors import MemprofError
 from memprof.remedy_catalog import remedy as names
 from memprof.remedy_catalog.remedy import Remedy
+
+_MARK = re.compile(r"^@(Remedy\(.*?\))(?: *#[^\n]*)?\ndef (\w+)\(", re.MULTILINE | re.DOTALL)
 
 
 def read_entries(folder: Traversable) -> Iterator[Remedy]:
@@ -30,15 +33,22 @@ def read_entries(folder: Traversable) -> Iterator[Remedy]:
             hint="install it with them: compiled files alone are not enough",
         )
     for file in files:
-        text = file.read_text(encoding="utf-8")
-        body = ast.parse(text).body if "@Remedy(" in text else []
-        for function in (node for node in body if isinstance(node, ast.FunctionDef)):
-            for mark in function.decorator_list:
-                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "Remedy":
-                    entry = eval(compile(ast.Expression(mark), str(file), "eval"), dict(vars(names)))
-                    yield dataclasses.replace(
-                        entry, install=f"memprof.remedies.{file.name.removesuffix('.py')}:{function.name}"
-                    )
+        for entry, function in _marked(file.read_text(encoding="utf-8")):
+            found = eval(compile(entry, str(file), "eval"), dict(vars(names)))
+            yield dataclasses.replace(found, install=f"memprof.remedies.{file.name.removesuffix('.py')}:{function}")
+
+
+def _marked(text: str) -> Iterator[tuple[str, str]]:
+    """Entries in a file, as they are written, and the functions that they stand above."""
+    found = _MARK.findall(text)
+    if len(found) == text.count("@Remedy("):
+        yield from found
+        return
+    # Written otherwise than here: all of it is parsed, which takes longer than the rest of the table.
+    for function in (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)):
+        for mark in function.decorator_list:
+            if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "Remedy":
+                yield ast.unparse(mark), function.name
 
 
 def in_order(entries: Iterable[Remedy]) -> dict[str, Remedy]:

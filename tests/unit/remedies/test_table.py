@@ -122,6 +122,14 @@ def install(model: nn.Module, changes: Changes, *, word: str = "yes") -> None:
 """
 
 
+def test_an_entry_that_is_written_otherwise_is_read_too(tmp_path: Path) -> None:
+    found = []
+    for form in (TOY, TOY.replace(")\ndef install", ")\n@another\ndef install"), TOY.replace("\n)\ndef", ")\ndef")):
+        (tmp_path / "toy.py").write_text(form)
+        found += read_entries(tmp_path)
+    assert found[0] == found[1] == found[2] and found[0].install == "memprof.remedies.toy:install"
+
+
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remedy]:
     """A file more in `memprof/remedies`."""
