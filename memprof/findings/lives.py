@@ -70,12 +70,12 @@ class Lives:
         """By how much the run's peak would be lower if these bytes were never there, all else being equal."""
         changes = [(one.begin, -one.num_bytes) for one in less] + [(one.end, one.num_bytes) for one in less]
         changes.sort()
-        now = highest = position = 0
-        for time, allocated in enumerate(self._curve):
-            while position < len(changes) and changes[position][0] <= time:
-                now += changes[position][1]
-                position += 1
-            highest = max(highest, allocated + now)
+        now = highest = begin = 0
+        for time, change in [*changes, (len(self._curve), 0)]:
+            if time > begin:
+                highest = max(highest, max(self._curve[begin:time], default=0) + now)
+                begin = time
+            now += change
         return max(max(self._curve) - highest, 0)
 
     def without(self, storages: Iterable[int], share: float = 1.0) -> list[Less]:
