@@ -103,15 +103,19 @@ def at_stage(name: str, step: int, micro_batch: int = 0) -> str:
 def words_of(trace: Trace) -> int | None:
     """What a model tells apart that has no module for its logits: the rows of its largest embedding, else what the last
     of its losses is taken over. None if there is no such model."""
-    roles = {module.role for module in trace.modules}
-    if ModuleRole.HEAD in roles:
+    if any(module.role is ModuleRole.HEAD for module in trace.modules):
         return None
-    tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
-    owners = trace.owners.items()
-    rows = max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
+    rows = _rows_of_tables(trace)
     made = trace.storages if rows is None else []
     losses = (one.shape[-1] for one in reversed(made) if trace.op(one) == "aten._log_softmax" and len(one.shape) == 2)
     return next(losses, rows)
+
+
+def _rows_of_tables(trace: Trace) -> int | None:
+    """The rows of a model's largest embedding."""
+    tables = {f"{module.path}.weight" for module in trace.modules if module.role is ModuleRole.EMBEDDING}
+    owners = trace.owners.items()
+    return max((trace.storages[index].shape[0] for index, owner in owners if owner.name in tables), default=None)
 
 
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
@@ -175,6 +179,7 @@ class _ForwardSpans:
         self._seen_layer = ""
         self._seen_head = False
         self._saw_norm = False
+        self._norm_end = 0
         calls = (EventKind.ENTER, EventKind.EXIT)
         # A forward that goes on after something else (a checkpoint) without a module: its model was left before.
         self._left_root = not any(trace.events[time].kind in calls for time in range(begin, end))
@@ -186,7 +191,7 @@ class _ForwardSpans:
                 continue
             module = heads.get(event.ref, trace.modules[event.ref])
             if module.role is ModuleRole.NORM and depth == 0:
-                self._saw_norm = True
+                self._saw_norm, self._norm_end = True, time + 1
             if module.role is ModuleRole.ROOT and event.kind is EventKind.ENTER and not self._left_root:
                 self._reads_tokens = _reads_tokens(_tree(trace.modules, event.ref))
             if module.role is ModuleRole.ROOT and event.kind is EventKind.EXIT and not self._seen_head:
@@ -235,6 +240,10 @@ class _ForwardSpans:
             name = "embedding"
         elif following is None or following.role is ModuleRole.HEAD:
             name = "final norm" if self._saw_norm else "before the head"
+            if following is None and self._saw_norm and self._makes_logits(end):
+                # The head's product, and with some kernels its loss, in the model's own code.
+                self._add(name, self._norm_end)
+                name = "logits"
         else:
             name = f"{self._stack_name(following.stack)}embedding"
         last = self.spans[-1] if self.spans else None
@@ -252,6 +261,11 @@ class _ForwardSpans:
             return False
         storages = self._trace.storages
         return any(event.kind is EventKind.ALLOC and storages[event.ref].module in self._parts for event in events)
+
+    def _makes_logits(self, end: int) -> bool:
+        trace, words = self._trace, _rows_of_tables(self._trace)
+        made = (event.ref for event in trace.events[self._norm_end : end] if event.kind is EventKind.ALLOC)
+        return any(trace.storages[index].shape[1:][-1:] == (words,) for index in made)
 
     def _allocates(self, end: int) -> bool:
         return any(event.kind is EventKind.ALLOC for event in self._trace.events[self._begin : end])

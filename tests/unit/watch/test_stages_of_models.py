@@ -122,7 +122,8 @@ def forward_stages(model: nn.Module, *, tokens: bool) -> list[str]:
 
 
 def test_lists_of_lists_are_layers_and_a_product_is_a_head() -> None:
-    assert forward_stages(Speaker(), tokens=True) == ["embedding", "layer 0", "layer 1", "final norm", "loss"]
+    stages = ["embedding", "layer 0", "layer 1", "final norm", "logits", "loss"]
+    assert forward_stages(Speaker(), tokens=True) == stages
     categories = trained(Speaker(), tokens=True).peak.categories
     # At least the logits and their log-softmax.
     assert categories["logits and loss"] >= 2 * 4 * 32 * 1000 * 4
@@ -391,3 +392,22 @@ def test_a_loss_that_is_a_module_is_no_head() -> None:
     stages = [stage.name for stage in gpu.report().stages if stage.step == 2]
     assert stages.count("logits") == 1, stages
     assert stages.index("loss") == stages.index("logits") + 1, stages
+
+
+def test_a_head_that_fills_a_buffer_in_the_models_own_code_is_logits() -> None:
+    """As Liger-Kernel's loss does, of one chunk of tokens after another."""
+
+    class Chunked(Speaker):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for attention, feedforward in self.layers:
+                x = feedforward(attention(x))
+            x = self.norm(x)
+            buffer = torch.empty(x.shape[1], 1000, device=x.device)
+            with torch.no_grad():
+                for row in x:
+                    torch.mm(row, self.embed.weight.t(), out=buffer)
+            return x
+
+    stages = forward_stages(Chunked(), tokens=True)
+    assert stages == ["embedding", "layer 0", "layer 1", "final norm", "logits", "loss"]
