@@ -1,6 +1,6 @@
 # make demo     the first result: what a 4B model needs at 131,072 tokens (a few minutes once, for the installation)
 # make check    while you work: the linters, and the tests that take a minute (tests/conftest.py has which)
-# make test     everything that CI checks: the same with all tests
+# make test     everything that CI checks: the same with all tests but those of the night
 # make nightly  what make test leaves out: 3,800 hostile inputs (docs/security.md), long stories, more programs and examples
 # make lint     the same without tests;  make format  mends what ruff can
 # make docs     regenerates docs/cli.md, and the outputs and figures shown in README.md and docs/
@@ -85,9 +85,11 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	  { echo "memprof needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "no virtual environment could be made: on Debian or Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 1; }
-	$(PIP) install -c constraints.txt -e .
+	@echo "Installing memprof and what it needs, PyTorch among it, into $(VENV): a few minutes, once."
+	@$(PIP) install -q -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	@echo "Installing what the tests and linters need into $(VENV), once."
+	@$(PIP) install -q -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -163,14 +163,14 @@ def compare_way(name: str) -> Comparison:
     return compared(program(build, tokens, training))
 
 
-@pytest.mark.parametrize("name", by_day(MODELS, *[*MODELS][::2]))
+@pytest.mark.parametrize("name", by_day(MODELS, *[*MODELS][::3]))
 def test_families(name: str) -> None:
     comparison = compare_model(name)
     check(comparison)
     check_documented(row(name, MODELS[name].family, comparison))
 
 
-@pytest.mark.parametrize("name", by_day(WAYS, *[*WAYS][::2]))
+@pytest.mark.parametrize("name", by_day(WAYS, *[*WAYS][::3]))
 def test_ways_to_train(name: str) -> None:
     comparison = compare_way(name)
     check(comparison)

@@ -174,11 +174,11 @@ def describe(difference: sweep.Difference) -> str:
 
 
 def test_differences_of_a_part_are_explained() -> None:
-    """By day every seventh operator, whatever its name begins with."""
-    found = _swept(7)
+    """By day every eleventh operator, whatever its name begins with."""
+    found = _swept(11)
     unexplained = [one for one in found.differences if not explained(one)]
     assert not unexplained, "\n".join(map(describe, unexplained))
-    assert found.compared > 80 and found.equal > 0.7 * found.compared
+    assert found.compared > 50 and found.equal > 0.7 * found.compared
 
 
 @pytest.mark.nightly

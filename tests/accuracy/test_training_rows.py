@@ -159,7 +159,7 @@ def _simulate(run: Recipe | Bench, card: str) -> Simulated:
     return Simulated(ledger.peak_bytes, ledger.peak_stage.name, ledger.peak_reserved_bytes, readings)
 
 
-BY_DAY = "lora", "qlora ckpt=on", "baseline full FT", "+ packed", "+ activation offloading"
+BY_DAY = "lora", "baseline full FT", "+ packed", "+ activation offloading"
 """Of rows that differ in one setting, one is in every run."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.browser import Browser
+from tests.lanes import by_day
 from tests.processes import python
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -198,6 +200,7 @@ def test_the_map_shows_what_is_free_at_the_peak(page, made):
     assert free / sum(drawn) == pytest.approx((reserved - ledger.peak_bytes) / reserved, abs=0.02)
 
 
+@pytest.mark.nightly
 def test_two_cards_are_two_rows(browser, memprof, script):
     made = script("""
         import torch
@@ -215,8 +218,9 @@ def test_two_cards_are_two_rows(browser, memprof, script):
     assert browser.problems == []
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"), by_day([*itertools.product(["light", "dark"], [400, 1280])], ("light", 400))
+)
 def test_no_page_is_wider_than_its_window(browser, made, width, scheme):
     browser.open(made.page, width=width, scheme=scheme)
     assert browser.run("document.documentElement.scrollWidth") == width

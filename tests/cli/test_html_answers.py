@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.browser import Browser
+from tests.lanes import by_day
 from tests.processes import python
 
 SCRIPT = """
@@ -146,8 +148,9 @@ def test_what_was_run_and_what_it_costs(browser, recommended):
     assert len(browser.run(bars)) == min(len(found), 24)
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("scheme", "width"), by_day([*itertools.product(["light", "dark"], [400, 1280])], ("light", 400))
+)
 def test_no_page_is_wider_than_its_window(browser, compared, analyzed, recommended, width, scheme):
     for made in (compared, analyzed, recommended):
         browser.open(made.page, width=width, scheme=scheme)

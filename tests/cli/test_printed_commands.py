@@ -213,7 +213,7 @@ def test_every_command_of_the_doctor_runs(memprof, small, tmp_path, monkeypatch)
     assert len(commands) > 30
     small_ones = {"--model": str(small), "--context-length": "64", "--batch-size": "2"}
     ran = set()
-    for command in list(commands)[:: 1 if at_night() else 3]:
+    for command in list(commands)[:: 1 if at_night() else 5]:
         on_any_card = re.sub(r" --gpu-vram \S+", "", command)
         words = shlex.split(on_any_card.replace("SNAPSHOT", "run.memprof"))[1:]
         if words[0] == "profile":
@@ -222,7 +222,7 @@ def test_every_command_of_the_doctor_runs(memprof, small, tmp_path, monkeypatch)
             ran.add(tuple(words))
             done = memprof(*words)
             assert done.exit_code == 0, (command, done.stderr)
-    assert len(ran) > 10
+    assert len(ran) > (10 if at_night() else 6)
 
 
 # -- hints -------------------------------------------------------------------------------------------------------------

@@ -70,12 +70,18 @@ def test_4b_at_131072_tokens(memprof):
             {"layer 11", "loss"},
         ),
         ("pythia-70m", (), 70_426_624, {"layer 5", "logits"}),
-        ("llama-3.1-8b", (), 8_030_261_248, {"layer 31", "final norm"}),
+        pytest.param("llama-3.1-8b", (), 8_030_261_248, {"layer 31", "final norm"}, marks=pytest.mark.nightly),
         pytest.param(
             "mixtral-8x7b", ("--context-length", 256), 46_702_792_704, {"layer 31"}, marks=pytest.mark.nightly
         ),
         ("bert-base-uncased", (), 109_514_298, {"layer 11", "logits"}),
-        ("t5-base", (), 222_903_552, {"encoder layer 11", "decoder embedding", "decoder layer 11"}),
+        pytest.param(
+            "t5-base",
+            (),
+            222_903_552,
+            {"encoder layer 11", "decoder embedding", "decoder layer 11"},
+            marks=pytest.mark.nightly,
+        ),
         ("vit-base", (), 86_567_656, {"vit.embeddings ViTEmbeddings", "layer 11", "classifier Linear"}),
         ("whisper-tiny", (), 37_760_640, {"encoder layer 3", "decoder layer 3"}),
     ],

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests.lanes import by_day
 from tests.processes import Done, python
 
 TWO = """
@@ -51,7 +52,7 @@ def test_what_is_not_simulated_ends_the_run(tmp_path):
     assert done.stderr.startswith("memprof: ") and "cards for 1\n  hint:  memprof run --gpus 2" in done.stderr
 
 
-@pytest.mark.parametrize("then", ["pass", "raise SystemExit(5)", "raise ValueError('mine')"])
+@pytest.mark.parametrize("then", by_day(["pass", "raise SystemExit(5)", "raise ValueError('mine')"], "pass"))
 def test_a_program_that_catches_it_has_no_verdict_either(tmp_path, then):
     """On a card it would not have gone on as it did."""
     done = ran(tmp_path, CAUGHT.format(then=then), "--json")
@@ -83,7 +84,7 @@ def test_interrupted(tmp_path):
     assert document["failure"]["kind"] == "interrupted" and "it was interrupted" in document["findings"][0]["title"]
 
 
-@pytest.mark.parametrize("asked", ["accelerator.is_available()", "cuda.is_available()"])
+@pytest.mark.parametrize("asked", by_day(["accelerator.is_available()", "cuda.is_available()"], "cuda.is_available()"))
 def test_no_child_trains_for_real(tmp_path, asked):
     (tmp_path / "child.py").write_text(CHILD.format(asked=asked), encoding="utf-8")
     text = """
@@ -99,7 +100,7 @@ def test_no_child_trains_for_real(tmp_path, asked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", by_day(["spawn", "fork", "forkserver"], "fork"))
 def test_no_process_of_multiprocessing_trains_for_real(tmp_path, method):
     """Not one whose class has a `run` of its own either, nor one that imports torch in it."""
     text = f"""
@@ -207,7 +208,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("how", LAUNCHED)
+@pytest.mark.parametrize("how", by_day(LAUNCHED, "torchrun", "accelerate", "deepspeed"))
 def test_a_launcher_with_one_process_runs_in_this_one(tmp_path, how):
     launcher, wrap, said = LAUNCHED[how]
     (tmp_path / "train.py").write_text(TRAIN.format(wrap=wrap), encoding="utf-8")

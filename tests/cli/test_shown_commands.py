@@ -38,8 +38,8 @@ ELSEWHERE = {
     **dict.fromkeys(_commands("memprof verify"), "test_verify.py, with other remedies and models"),
 }
 COMMANDS = [command for command in _commands("memprof") if command not in SHOWN | ELSEWHERE.keys()]
-AT_NIGHT = ("--ladder", "--compile", "--compile-layers")
-"""These take half a minute with any model: test_ladder.py and tests/unit/workload/test_compile.py are in every run."""
+AT_NIGHT = ("--ladder", "--compile", "--compile-layers", "auto")
+"""These make many runs or compile: test_ladder.py and tests/unit/workload/test_compile.py are in every run."""
 SIMULATES = ("profile", "recommend", "vocab")
 SMALL = {"--model": "path/to/config.json", "--model-size": "1M", "--context-length": "64", "--batch-size": "2"}
 """Options of what is simulated; the doctor and estimates, which are quick, have theirs."""
@@ -104,6 +104,8 @@ def _small(command: str) -> list[str]:
         cards = words[words.index("--gpus") + 1] if "--gpus" in words else "1"
         least = ["--dtype", "bfloat16"] if "inference" in words else ["--effective-batch", cards, "--amp", "bfloat16"]
         words += least
+    if "all" in words:  # of eight processes, two
+        words[words.index("--nproc-per-node") + 1] = "2"
     if "oom" in words:  # not every snapshot has an error
         words[1] = "oom.pickle"
     return words
@@ -116,7 +118,7 @@ def _by_day(commands: list[str]) -> list[str]:
     for command in commands:
         name, *words = shlex.split(command, comments=True)[1:]
         shown = {(name, name), *((name, word) for word in words if word.startswith("--") or word.endswith(".memprof"))}
-        if shown - known and not shown & {(name, word) for word in AT_NIGHT}:
+        if shown - known and not {*AT_NIGHT} & {*words}:
             kept.append(command)
             known |= shown
     return kept

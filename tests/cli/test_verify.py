@@ -10,9 +10,10 @@ import torch
 
 from memprof.remedies import head_loss, lazy_logits, micro_batch
 from memprof.remedies.checkpointing import _Checkpointed
-from tests.lanes import by_day
+from tests.lanes import at_night, by_day
 
 
+@pytest.mark.nightly
 def test_a_remedy_on_every_small_model(memprof):
     result = memprof("verify", "chunked-loss", "--seeds", 1, "--json")
     assert result.exit_code == 0
@@ -91,6 +92,7 @@ def _is_smaller_and_the_same(result, deviations):
     return peaks
 
 
+@pytest.mark.nightly
 def test_a_micro_batch_that_weighs_rows_alike_fails(memprof, monkeypatch):
     def alike(self, labels, batch, first, targets):
         return torch.ones(first.shape[0])
@@ -102,11 +104,13 @@ def test_a_micro_batch_that_weighs_rows_alike_fails(memprof, monkeypatch):
 
 def test_precision_against_accuracy(memprof):
     names = ("float16", "bfloat16", "amp-float16", "amp-bfloat16")
-    result = memprof("verify", *names, "--model", "llama", "--model", "gpt2", "--seeds", 1, "--json")
+    models = ("llama", "gpt2") if at_night() else ("llama",)
+    asked = [word for model in models for word in ("--model", model)]
+    result = memprof("verify", *names, *asked, "--seeds", 1, "--json")
     assert result.exit_code == 0
     rows = {(row["model"], row["precision"]): row for row in result.json["precisions"]}
-    assert len(rows) == 12
-    for model in ("llama", "gpt2"):
+    assert len(rows) == 6 * len(models)
+    for model in models:
         half, brain = rows[model, "float16"], rows[model, "bfloat16"]
         # Eight times the precision: so near that the ratio itself shows that both are real.
         assert 4 < brain["logits_rms"] / half["logits_rms"] < 16
@@ -221,6 +225,7 @@ def test_wrong_use(memprof, arguments, problem):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.nightly
 def test_an_8_bit_optimizer_beside_float32_and_bfloat16(memprof):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes has the 8-bit optimizer with a kernel for the CPU")
     result = memprof("verify", "8-bit-optimizer", "--model", "llama", "--seeds", 1, "--json")

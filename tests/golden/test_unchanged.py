@@ -17,7 +17,11 @@ def run(arguments, folder):
     return python(*arguments, folder=Path(folder))[:3]
 
 
-@pytest.mark.parametrize("name", by_day(COMMANDS, *(name for name in COMMANDS if name != "profile-ladder")))
+AT_NIGHT = {"profile-does-not-fit", "profile-ladder", "profile-lora"}
+"""A run that dies is in test_report.py as well; the others are `profile` with one option more."""
+
+
+@pytest.mark.parametrize("name", by_day(COMMANDS, *(name for name in COMMANDS if name not in AT_NIGHT)))
 def test_json_is_as_before(name):
     for package, taken in TAKEN_WITH.items():
         if version(package).partition("+")[0] != taken:

@@ -13,6 +13,7 @@ from memprof.report.terminal.console import Aligned, Command, table, text_of
 from memprof.report.terminal.widths import output_width
 from tests.cli.terminal import Terminal
 from tests.golden.commands import HERE, KEPT
+from tests.lanes import by_day
 from tests.processes import ROOT, python
 
 REPORTS = sorted(path for path in (*KEPT.glob("*.json"), *KEPT.parent.glob("*.json")))
@@ -30,7 +31,7 @@ def shown(path, tmp_path):
     return load_json(copy)._view()
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", by_day([60, 80, 120], 80))
 @pytest.mark.parametrize("path", [path for path in REPORTS if path.stem not in NO_PICTURES], ids=lambda path: path.stem)
 def test_no_word_is_broken(path, width, tmp_path):
     view = shown(path, tmp_path)

@@ -11,7 +11,7 @@ from tests.hostile.documents import capture
 from tests.hostile.harmless import assert_harmless, run, untouched
 
 COMMANDS = ("analyze", "show", "compare", "export")
-_IN_EVERY_RUN = ("shared_events", "colliding_tuples", "empty_dicts", "long names", "the deepest list", "only blanks")
+_IN_EVERY_RUN = ("shared_events", "colliding_tuples", "empty_dicts", "long names", "the deepest list")
 
 
 def _cases() -> list[object]:

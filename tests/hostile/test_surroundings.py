@@ -105,7 +105,7 @@ def test_places(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "at"), _some([(c, at) for at in ("in the factory", "on import") for c in FACTORIES], 7)
+    ("code", "at"), _some([(c, at) for at in ("in the factory", "on import") for c in FACTORIES], 14)
 )
 def test_factories_that_leave(folder: Path, code: str, at: str) -> None:
     text = f"import os, sys\ndef build(): {code}\n" if at == "in the factory" else f"import os, sys\n{code}\n"

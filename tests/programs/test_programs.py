@@ -21,7 +21,7 @@ def test_every_program_of_the_folder_is_listed():
     assert sorted(OWN) == sorted(path.stem for path in HERE.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", by_day(sorted(OWN), *sorted(OWN)[::2]))
+@pytest.mark.parametrize("name", by_day(sorted(OWN), *sorted(OWN)[::4]))
 def test_own(name, tmp_path):
     own = OWN[name]
     exit_code, report, stderr = memprof_run(*own.options, of=[str(HERE / f"{name}.py")], folder=tmp_path)

@@ -105,6 +105,7 @@ class TestHighNumRanks:
         assert "DOES NOT HOLD" in output.claim("orthogonal initialisation")
         assert "AND THE LAYERS EQUAL" in output.claim("a seed for each component")
 
+    @pytest.mark.nightly
     def test_times(self):
         """The order of the times alone: by how much is tests/benchmarks/npt.py's to say."""
         done = python("-c", TIMES, folder=ROOT)

@@ -10,6 +10,12 @@ from tests.processes import ROOT, python
 from tests.recipes.conftest import PAGES
 
 PARTS = {
+    "2-pythia-vocabulary": """
+audit.model_claims = audit.memory_claims = lambda *found: []
+run.show_kernels = lambda: None
+sys.argv[1:] = ["--no-measure"]
+run.main()
+""",
     "1-npt-weight-delta": """
 audit.claims = lambda *found: []
 audit.rows = audit.configurations = lambda: []

@@ -76,6 +76,7 @@ def parameters(words: int) -> int:
     return 6 * LAYER + 2 * 512 + 2 * 512 * words
 
 
+@pytest.mark.nightly  # half a minute; in every run: test_parts.py
 class TestOutput:
     @needs_triton
     def test_the_page_shows_it(self, output, check_page):
@@ -305,6 +306,7 @@ class TestKernels:
         with pytest.raises(ValueError, match=r"no matrix product|must be one of"):
             interpreted.matmul(a, b)
 
+    @pytest.mark.nightly
     def test_compiled_for_a_gpu(self, tmp_path):
         """Without a GPU: tiles lie in shared memory, and no load of the naive kernel was taken away."""
         program = (

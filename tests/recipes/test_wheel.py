@@ -45,7 +45,7 @@ def run(installed, folder, *arguments):
     )
 
 
-def test_wheel_has_the_recipes_and_pages_and_a_copy_runs(installed, tmp_path):
+def test_wheel_has_the_recipes_and_pages(installed, tmp_path):
     where = run(installed, tmp_path, "-c", "import memprof; print(memprof.__file__)")
     assert Path(where.stdout.strip()).is_relative_to(installed)
     shown = run(installed, tmp_path, "-m", "memprof", "help", "lengths")
@@ -54,6 +54,11 @@ def test_wheel_has_the_recipes_and_pages_and_a_copy_runs(installed, tmp_path):
     assert listed.returncode == 0, listed.stderr
     names = [line for line in listed.stdout.splitlines() if not line.startswith(" ")]
     assert names == sorted(path.parent.name for path in (ROOT / "recipes").glob("*/run.py"))
+
+
+@pytest.mark.nightly
+def test_a_recipe_runs_from_the_wheel(installed, tmp_path):
+    """And its copy, alike; in every run tests/recipes runs it from the checkout, and a copy is seen to be whole."""
     copied = run(installed, tmp_path, "-m", "memprof", "recipes", "cp", "4", "copy")
     assert copied.returncode == 0, copied.stderr
     from_copy = run(installed, tmp_path, "copy/run.py", "--no-clock")
@@ -61,14 +66,6 @@ def test_wheel_has_the_recipes_and_pages_and_a_copy_runs(installed, tmp_path):
     page = " ".join((ROOT / "docs/case-studies/4-npt-high-num-ranks.md").read_text(encoding="utf-8").split())
     printed = [" ".join(line.split()) for line in from_copy.stdout.splitlines() if line]
     assert len(printed) > 10 and not [line for line in printed if line not in page]
-
-
-@pytest.mark.nightly
-def test_a_recipe_runs_from_the_wheel(installed, tmp_path):
-    """Like its copy; in every run tests/recipes runs it from the checkout."""
-    copied = run(installed, tmp_path, "-m", "memprof", "recipes", "cp", "4", "copy")
-    assert copied.returncode == 0, copied.stderr
-    from_copy = run(installed, tmp_path, "copy/run.py", "--no-clock")
     from_wheel = run(installed, tmp_path, "-m", "memprof", "recipes", "run", "4", "--no-clock")
     assert from_copy.stdout == from_wheel.stdout != ""
 

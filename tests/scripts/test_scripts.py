@@ -11,6 +11,7 @@ from memprof.catalog import find_gpu
 from memprof.cli.output import exit_code
 from memprof.flows.script import DryRun, run_script
 from memprof.script import Program, StopRule
+from tests.lanes import by_day
 from tests.scripts.running import check_sound, memprof_run, program, run_twice, stages
 
 STEP = {"backward", "optimizer step"}
@@ -28,7 +29,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", by_day(SCRIPTS, "char_gpt", "images", "generate"))
 def test_it_runs(name, tmp_path):
     arguments, in_step, beside, steps = SCRIPTS[name]
     found = run_twice(name, *arguments, folder=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lanes import by_day
 from tests.scripts.running import check_sound, run_twice, stages
 
 TRAINERS = {
@@ -22,7 +23,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", by_day(TRAINERS, "trainer", "sft"))
 def test_it_runs(name, tmp_path):
     found = run_twice(name, *TRAINERS[name], folder=tmp_path)
     # More steps where each left more behind than the one before: then all four.

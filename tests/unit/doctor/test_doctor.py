@@ -213,6 +213,7 @@ def test_figures_that_make_no_sense_are_no_trouble():
     assert found.figures.reserved is None
 
 
+@pytest.mark.nightly
 def test_memory_is_bounded_and_repeated_errors_are_not_all_looked_at():
     import tracemalloc
 

@@ -77,7 +77,7 @@ def test_one_process_finds_what_several_find(spec, monkeypatch):
     assert found[0] == found[1] and len(found[0]["ladder"]) > 2
 
 
-@pytest.mark.parametrize("length", by_day([256, 4096], 4096))
+@pytest.mark.parametrize("length", by_day([256, 4096]))
 def test_a_plan_that_is_not_run_could_not_fit(spec, length):
     """What is passed over by what a replica holds needs at least that, be it weights or activations that decide."""
     runs = SpecRuns(spec.edit(parallel="ddp", context_length=length))
@@ -91,6 +91,7 @@ def test_a_plan_that_is_not_run_could_not_fit(spec, length):
     assert left_out["--parallel ddp"].startswith("as it is, needs ") and "least" not in left_out["--parallel ddp"]
 
 
+@pytest.mark.nightly
 def test_remedies_are_run_beside_the_run_as_it_is(spec, monkeypatch):
     """Both rows of `--fix` at once, where no remedy asks what the run turned out to be; the answer is the same."""
     fixes = parse_fixes("activation-checkpointing,chunked-loss=128")

@@ -46,6 +46,7 @@ def test_each_step_takes_what_its_length_takes(spec: TargetSpec) -> None:
         assert step.peak_allocated_bytes == pytest.approx(alone.peak.allocated_bytes, rel=2e-3)
 
 
+@pytest.mark.nightly
 def test_reserved_memory_grows_until_it_settles(spec: TargetSpec) -> None:
     whole = document(spec)
     found = whole.batches

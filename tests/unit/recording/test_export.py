@@ -26,6 +26,7 @@ from memprof.trace.io import save_trace
 from memprof.trace.snapshot import Action
 from memprof.trace.snapshot_file import parse_snapshot, read_snapshot
 from tests.golden.test_report import training_run
+from tests.lanes import at_night
 from tests.unit.recording.builder import MIB, training
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:40", "roundup_power2_divisions:4")
@@ -105,14 +106,14 @@ def test_frames_categories_and_stages_of_a_trace():
 
 
 def test_torch_reads_what_is_written(tmp_path):
-    """The step of a published 4B model, as `memprof profile` runs it."""
+    """A step as `memprof profile` runs it; at night that of a published model of 4B."""
     viz = pytest.importorskip("torch.cuda._memory_viz")
     import memprof
     from memprof.cli.main import run
 
-    file = tmp_path / "run.memprof"
+    file, size = tmp_path / "run.memprof", "4B" if at_night() else "1M"
     with pytest.raises(SystemExit):
-        run(["profile", "--model-size", "4B", "--context-length", "4096", "--json", "--save", str(file)])
+        run(["profile", "--model-size", size, "--context-length", "4096", "--json", "--save", str(file)])
     to = tmp_path / "run.pickle"
     assert "memory_viz" in export_file(file, to)
     data = pickle.loads(to.read_bytes())
@@ -125,7 +126,7 @@ def test_torch_reads_what_is_written(tmp_path):
     assert "base64" in viz.trace_plot(data) and "base64" in viz.segment_plot(data)
     for device in replay_snapshot(read_snapshot(to)):
         assert device.exact
-        assert device.allocations > 10_000
+        assert device.allocations > (10_000 if at_night() else 1_000)
     assert memprof.__version__
 
 

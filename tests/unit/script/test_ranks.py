@@ -44,9 +44,10 @@ def body(channel):
     [
         ("sys.exit(5)", "rank 1 ended without a word, with exit code 1"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
-        (
+        pytest.param(
             "[pow(3, 70_000) for _ in iter(int, 1)]",
             "rank 0 has waited 0 minutes in a store for 'key' at tests/process_server.py",
+            marks=pytest.mark.nightly,  # all the while it computes
         ),
     ],
 )

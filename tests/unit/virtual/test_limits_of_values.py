@@ -12,6 +12,7 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu, budget
 from memprof.virtual.kernels import detection
+from memprof.virtual.stand_ins import torchvision as torchvision_operators
 from memprof.virtual.values import Values
 from tests.lanes import by_day
 from tests.unit.virtual.test_values import setitem, written
@@ -173,18 +174,12 @@ def test_small_and_large_host_tensors_keep_their_values_together(gpu: VirtualGpu
 
 def test_suppression_keeps_every_box(gpu: VirtualGpu) -> None:
     if not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _LIBRARIES.append(library)
+        torchvision_operators.define()
     detection.register_loaded()
     boxes, scores = torch.randn(1000, 4, device="cuda"), torch.randn(1000, device="cuda")
     kept = torch.ops.torchvision.nms(boxes, scores, 0.5)
     assert sorted(kept.tolist()) == list(range(1000))
     assert any("keeps every box" in sentence for sentence in gpu.trace.assumptions)
-
-
-_LIBRARIES: list[torch.library.Library] = []
-"""Operators are gone with the library that defines them."""
 
 
 def positions(device: str) -> torch.Tensor:

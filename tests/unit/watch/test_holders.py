@@ -107,7 +107,7 @@ def line_of(code: Any) -> str:
     [
         (in_a_list, "list", "losses", in_a_list),
         (in_a_sum, "", "total", in_a_sum),
-        (in_an_object, "dict", "Meter.values", Meter.add),
+        pytest.param(in_an_object, "dict", "Meter.values", Meter.add, marks=pytest.mark.nightly),
         (in_a_hook, "list", "seen", in_a_hook),
         (in_one_tensor, "", "everything", in_one_tensor),
     ],

@@ -7,6 +7,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
+from tests.lanes import at_night
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -17,7 +21,7 @@ def _run(code: str, *arguments: str) -> None:
 
 
 def test_runs_are_the_same_with_and_without_the_compiler():
-    """Event by event, over families of models that differ in what they ask of torch."""
+    """Event by event; at night over families of models that differ in what they ask of torch."""
     _run(
         """
         import gc, importlib, sys
@@ -26,7 +30,7 @@ def test_runs_are_the_same_with_and_without_the_compiler():
         from memprof.watch.postponed import postpone
 
         def traces():
-            for model, again in (("gpt2", False), ("t5-small", False), ("gpt2", True)):
+            for model, again in (("gpt2", True), ("gpt2", False), ("t5-small", False))[: int(sys.argv[1])]:
                 trace, document = profile(TargetSpec(model=model, context_length=64, activation_checkpointing=again))
                 yield trace.events, trace.storages, trace.ops, trace.sources, document
 
@@ -39,7 +43,8 @@ def test_runs_are_the_same_with_and_without_the_compiler():
         for before, after in zip(without, traces(), strict=True):
             for one, other in zip(before, after, strict=True):
                 assert one == other
-        """
+        """,
+        "3" if at_night() else "1",
     )
 
 
@@ -91,6 +96,7 @@ def test_a_run_that_needs_it_after_all_is_run_again(tmp_path):
     )
 
 
+@pytest.mark.nightly
 def test_it_is_told_of_what_was_marked_before_it_came():
     _run(
         """
@@ -129,6 +135,7 @@ def test_it_is_told_of_what_was_marked_before_it_came():
     )
 
 
+@pytest.mark.nightly
 def test_what_is_taken_from_others_is_theirs_when_it_is_used():
     _run(
         """
@@ -155,6 +162,7 @@ def test_what_is_taken_from_others_is_theirs_when_it_is_used():
     )
 
 
+@pytest.mark.nightly
 def test_sizes_are_judged_as_the_real_module_does():
     _run(
         """

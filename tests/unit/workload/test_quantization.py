@@ -28,9 +28,9 @@ def profile(**fields):
 @pytest.mark.parametrize(
     ("quantize", "fields", "per_weight"),
     [
-        ("int8", {}, 1 + 4 * ROWS / LINEAR),
+        pytest.param("int8", {}, 1 + 4 * ROWS / LINEAR, marks=pytest.mark.nightly),
         ("nf4", {}, 0.5 + 1 / 64 + 4 / 64 / 256),
-        ("fp4", {"double_quant": False}, 0.5 + 4 / 64),
+        pytest.param("fp4", {"double_quant": False}, 0.5 + 4 / 64, marks=pytest.mark.nightly),
     ],
 )
 def test_what_parameters_take(quantize, fields, per_weight):

@@ -48,7 +48,7 @@ def peak_of(folder, *launched) -> dict:
 
 WAYS = [
     way("fsdp", activations=CHECKPOINTED, chunked=True),
-    way("tp=2,fsdp=4", "amp"),
+    pytest.param(way("tp=2,fsdp=4", "amp"), marks=pytest.mark.nightly),
     pytest.param(way("ddp", "amp", times=2), marks=pytest.mark.nightly),
     pytest.param(way("hsdp:2x4", "amp", CHECKPOINTED), marks=pytest.mark.nightly),
     pytest.param(way("fsdp:shard_grad_op", chunked=True, times=2), marks=pytest.mark.nightly),

@@ -167,6 +167,7 @@ class Speaker(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.nightly
 def test_a_whole_models_forward_is_one_stage_that_has_its_logits(gpu: VirtualGpu) -> None:
     model = Speaker().cuda()
     compiled = torch.compile(model)
@@ -180,6 +181,7 @@ def test_a_whole_models_forward_is_one_stage_that_has_its_logits(gpu: VirtualGpu
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:barrier:UserWarning")
+@pytest.mark.nightly
 def test_a_head_that_is_cast_is_no_logits(gpu: VirtualGpu) -> None:
     """Autocast's copy of its weight is laid out as the product wants it: hidden size by words."""
     compiled = torch.compile(Speaker().cuda())
@@ -191,6 +193,7 @@ def test_a_head_that_is_cast_is_no_logits(gpu: VirtualGpu) -> None:
     assert kept and "logits and loss" not in {category.value for category in kept}
 
 
+@pytest.mark.nightly
 def test_a_model_that_is_compiled_in_pieces_has_its_modules() -> None:
     """DistributedDataParallel has Dynamo compile a graph for each bucket (torch/_dynamo/backends/distributed.py)."""
     with VirtualGpu(CARD, cards=2) as gpu:
@@ -212,6 +215,7 @@ def test_the_program_may_forget_what_was_compiled(gpu: VirtualGpu) -> None:
     assert not eager_lines(gpu)
 
 
+@pytest.mark.nightly
 def test_a_second_length_compiles_again_with_sizes_that_are_known_when_it_runs(gpu: VirtualGpu) -> None:
     compiled = torch.compile(Block().cuda().eval())
     with torch.no_grad():

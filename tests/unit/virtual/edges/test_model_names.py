@@ -61,6 +61,7 @@ def test_names_are_read_when_one_is_asked_for():
     _run(code)
 
 
+@pytest.mark.nightly
 def test_packages_that_are_there_stay_as_they_are():
     """transformers/processing_utils.py makes its package once more, with the class that others imported long ago."""
     _run("""

@@ -92,6 +92,7 @@ def test_a_forked_child_reads_files_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_child_started_anew() -> None:
     with VirtualGpu(CARD):
         available, *errors = run("spawn", use)
@@ -139,6 +140,7 @@ def test_spawning_one_process_runs_it_here() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_spawning_more_starts_them() -> None:
     with VirtualGpu(CARD), pytest.raises(Exception, match="uses CUDA in another process") as raised:
         torch.multiprocessing.spawn(on_card, nprocs=2)

@@ -71,7 +71,7 @@ def state_bytes(folder: Path, program: str, launcher: tuple[str, ...] = TORCHRUN
         pytest.param("trainer-ddp", TORCHRUN, 1, marks=pytest.mark.nightly),
         pytest.param("trainer-fsdp1", TORCHRUN, 4, marks=pytest.mark.nightly),
         pytest.param("accelerate", ACCELERATE, 1, marks=pytest.mark.nightly),
-        ("accelerate", SHARDED, 4),
+        pytest.param("accelerate", SHARDED, 4, marks=pytest.mark.nightly),
     ],
 )
 def test_hugging_face(tmp_path: Path, program: str, launcher: tuple[str, ...], share: int) -> None:

@@ -25,14 +25,15 @@ def _check_cuda_version():
 PACKAGE = """
 import torch
 from . import extension
-
+"""
+REGISTERS = """
 torch.library.register_fake("torchvision::qnms")(lambda boxes, scores, threshold: scores.long())
 """
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A torchvision whose library is for another torch: importing it fails where its operators are not defined."""
+    """A torchvision whose library is for another torch."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
     folder = tmp_path / "torchvision"
@@ -46,7 +47,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("package")
-def test_operators_that_cannot_be_loaded_are_stood_in_for() -> None:
+def test_operators_that_cannot_be_loaded_are_stood_in_for(tmp_path: Path) -> None:
+    # As the real one does: importing it fails where its operators are not defined.
+    (tmp_path / "torchvision/__init__.py").write_text(PACKAGE + REGISTERS, encoding="utf-8")
     with VirtualGpu(find_gpu("a100-80gb"), workspaces=False) as gpu:
         import torchvision
 
