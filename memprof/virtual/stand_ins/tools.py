@@ -192,6 +192,10 @@ def not_here(name: str) -> MemprofError:
 _HINT = "install the package, or add a stand-in (memprof help stand-ins); --no-stand-ins does without all"
 
 
+_OF_SIGNATURES = "_partialmethod"
+"""What inspect.signature asks each callable for: looking at one is no use of it."""
+
+
 class _Absent(type):
     """Of a class that stands for a name without stand-in: it can be imported, and everything else is refused."""
 
@@ -201,7 +205,7 @@ class _Absent(type):
         raise not_here(cls._refused_name)
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
+        if (name.startswith("__") and name.endswith("__")) or name == _OF_SIGNATURES:
             raise AttributeError(name)
         raise not_here(f"{cls._refused_name}.{name}")
 

@@ -143,6 +143,7 @@ def test_an_unknown_name_is_imported_and_refused_where_it_is_used(gpu: VirtualGp
         MHA(64, 8)
     assert "memprof help stand-ins" in str(caught.value)
     assert not isinstance(torch.zeros(1), MHA)
+    assert inspect.signature(MHA).parameters  # as decorators of libraries look at it
     with pytest.raises(MemprofError, match=r"flash_attn\.modules\.mha\.MHA"):
 
         class Mine(MHA):  # type: ignore[misc]
