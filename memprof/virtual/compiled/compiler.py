@@ -333,7 +333,7 @@ class Compiler:
         import torch._functorch.config as functorch
         import torch._inductor.config as inductor
 
-        from memprof.virtual.compiled import card, reuse, tracing
+        from memprof.virtual.compiled import card, convolutions, reuse, tracing
 
         self._graphs_for_all = bool(inductor.triton.cudagraphs)
         timed = [name for name in _TIMED if getattr(inductor, name, False)]
@@ -343,6 +343,7 @@ class Compiler:
         _forget_triton()
         try:
             own.set_all(tracing.patches(self._machine))
+            own.set_all(convolutions.patches(self._machine.card))
             own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
             own.set_all(reuse.patches(str(self._properties), self._origins, self._telling.took))
             with (

@@ -81,7 +81,8 @@ def _two_dimensional(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unsqueeze(2) if tensor.dim() == 3 else tensor
 
 
-def _padding_too_big(stride: Any, output_padding: Any) -> bool:
+def padding_too_big(stride: Any, output_padding: Any) -> bool:
+    """Whether a transposed convolution is padded by a step or more (ConvParams::is_output_padding_big)."""
     return any(padding >= step for padding, step in zip(output_padding, _as_many(stride, output_padding), strict=True))
 
 
@@ -132,7 +133,7 @@ def convolution(launch: Launch) -> Any:
     flat = _in_layout(data, _CONTIGUOUS) if one_dimensional else data
     data4d, weight4d = _two_dimensional(flat), _two_dimensional(weight)
     depthwise = is_depthwise(data, weight, transposed, groups)
-    too_big = transposed and _padding_too_big(stride, output_padding)
+    too_big = transposed and padding_too_big(stride, output_padding)
     cudnn = uses_cudnn(launch.card, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
     cudnn = cudnn and (not depthwise or layout is not _CONTIGUOUS)
@@ -165,7 +166,7 @@ def convolution_backward(launch: Launch) -> Any:
     flat = _in_layout(data, _CONTIGUOUS) if one_dimensional else data
     grad4d, data4d, weight4d = map(_two_dimensional, (grad, flat, weight))
     depthwise = is_depthwise(data, weight, transposed, groups)
-    too_big = transposed and _padding_too_big(stride, output_padding)
+    too_big = transposed and padding_too_big(stride, output_padding)
     cudnn = uses_cudnn(launch.card, data, weight, too_big)
     layout = cudnn_format(data4d, weight4d) if cudnn else _CONTIGUOUS
     with launch.scratch(*contiguous(data) if one_dimensional else ()):

@@ -1,0 +1,62 @@
+"""Convolutions of fake tensors of the card, in the layouts that cuDNN gives them.
+
+What is traced asks C++ which kernels will run, and in which layout. A build for the CPU has no cuDNN to say; Inductor
+would expect contiguous results where it has given channels-last images, and check them in the code that it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+from memprof.virtual.card import Card
+from memprof.virtual.kernels.convolution import is_depthwise, padding_too_big, uses_cudnn
+
+_ASKED = ("_select_conv_backend", "_conv_determine_backend_memory_format")
+"""By torch/_subclasses/fake_impls.py, `conv`."""
+_CUDNN = ("Cudnn", "CudnnTranspose")
+
+
+def patches(card: Card) -> Iterator[tuple[Any, str, Any]]:
+    """The patches (owner, name, replacement) by which the card says what it runs."""
+    if all(hasattr(torch._C, name) for name in _ASKED):
+        yield torch._C, _ASKED[0], _selecting(card, getattr(torch._C, _ASKED[0]))
+        yield torch._C, _ASKED[1], _in_layout_of(getattr(torch._C, _ASKED[1]))
+
+
+def _selecting(card: Card, of_host: Callable[..., Any]) -> Callable[..., Any]:
+    """native/Convolution.cpp, `_select_conv_backend`, as far as layouts go."""
+    backends = torch._C._ConvBackend  # type: ignore[attr-defined]
+
+    def select(data: torch.Tensor, weight: torch.Tensor, **rest: Any) -> Any:
+        if data.device.type != "cuda":
+            return of_host(data, weight, **rest)
+        transposed = rest["transposed"]
+        too_big = transposed and padding_too_big(rest["stride"], rest["output_padding"])
+        if not uses_cudnn(card, data, weight, too_big):
+            return backends.Slow2d
+        if is_depthwise(data, weight, transposed, rest["groups"]) and _layout(data, weight) is torch.contiguous_format:
+            return backends.CudaDepthwise2d
+        return backends.CudnnTranspose if transposed else backends.Cudnn
+
+    return select
+
+
+def _in_layout_of(of_host: Callable[..., Any]) -> Callable[..., Any]:
+    def determine(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+        if data.device.type != "cuda":
+            return of_host(data, weight, backend)  # type: ignore[no-any-return]
+        return _layout(data, weight) if backend.name in _CUDNN else torch.contiguous_format
+
+    return determine
+
+
+def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """cudnn_conv_suggest_memory_format, of sizes that may be symbols."""
+    if torch.float64 in (data.dtype, weight.dtype):
+        return torch.contiguous_format
+    found: torch.memory_format = suggest_memory_format(data)
+    return found if found is not torch.contiguous_format else suggest_memory_format(weight)  # type: ignore[no-any-return]
