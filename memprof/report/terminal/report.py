@@ -106,12 +106,12 @@ def render_heading(document: Document) -> RenderableType:
 _ENDS = {
     "steps": "stopped after {steps}{unseen} (--steps and --until-exit go on)",
     "exit": "ran to its end, {steps}",
-    "timeout": "stopped by --timeout after {steps} had begun",
-    "error": "failed by itself after {steps} had begun",
-    "not simulated": "stopped where it cannot be simulated, after {steps} had begun",
-    "refused": "ended where the card was full, after {steps} had begun",
-    "another rank": "stopped with the other ranks, after {steps} had begun",
-    "interrupted": "interrupted after {steps} had begun",
+    "timeout": "stopped by --timeout {begun}",
+    "error": "failed by itself {begun}",
+    "not simulated": "stopped where it cannot be simulated, {begun}",
+    "refused": "ended where the card was full, {begun}",
+    "another rank": "stopped with the other ranks, {begun}",
+    "interrupted": "interrupted {begun}",
 }
 
 
@@ -120,8 +120,9 @@ def _describe_program(program: ProgramFacts) -> str:
     steps = "1 training step" if number == 1 else f"{number or 'no'} training steps"
     fixes = f", with {', '.join(program.fixes)}" if program.fixes else ""
     how = f"ended by itself with exit code {program.exit_code}, {{steps}}" if _left(program) else _ENDS[program.ended]
+    begun = f"after {steps} had begun" if number else "before any training step"
     unseen = "" if program.evaluated else ", before any evaluation"
-    return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps, unseen=unseen)}"
+    return f"{shlex.join(program.command)}{fixes}: {how.format(steps=steps, begun=begun, unseen=unseen)}"
 
 
 def _left(program: ProgramFacts | None) -> bool:

@@ -1,0 +1,30 @@
+"""The line that says how a script ended, and how far it had come."""
+
+from __future__ import annotations
+
+import pytest
+
+from memprof.flows.account import analyze
+from memprof.report.terminal.console import text_of
+from memprof.report.terminal.report import view
+from memprof.trace.events import PhaseKind
+from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts
+from tests.unit.findings.builder import Builder
+
+
+@pytest.mark.parametrize(
+    ("ended", "steps", "words"),
+    [
+        ("error", 0, "a.py: failed by itself before any training step"),
+        ("error", 1, "a.py: failed by itself after 1 training step had begun"),
+        ("refused", 0, "a.py: ended where the card was full, before any training step"),
+        ("timeout", 12, "a.py: stopped by --timeout after 12 training steps had begun"),
+        ("exit", 0, "a.py: ran to its end, no training steps"),
+    ],
+)
+def test_the_end_of_a_script(ended: str, steps: int, words: str) -> None:
+    b = Builder()
+    b.trace.facts = Facts(device=DeviceFacts("A", 1 << 33), program=ProgramFacts(("a.py",), ended, None, steps, ()))
+    b.phase(PhaseKind.FORWARD)
+    b.free(b.new(1 << 20))
+    assert words in " ".join(text_of(view(analyze(b.trace), quiet=False)).split()) + " "
