@@ -13,7 +13,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from memprof.virtual.card import Card
-from memprof.virtual.kernels.convolution import is_depthwise, padding_too_big, uses_cudnn
+from memprof.virtual.kernels.convolution import cudnn_format, is_depthwise, padding_too_big, uses_cudnn
 
 _ASKED = ("_select_conv_backend", "_conv_determine_backend_memory_format")
 """By torch/_subclasses/fake_impls.py, `conv`."""
@@ -55,8 +55,4 @@ def _in_layout_of(of_host: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layout(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """cudnn_conv_suggest_memory_format, of sizes that may be symbols."""
-    if torch.float64 in (data.dtype, weight.dtype):
-        return torch.contiguous_format
-    found: torch.memory_format = suggest_memory_format(data)
-    return found if found is not torch.contiguous_format else suggest_memory_format(weight)  # type: ignore[no-any-return]
+    return cudnn_format(data, weight, suggest_memory_format)

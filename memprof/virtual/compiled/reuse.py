@@ -47,10 +47,12 @@ def _replaced() -> tuple[Any, ...] | None:
     """What is replaced of torch's cache; None in a release that has it not."""
     from torch._inductor import codecache, output_code
 
+    cache = getattr(codecache, "FxGraphCache", None)
+    if not (hasattr(cache, "_get_tmp_dir") and hasattr(getattr(codecache, "CacheBase", None), "get_system")):
+        return None
     try:
-        cache, compiled = codecache.FxGraphCache, output_code.CompiledFxGraph
-        names = cache._get_tmp_dir, codecache.CacheBase.get_system
-        return names and (codecache.compiled_fx_graph_hash, cache._save_graph, compiled.after_deserialization)
+        load = output_code.CompiledFxGraph.after_deserialization
+        return codecache.compiled_fx_graph_hash, codecache.FxGraphCache._save_graph, load
     except AttributeError:
         return None
 

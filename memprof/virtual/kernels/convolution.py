@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,12 +26,20 @@ _META = torch.device("meta")
 _CONTIGUOUS = torch.contiguous_format
 
 
-def cudnn_format(first: torch.Tensor, second: torch.Tensor) -> torch.memory_format:
-    """The layout that cuDNN works in (cudnn_conv_suggest_memory_format): channels-last if either tensor is."""
+def cudnn_format(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    suggested: Callable[[torch.Tensor], torch.memory_format] = suggested_format,
+) -> torch.memory_format:
+    """The layout that cuDNN works in (cudnn_conv_suggest_memory_format): channels-last if either tensor is.
+
+    Args:
+        suggested: says it of one tensor; another than this is for sizes that are symbols.
+    """
     if torch.float64 in (first.dtype, second.dtype):
         return _CONTIGUOUS
-    found = suggested_format(first)
-    return found if found is not _CONTIGUOUS else suggested_format(second)
+    found = suggested(first)
+    return found if found is not _CONTIGUOUS else suggested(second)
 
 
 def _in_layout(tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
