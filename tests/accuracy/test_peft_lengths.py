@@ -18,7 +18,11 @@ PUBLISHED = {"run_info": {"experiment_name": "tiny", "train_config": _SETTINGS, 
 def test_steps_in_between_are_as_simulated(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**TINY, "vocab_size": 4000, "max_position_embeddings": 512}))
-    made = Method(PUBLISHED, str(config), (64, 64, 70, 75, 80, 90, 100, 112, 128, 141, 144, 150, 160, 171))
+    made = Method(
+        PUBLISHED,
+        str(config),
+        (64, 64, *range(70, 100, 5), 96, 101, 112, 117, *range(128, 192, 8), 131, 141, 155, 171, 183),
+    )
     simulated = Method(PUBLISHED, str(config), (64, 64, 83, 96, 136, 77))
     for step, _ in list(simulated.steps())[2:]:
         again = made.step(step.length)

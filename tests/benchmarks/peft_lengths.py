@@ -43,7 +43,8 @@ from memprof.workload.models import find_source
 MEAN, BUCKET, BATCH, LONGEST, STEPS, WINDOW = 209, 20, 4, 768, 5000, 10
 AT_START_BYTES = 2 << 20
 SIMULATED = (
-    64, 64, 75, 96, 100, 123, 160, 175, 208, 211, 230, 240, 250, 256, 270, 288, 333, 400, 405, 517, 560, 640, 701,
+    64, 64, 96, 112, 128, 144, 160, 176, 208, 240, 256, 272, 288, 336, 352, 400, 432, 512, 560, 640, 704, 752,
+    70, 75, 90, 100, 110, 123, 141, 150, 175, 190, 211, 230, 250, 270, 300, 333, 370, 405, 444, 517, 600, 701, 763,
 )  # fmt: skip
 TOP, EVERY = 12, 12
 """The windows with the longest batches are all replayed, for the p99; of the others one in so many, for the mean."""
@@ -81,13 +82,15 @@ class Method:
         for step, _ in steps[2:]:  # the first two have no optimizer state, or come after one that had none
             self.kinds.setdefault((step.length % 16 == 0, step.requests), []).append(step)
         self.fits = {key: _fit(members) for key, members in self.kinds.items()}
-        self.misfit = max(
-            abs(size - fitted)
+        fitted = [
+            (step, _sizes(self.fits[key], step.length))
             for key, members in self.kinds.items()
+            if self.fits[key] is not None
             for step in members
-            for size, fitted in zip(step.sizes, _sizes(self.fits[key], step.length), strict=True)
-        )
-        self._made: dict[int, Step] = {}
+        ]
+        off = (abs(size - said) for step, sizes in fitted for size, said in zip(step.sizes, sizes, strict=True))
+        self.misfit = max(off, default=0)
+        self._made = {step.length: step for step, _ in steps[2:]}
 
     def steps(self) -> Iterator[tuple[Step, list[int]]]:
         """Each simulated step by itself, and the storages that outlive it."""
@@ -115,9 +118,9 @@ class Method:
         return storage.device == GPU and storage.num_bytes > 0
 
     def step(self, length: int) -> Step:
-        """The step of any length: as the nearest simulated one that is as much a multiple of 16 does it."""
+        """The step of any length: if it was not simulated, as the nearest that is as much a multiple of 16 does it."""
         if length not in self._made:
-            alike = [key for key in self.kinds if key[0] == (length % 16 == 0)]
+            alike = [key for key in self.kinds if key[0] == (length % 16 == 0) and self.fits[key] is not None]
             key = min(alike, key=lambda key: min(abs(step.length - length) for step in self.kinds[key]))
             self._made[length] = Step(length, key[1], _sizes(self.fits[key], length))
         return self._made[length]
@@ -204,6 +207,9 @@ def _basis(length: int) -> list[int]:
 
 
 def _fit(steps: Sequence[Step]) -> Any:
+    """The coefficients of `_basis`; None of fewer steps than it has terms, which any would meet."""
+    if len(steps) < len(_basis(steps[0].length)):
+        return None
     rows = np.array([_basis(step.length) for step in steps], dtype=float)
     scale = np.maximum(rows.max(0), 1)
     return (
