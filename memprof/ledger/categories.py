@@ -55,6 +55,10 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     outlives = _outlives_its_module(trace)
     first_forward = next((s.begin for s in spans if s.kind is PhaseKind.FORWARD), len(trace.events))
     weights = {trace.storages[index].shape for index, owner in trace.owners.items() if owner.role is Role.PARAMETER}
+    made_weights: set[tuple[int, int]] = set()
+    if first_forward == len(trace.events):  # what a run that ended in building its model had not given to it yet
+        owned = (index for index, owner in trace.owners.items() if owner.role is Role.PARAMETER)
+        made_weights = {(trace.storages[index].source, trace.storages[index].op) for index in owned}
     births = {ref: time for time, (kind, ref) in enumerate(trace.events) if kind is _ALLOC}
     deaths = {ref: time for time, (kind, ref) in enumerate(trace.events) if kind is _FREE}
     copies = _copies_of_weights(trace, deaths)
@@ -127,6 +131,8 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
             return Category.ACTIVATIONS if recomputed and index in outlives else Category.TEMPORARIES
         if kind is PhaseKind.INPUTS:
             return Category.INPUTS
+        if kind is PhaseKind.MODEL and (storage.source, storage.op) in made_weights:
+            return Category.PARAMETERS
         if kind is PhaseKind.MODEL and index not in gone:
             # Beside the model, and still there when it is called: data, such as a replay buffer.
             return Category.INPUTS if storage.module == NONE and by_program(storage) else Category.TEMPORARIES

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dis
 import re
-from collections.abc import Iterator
-from types import CodeType, TracebackType
+import sys
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from memprof.errors import MemprofError, first_line
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
@@ -32,8 +34,10 @@ class TracingError(RuntimeError):
     """A model on the card is traced (torch.export), on torch's own tensors without data."""
 
 
+_WORKLOADS = __file__.rsplit("/watch/", 1)[0] + "/workload/"
+"""memprof's own code that builds a model and steps."""
 _DOING = {
-    PhaseKind.MODEL: "building the model",
+    PhaseKind.MODEL: "the program's own code, before its first step",
     PhaseKind.OPTIMIZER: "building the optimizer",
     PhaseKind.INPUTS: "making the inputs",
     PhaseKind.OTHER: "the program's own code",
@@ -79,8 +83,10 @@ def describe(
     op: str | None = None
     module = NONE
     lines: list[str] = []
+    frames: list[FrameType] = []
     for step in _steps(error.__traceback__):
         frame = step.tb_frame
+        frames.append(frame)
         if frame.f_code is dispatch:
             func, place = frame.f_locals.get("func"), frame.f_locals.get("place")
             op = None if func is None else func._schema.name.replace("::", ".")
@@ -93,7 +99,7 @@ def describe(
             lines.append(f"{frame.f_code.co_filename}:{step.tb_lineno} {frame.f_code.co_name}")
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
-        return refusal(error.problem, error.hint, source, phase)
+        return refusal(error.problem, error.hint, source, phase, frames)
     kind, named = _kind(error, str(error))
     read = None
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
@@ -103,7 +109,7 @@ def describe(
             kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
     return Failure(
         kind=kind,
-        phase=_doing(phase),
+        phase=_doing(phase, frames),
         error=type(error).__name__,
         message=first_line(error),
         op=named or op,
@@ -152,14 +158,40 @@ def _({arguments}):
 or choose another implementation of it, or measure the run on a GPU"""
 
 
-def refusal(problem: str, hint: str | None, source: str | None, phase: Phase) -> Failure:
-    """The failure of a run in which something was refused, whether or not the program went on without it."""
-    return Failure(FailureKind.REFUSED, _doing(phase), MemprofError.__name__, problem, None, None, source, None, hint)
+def refusal(
+    problem: str, hint: str | None, source: str | None, phase: Phase, frames: Iterable[FrameType] | None = None
+) -> Failure:
+    """The failure of a run in which something was refused, whether or not the program went on without it.
+
+    `frames` are those that it passed through; None: those that are running.
+    """
+    doing = _doing(phase, _running() if frames is None else frames)
+    return Failure(FailureKind.REFUSED, doing, MemprofError.__name__, problem, None, None, source, None, hint)
 
 
-def _doing(phase: Phase) -> str:
+def _doing(phase: Phase, frames: Iterable[FrameType]) -> str:
     doing = _DOING.get(phase.kind, phase.kind.value)
+    if phase.kind is PhaseKind.MODEL and any(map(_builds, frames)):
+        doing = "building the model"
     return f"{doing} of step {phase.step}" if phase.step else doing
+
+
+def _running() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _builds(frame: FrameType) -> bool:
+    """Whether this is a function that makes or moves a module, or the step of memprof's own workloads that does.
+
+    A program's phase is the model's until it calls one: it may be anywhere.
+    """
+    code = frame.f_code
+    if code.co_name in ("__init__", "_apply", "to"):
+        return isinstance(frame.f_locals.get(next(iter(code.co_varnames), "")), nn.Module)
+    return code.co_filename.startswith(_WORKLOADS)
 
 
 def finds_no_card(error: BaseException) -> bool:
@@ -182,6 +214,7 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
     """The failure that `error` is, raised on a real device in `phase`."""
     text = str(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
+    frames = [step.tb_frame for step in _steps(error.__traceback__)]
     lines = [
         f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno} {step.tb_frame.f_code.co_name}"
         for step in _steps(error.__traceback__)
@@ -189,9 +222,9 @@ def measured_failure(error: BaseException, phase: Phase) -> Failure:
     ]
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
-        return refusal(error.problem, error.hint, source, phase)
+        return refusal(error.problem, error.hint, source, phase, frames)
     kind = FailureKind.OUT_OF_MEMORY if full else _kind(error, "")[0]
-    return Failure(kind, _doing(phase), type(error).__name__, first_line(error), None, None, source, None)
+    return Failure(kind, _doing(phase, frames), type(error).__name__, first_line(error), None, None, source, None)
 
 
 def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:

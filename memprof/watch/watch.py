@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
@@ -17,6 +21,9 @@ from memprof.watch.imports import watch_imports
 from memprof.watch.modules import ModuleTracker, own_name
 from memprof.watch.patches import Patches
 from memprof.watch.phases import Phases
+
+_BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
+"""Phases in which a program may make a model."""
 
 
 class Watch(ABC):
@@ -113,6 +120,11 @@ class Watch(ABC):
         self._stack.enter_context(watch_imports(later))
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
+        for handle in (
+            register_module_parameter_registration_hook(lambda _, __, one: self._registered(one, Role.PARAMETER)),
+            register_module_buffer_registration_hook(lambda _, __, one: self._registered(one, Role.BUFFER)),
+        ):
+            self._stack.callback(handle.remove)
         self._patch_backward()
         # Before the phases' own: who is told that a step was made may end the run.
         for handle in (register_optimizer_step_post_hook(self._name_optimizer_state), *self.phases.hooks()):
@@ -161,6 +173,11 @@ class Watch(ABC):
                 self._claim_unnamed(module.buffers(), Role.BUFFER)
 
         self._patches.set(nn.Module, "_apply", _apply)
+
+    def _registered(self, tensor: torch.Tensor | None, role: Role) -> None:
+        """A module is given a weight. One that is made on the card may never be called: a run may end before."""
+        if tensor is not None and self.current_phase.kind in _BUILDS:
+            self._claim_unnamed([tensor], role)
 
     def _patch_backward(self) -> None:
         original = torch.autograd.graph._engine_run_backward
