@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from memprof.findings.attention_scores import score_storages
 from memprof.findings.evidence import (
     computing,
     feature_maps,
@@ -118,4 +119,7 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
             found = (before_last, *products[columns])
         if found is not None and math.prod(shape) not in weights:
             result[index] = found
+    if any(rows == columns for _, rows, columns in result.values()):  # features as many as tokens
+        scores = score_storages(context)
+        result = {index: one for index, one in result.items() if one[1] != one[2] or index not in scores}
     return result

@@ -15,7 +15,7 @@ from torch import nn
 from memprof.catalog import Gpu
 from memprof.catalog.stand_ins import PACKAGES
 from memprof.errors import MemprofError, UsageError
-from memprof.trace.events import Failure, Owner, Phase, PhaseKind, Role, Trace
+from memprof.trace.events import NONE, Failure, Owner, Phase, PhaseKind, Role, Trace
 from memprof.trace.facts import RankFacts
 from memprof.virtual import python_functions
 from memprof.virtual.card import Card
@@ -56,6 +56,7 @@ from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
 from memprof.watch.postponed import imported_inside
 from memprof.watch.recorder import Recorder
+from memprof.watch.source_lines import only_shows
 from memprof.watch.watch import Watch
 
 _active: VirtualGpu | None = None
@@ -116,6 +117,8 @@ class VirtualGpu(Watch):
         self.recorder = Recorder(self.modules)
         self.recorder.counts_hidden = not tensors_only
         self._unknown_read: tuple[int, str] | None = None
+        self._only_show: dict[int, bool] = {}
+        """Lines that have read an unknown value, and whether all that they do is to show it."""
         self._watches_kernels = False
         self._passes_kernels = passes_kernels
         self._watches_quantized = False
@@ -225,7 +228,11 @@ class VirtualGpu(Watch):
         self._values.drop(tensor.untyped_storage()._cdata)
 
     def _note_unknown(self, tensor: torch.Tensor, told: str) -> None:
-        self._unknown_read = (self.recorder.caller(), told)
+        where = self.recorder.caller()
+        if where not in self._only_show:
+            self._only_show[where] = where != NONE and only_shows(self.recorder.trace.sources[where])
+        if not self._only_show[where]:
+            self._unknown_read = (where, told)
 
     def _note_refused(self, problem: str, hint: str | None, line: str | None) -> None:
         if self._refused is None:

@@ -1,13 +1,48 @@
-"""The line of a program that fills a container or adds to a sum, read off its source code."""
+"""What a line of a program does, read off its source code: fill a container, add to a sum, only show a number."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import linecache
 import re
 from types import CodeType
 
 _METHODS = "append|appendleft|extend|insert|add|update|setdefault|put"
+
+_SHOW = {
+    *("print", "log", "debug", "info", "warning", "warn", "error", "critical", "write"),
+    *("add_scalar", "add_scalars", "log_metrics"),
+    *("set_postfix", "set_postfix_str", "set_description", "set_description_str"),
+}
+"""Functions and methods that a program shows numbers by: loggers', tensorboard's, wandb's, progress bars'."""
+
+
+def only_shows(source: str) -> bool:
+    """Whether `source`, as `file:line function`, is a statement that does nothing but show something.
+
+    What it reads then decides nothing.
+    """
+    file, _, number = source.rpartition(" ")[0].rpartition(":")
+    linecache.checkcache(file)
+    return any(first <= int(number) <= last for first, last in _lines_that_show("".join(linecache.getlines(file))))
+
+
+@functools.lru_cache(maxsize=16)
+def _lines_that_show(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ()
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name in _SHOW:
+                found.append((node.lineno, node.end_lineno or node.lineno))
+    return tuple(found)
 
 
 def line_that_fills(code: CodeType, variable: str, *, attribute: bool) -> str | None:

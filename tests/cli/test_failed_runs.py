@@ -242,3 +242,13 @@ def test_a_block_that_raises_reports_what_was_and_why():
     assert report.peak.allocated_bytes == 4 << 20
     assert report.failure is not None and report.failure.error == "ZeroDivisionError"
     assert report.failure.source is not None and "test_failed_runs.py" in report.failure.source
+
+
+@pytest.mark.parametrize(("line", "read"), [("print(\n    f'{loss.item():.2f}'\n)", False), ("n = loss.item()", True)])
+def test_a_number_that_was_only_shown_decided_nothing(memprof, script, line, read):
+    name = script(
+        f"import torch\n\nloss = torch.nn.Linear(8, 8).cuda()(torch.rand(8, 8, device=0)).sum()\n{line}\n[][1]"
+    )
+    result = memprof("run", "--gpu", "rtx-4090", "--json", name)
+    assert result.json["failure"]["error"] == "IndexError"
+    assert ("a value that is not computed" in result.json["findings"][0]["title"]) is read

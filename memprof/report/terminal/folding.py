@@ -185,6 +185,7 @@ def _joined(rows: Sequence[Stage], **changes: Any) -> ShownStage:
     amounts["seconds"] = sum(seconds) if seconds else None
     deltas = [row.delta_bytes for row in rows]
     amounts["delta_bytes"] = sum(deltas)
-    amounts["alike"] = 50 * (max(deltas) - min(deltas)) <= abs(sum(deltas)) / len(deltas)
+    alike = 50 * (max(deltas) - min(deltas)) <= abs(sum(deltas)) / len(deltas)
+    amounts["alike"] = alike and all(row.alike for row in rows if isinstance(row, ShownStage))
     amounts["oom"] = any(row.oom for row in rows)
     return ShownStage(**amounts | changes)

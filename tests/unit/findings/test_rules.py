@@ -188,6 +188,17 @@ class TestWeightDelta:
             b.new(*shape)
         assert not of(b.context(), "weight-delta-per-token")
 
+    def test_silent_on_scores_of_as_many_tokens_as_features(self) -> None:
+        """And as many sequences times heads as something else that the program has fed its model with."""
+        b = Builder()
+        b.parameter("q_proj.weight", 512, 512)
+        b.inputs(4, 512)
+        b.inputs(1, 32)
+        for op in ("aten.masked_fill", "aten._softmax"):
+            b.new(4, 8, 512, 512, op=op)
+        assert not of(b.context(), "weight-delta-per-token")
+        assert of(b.context(), "attention-scores")
+
     def test_silent_on_maps_of_images(self) -> None:
         b = Builder()
         b.parameter("attention.weight", 256, 256)

@@ -145,3 +145,18 @@ def test_batches_within_epochs() -> None:
             for _ in range(6):
                 call(b, 8 * MIB)
     assert shown(b) == [("steps 1-4, all of it", 2, 2), ("first Linear", 1, 12), ("second ReLU", 1, 12)]
+
+
+def test_layers_that_take_turns_are_averaged() -> None:
+    """Attention and a feed-forward network, each a layer of one stack."""
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    b.phase(PhaseKind.FORWARD, 1)
+    b.enter("", "Model", ModuleRole.ROOT)
+    for number in range(12):
+        b.enter(f"layers.{number}", "Layer", ModuleRole.LAYER)
+        b.new((8 if number % 2 else 2) * MIB)
+        b.leave()
+    b.leave()
+    b.phase(PhaseKind.BACKWARD, 1)
+    assert "layers 0-11 x12, 20.00 on average" in text_of(view(document(b)))
