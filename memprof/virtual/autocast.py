@@ -135,6 +135,10 @@ class Autocast:
             "use binary_cross_entropy_with_logits or BCEWithLogitsLoss"
         )
 
+    def in_float32(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of an operator of a library that autocast runs in float32."""
+        return self._arguments(args, kwargs, torch.float32)
+
     def _policy(self, func: Any) -> frozenset[str] | None:
         name = getattr(func, "__name__", "")
         name = _OPERATORS.get(name, name)

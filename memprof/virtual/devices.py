@@ -144,6 +144,22 @@ class DeviceMode(TorchFunctionMode):
             if operator._overloadname == "default":
                 self._handlers[operator.overloadpacket] = run
 
+    def run_in_float32(self, operators: Iterable[Any]) -> None:
+        """Autocast runs these operators of a library in float32, and gives what the first tensor was of."""
+        for operator in operators:
+            self._handlers[operator] = self._handlers[operator.default] = functools.partial(self._in_float32, operator)
+
+    def _in_float32(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _autocast_enabled("cuda"):
+            return self._mixed.on_one_device(operator, args, kwargs)
+        given = tensors_of([*args, *kwargs.values()])[0].dtype
+        args, kwargs = self.autocast.in_float32(args, kwargs)
+        with self, torch.autocast("cuda", enabled=False):
+            result = operator(*args, **kwargs)
+            several = isinstance(result, tuple)
+            made = tuple(one.to(given) if one.is_floating_point() or several else one for one in tensors_of(result))
+        return made if several else made[0]
+
     def _run_cuda_kernel(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_of([*args, *kwargs.values()])
         with self:

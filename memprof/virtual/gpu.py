@@ -295,7 +295,7 @@ class VirtualGpu(Watch):
             "bitsandbytes": self._watch_kernels,
             "triton.testing": self._watch_kernels,  # imported when its driver is there, which packages ask at once
             "transformers.generation.utils": lambda: patches.set_all(generation.patches(self._values, self.assume)),
-            "torchvision": detection.register_loaded,
+            "torchvision": self._watch_detection,
             "torchaudio": audio.register_loaded,
             "torch.distributed.checkpoint.default_planner": lambda: patches.set_all(objects.checkpoint_patches(others)),
             "torch.distributed.fsdp._optim_utils": lambda: patches.set_all(objects.fsdp_patches()),
@@ -324,12 +324,17 @@ class VirtualGpu(Watch):
         self._stack.enter_context(function_mode)
         self._stack.enter_context(self.recording)
 
+    def _watch_detection(self) -> None:
+        detection.register_loaded()
+        self._function_mode.run_in_float32(detection.autocast_in_float32())
+
     def _modes_of_thread(self, recording: RecordingMode) -> DeviceMode:
         """The function mode of another thread, whose dispatch mode is `recording`."""
         mode = recording.function_mode = DeviceMode(recording, registry.composites(recording))
         mode.interchange.share(self._function_mode.interchange)
         if self._watches_quantized:
             mode.run_cuda_kernels_of(quantized.operators())
+        mode.run_in_float32(detection.autocast_in_float32())
         return mode
 
     def _replace_in(self, name: str, replaced: Callable[[Any], Iterator[tuple[Any, str, Any]]]) -> None:

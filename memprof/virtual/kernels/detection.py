@@ -129,6 +129,15 @@ def register_loaded() -> None:
                 register(found)(entry)
 
 
+def autocast_in_float32() -> list[Any]:
+    """Those that are here of the operators with a kernel for autocast (torchvision/csrc/ops/autocast).
+
+    Computed in float32, all but the numbers of boxes are cast to what the first tensor was of.
+    """
+    names = ("nms", "deform_conv2d", *_POOLED)
+    return [found for name in names if (found := getattr(torch.ops.torchvision, name, None)) is not None]
+
+
 _POOLED = ("roi_align", "ps_roi_align", "roi_pool", "ps_roi_pool")
 OPERATORS: tuple[tuple[Callable[..., Any], dict[str, Callable[..., Any]]], ...] = (
     (functools.partial(kernel, on_host=True), {"nms": nms}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Iterator
@@ -169,3 +170,18 @@ def _target(name: str) -> dict[str, Any]:
     if "keypoint" in name:
         target["keypoints"] = torch.full((2, 17, 3), 50.0, device="cuda")
     return target
+
+
+def test_autocast_pools_regions_in_float32(gpu: VirtualGpu) -> None:
+    """And gives what the features were of; boxes are kept by numbers."""
+    gpu._watch_detection()
+    features, boxes = torch.randn(2, 8, 16, 16, device="cuda").half(), torch.zeros(3, 5, device="cuda")
+    rest = (1.0, 7, 7, 2, False)
+    with pytest.raises(RuntimeError, match="same type") if IS_HERE else contextlib.nullcontext():
+        torch.ops.torchvision.roi_align(features, boxes, *rest)
+    first = len(gpu.trace.storages)
+    with torch.autocast("cuda", torch.float16):
+        pooled = torch.ops.torchvision.roi_align(features, boxes, *rest)
+        kept = torch.ops.torchvision.nms(boxes[:, :4].half(), torch.rand(3, device="cuda"), 0.5)
+    assert pooled.dtype is torch.float16 and kept.dtype is torch.int64
+    assert sizes(gpu, first)[:3] == [2 * features.nbytes, 2 * pooled.nbytes, pooled.nbytes]
