@@ -17,6 +17,7 @@ import typer
 
 import memprof
 from memprof.cli.completion import install_itself
+from memprof.cli.exits import end_at_once
 from memprof.cli.options import Commands, add
 from memprof.cli.streams import give_up, prepare, say
 
@@ -143,4 +144,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             # as a fifth of the whole command. But nanobind (Triton's, from release 3.9) says of what is left: leaked.
             by_nanobind = any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
             (gc.unfreeze if by_nanobind else gc.freeze)()
+            left = sys.exc_info()[1]
+            if isinstance(left, SystemExit) and isinstance(left.code, int):
+                end_at_once(left.code)
     sys.exit(0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
 from memprof.cli import settings
+from memprof.cli.exits import nothing_is_to_be_let_go
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document, say_kept
 from memprof.cli.progress import Progress, long_work
@@ -65,11 +67,22 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         print_document(kept[0], output)
         say_kept(kept[1], quiet=output.quiet)
         raise typer.Exit(exit_code(kept[0]))
+    # Below, and not above: --help needs none of it.
+    from memprof.catalog import has_model
+    from memprof.watch.loading import torch_loads
+
+    is_known = spec.model_is_size or has_model(spec.model)  # no code but that of transformers
     if not (how.ladder or how.searches or how.largest):
         # One run alone: asked in one run after the other, the answers would cost more than the imports.
-        from memprof.watch.postponed import postpone  # and not above: --help needs none of it
+        from memprof.watch.postponed import postpone
 
-        postpone()
+        postpone(rules=is_known)
+    with torch_loads():
+        for name in (
+            "flows.profile",
+            *(() if output.as_json else ("report.terminal.report", "report.terminal.console")),
+        ):
+            importlib.import_module(f"memprof.{name}")
     with long_work(quiet=output.quiet) as progress:
         try:
             trace, document = _run(spec, how, progress, is_named=is_named)
@@ -83,6 +96,8 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
         raise failed
     if place is not None:
         place.keep(document)
+    if is_known and document.source == "simulated":
+        nothing_is_to_be_let_go()
     raise typer.Exit(exit_code(document))
 
 

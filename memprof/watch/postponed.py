@@ -13,7 +13,11 @@ An eager run needs none of it, but it is asked for at these places:
   value is a `sympy.Basic`, which nothing can be before sympy is there; torch/utils/flop_counter.py asks the same of
   Triton's `JITFunction`.
 * transformers takes functions and classes from accelerate and from torch's FSDP and distributed checkpoints, which it
-  calls where a model is spread or loaded (`_CALLED`).
+  calls where a model is spread or loaded, and from the hub's client, where one is downloaded (`_CALLED`).
+* torch.distributed.tensor, whose classes transformers asks about, begins with the rules of all operators for tensors
+  that are spread over a mesh of devices. They are run when the first mesh is made.
+* torch._library makes two classes for each of torch's primitive operators, for gradients through it. Those of an
+  operator are made when it is called.
 
 Whoever asks for more gets the real modules, which are imported then. But what an import leaves behind may hold on to
 the frames that it was called from, and to their tensors: `came_late` says that it was so, and the run is run again.
@@ -50,16 +54,29 @@ _ASKING_DYNAMO = (
 """Functions that ask it something when they are called, which can be said without."""
 _OF_A_HOOK = {"disable": lambda fn: fn}
 """checkpoint()'s hooks go with what they recompute: Dynamo is told of none later, which would keep tensors."""
-_PASSING_ON = (("importlib", "import_module"), ("torch", "__getattr__"))
+_PASSING_ON = (("importlib", "import_module"), ("torch", "__getattr__"), ("huggingface_hub", "__getattr__"))
+_RULES, _MESHES, _GRADIENTS = (
+    "torch.distributed.tensor._ops",
+    "torch.distributed.device_mesh",
+    "torch._library.autograd",
+)
 Lifted = Callable[[], contextlib.AbstractContextManager[None]]
+_Instead = Callable[[ModuleType, Callable[[], None]], None]
+"""What is done with a module in place of running it, which the second argument does."""
 _inside: list[tuple[Lifted, Callable[[], bool]]] = []
 _late: list[str] = []
 
 
-def postpone() -> None:
-    """From here on in this process, none of it is imported until it is needed."""
+def postpone(*, rules: bool = False) -> None:
+    """From here on in this process, none of it is imported until it is needed.
+
+    `rules` of torch.distributed.tensor too: not where a program of others may add its own to them.
+    """
     if not {_DYNAMO, _SYMBOLS, _SYMPY} & sys.modules.keys() and not any(type(f) is _Finder for f in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        instead: dict[str, _Instead] = {_GRADIENTS: _made_when_called}
+        if rules:
+            instead[_RULES] = _run_for_a_mesh
+        sys.meta_path.insert(0, _Finder(instead))
 
 
 @contextlib.contextmanager
@@ -87,7 +104,12 @@ def _as_it_is(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _note_late(name: str) -> None:
-    if _inside and name not in sys.modules and _inside[-1][1]():
+    if name not in sys.modules:
+        _note_run(name)
+
+
+def _note_run(name: str) -> None:
+    if _inside and _inside[-1][1]():
         _late.append(name)
 
 
@@ -137,6 +159,9 @@ class _Later:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._real())
 
+    def __or__(self, other: object) -> Any:
+        return Any  # in an annotation
+
     def _real(self) -> Any:
         _note_late(self._module)
         return getattr(importlib.import_module(self._module), self._name)
@@ -176,6 +201,10 @@ _CALLED = {
     "torch.distributed.fsdp": ("transformers.distributed.fsdp",),
     "torch.distributed.checkpoint": ("transformers.distributed.checkpoint",),
     "torch.distributed.checkpoint.hf_storage": ("transformers.distributed.checkpoint",),
+    **{
+        f"huggingface_hub.{name}": ("transformers.utils.hub", "transformers.safetensors_conversion")
+        for name in ("hf_api", "community", "repocard", "repocard_data", "_snapshot_download")
+    },
 }
 """Modules of which somebody, when it is imported, takes what it will call or what values are instances of, and who."""
 _ANSWERED: dict[str, dict[str, Any]] = {
@@ -215,7 +244,8 @@ class _Answers(ModuleType):
 class _Finder(MetaPathFinder, Loader):
     """Finds these modules: for those who are answered without them what answers, for others the real ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, instead: dict[str, _Instead]) -> None:
+        self._instead = instead
         self._marks = {name: functools.partial(self._mark, name) for name in _MARKS}
         self._kept_out: list[Any] = []
         """Functions that torch._compile calls as they are."""
@@ -228,6 +258,8 @@ class _Finder(MetaPathFinder, Loader):
         """As the import system asks."""
         if name == _SYMBOLS and self._symbols is None:
             return importlib.machinery.ModuleSpec(name, self)
+        if name in self._instead and (name != _RULES or not self._is_there):
+            return self._run_by(self._instead.pop(name), name)
         if name not in _ANSWERED or self._is_there:
             return None
         self._asker = _asking()
@@ -245,6 +277,13 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is run."""
+
+    def _run_by(self, instead: _Instead, name: str) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: instead(module, lambda: run(module))  # type: ignore[method-assign]
+        return spec
 
     def _real(self) -> importlib.machinery.ModuleSpec | None:
         self._is_there = True
@@ -284,6 +323,44 @@ class _Finder(MetaPathFinder, Loader):
 
         self._marked.append(tell)
         return disabled if mark == "disable" else fn
+
+
+def _run_for_a_mesh(module: ModuleType, run: Callable[[], None]) -> None:
+    """Run torch.distributed.tensor._ops when the first mesh of devices is made, without which no tensor is spread."""
+    meshes = importlib.import_module(_MESHES).DeviceMesh
+    plain = meshes.__init__
+
+    @functools.wraps(plain)
+    def __init__(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        if meshes.__init__ is __init__:
+            meshes.__init__ = plain
+            _note_run(module.__name__)
+            with _as_it_is(module.__name__):
+                run()
+        plain(mesh, *args, **kwargs)
+
+    meshes.__init__ = __init__
+
+
+def _made_when_called(module: ModuleType, run: Callable[[], None]) -> None:
+    """torch._library.autograd, whose kernels for gradients make themselves when they are first called."""
+    run()
+    make = getattr(module, "make_autograd_impl", None)
+    if make is None:
+        return
+
+    @functools.wraps(make)
+    def make_autograd_impl(*operator: Any) -> Callable[..., Any]:
+        made: list[Callable[..., Any]] = []
+
+        def autograd_impl(*args: Any, **kwargs: Any) -> Any:
+            if not made:
+                made.append(make(*operator))
+            return made[0](*args, **kwargs)
+
+        return autograd_impl
+
+    vars(module)["make_autograd_impl"] = make_autograd_impl
 
 
 # -- torch.fx.experimental.symbolic_shapes -------------------------------------------------------------------------

@@ -197,3 +197,73 @@ def test_sizes_are_judged_as_the_real_module_does():
             assert one == other and (type(one) is type(other) or not other), (name, kinds, one, other)
         """
     )
+
+
+@pytest.mark.nightly
+def test_the_rules_of_spread_tensors_come_with_the_first_mesh():
+    _run(
+        """
+        import sys
+        from memprof.watch.postponed import postpone
+
+        postpone(rules=True)
+        import torch
+        from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+        rules = "torch.distributed.tensor._ops._pointwise_ops"
+        assert rules not in sys.modules
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        mesh = DeviceMesh("cpu", [0])
+        assert rules in sys.modules and "memprof" not in DeviceMesh.__init__.__module__
+        spread = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+        assert (spread + spread.sin()).full_tensor().equal(torch.ones(4) + torch.ones(4).sin())
+        DeviceMesh("cpu", [0])
+        """
+    )
+
+
+@pytest.mark.nightly
+def test_gradients_of_custom_operators_are_theirs_when_they_are_called():
+    _run(
+        """
+        from memprof.watch.postponed import postpone
+
+        postpone()
+        import torch
+
+        @torch.library.custom_op("own::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        twice.register_autograd(lambda ctx, gradient: gradient * 3)
+        x = torch.ones(2, requires_grad=True)
+        twice(x).sum().backward()
+        assert x.grad.tolist() == [3, 3] and not twice(torch.ones(2)).requires_grad
+        assert torch.ops.prims.sin(torch.ones(2)).equal(torch.ones(2).sin())
+        try:
+            torch.ops.prims.sin(x).sum().backward()
+        except RuntimeError as error:
+            assert "prims.sin" in str(error) or "prims::sin" in str(error), error
+        else:
+            raise AssertionError("it has no gradient")
+        """
+    )
+
+
+@pytest.mark.nightly
+def test_the_client_of_the_hub_is_the_real_one_when_it_is_asked():
+    _run(
+        """
+        import sys
+        from memprof.watch.postponed import postpone
+
+        postpone()
+        import transformers.utils.hub as user
+
+        assert "huggingface_hub.hf_api" not in sys.modules
+        import huggingface_hub
+
+        made = user.HfApi(library_name="own")
+        assert type(made) is huggingface_hub.HfApi and made.library_name == "own"
+        """
+    )
