@@ -182,6 +182,19 @@ class Phases:
         self._stepped.add(optimizer)
         self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
 
+    def wrap_whole_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for the `step` of what is no optimizer of torch's and steps such ones, be it in parts."""
+
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before_step(optimizer, args, kwargs)
+            result = original(optimizer, *args, **kwargs)
+            if self._outermost and self._outermost[0] is optimizer:
+                self._outermost.clear()
+                self._end_step(optimizer)
+            return result
+
+        return step
+
     def _end_step(self, optimizer: Optimizer | None, *, last: bool = True) -> None:
         if last:
             self._ended = True

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memprof.trace.events import Owner, Phase, PhaseKind, Role, Trace
+from memprof.watch import zero
 from memprof.watch.imports import watch_imports
 from memprof.watch.modules import ModuleTracker, own_name
 from memprof.watch.patches import Patches
@@ -116,7 +117,8 @@ class Watch(ABC):
     def _watch_program(self) -> None:
         """Patch and hook whatever shows what the program does."""
         self._patches.set_all(self.phases.patches())
-        later = {name: lambda of=of: self._patches.set_all(of()) for name, of in self.phases.of_imports().items()}
+        imports = {**self.phases.of_imports(), **zero.of_imports(self.phases, self.claim)}
+        later = {name: lambda of=of: self._patches.set_all(of()) for name, of in imports.items()}
         self._stack.enter_context(watch_imports(later))
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
@@ -218,13 +220,21 @@ class Watch(ABC):
                     name = own_name(full_name)
                     for part in (parameter, *self.parts(parameter)):
                         self.claim(part, Owner(Role.PARAMETER, name))
+                    for part in zero.part(parameter):
+                        self.claim(part, Owner(Role.PARAMETER, ""))
                     if parameter.grad is not None:
                         self.claim(parameter.grad, Owner(Role.GRADIENT, name))
                 for name, buffer in root.named_buffers():
                     self.claim(buffer, Owner(Role.BUFFER, own_name(name)))
 
     def _name_optimizer_state(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Claim this optimizer's state, which has made a step."""
+        """Claim this optimizer's state, which has made a step, and what it has stepped on.
+
+        DeepSpeed shows it its own copies in float32, for as long as it steps.
+        """
+        for group in optimizer.param_groups:
+            self._claim_unnamed(group["params"], Role.PARAMETER)
+            self._claim_unnamed((p.grad for p in group["params"] if p.grad is not None), Role.GRADIENT)
         for state in optimizer.state.values():
             for key, value in state.items():
                 for tensor in value if isinstance(value, list) else [value]:  # LBFGS keeps lists of directions

@@ -1,0 +1,77 @@
+"""DeepSpeed's ZeRO: one step of several by its own optimizers, and what it keeps of parameters that are spread.
+
+Of a spread parameter `ds_tensor` is this rank's part; the whole is its `.data` from a gather to the next release. The
+optimizer of stage 3 keeps parts of gradients in one buffer, and steps once for each group of parameters; that of stages
+1 and 2 once for each group of the program's.
+
+Sources: deepspeed/runtime/zero (stage3.py, stage_1_and_2.py, partition_parameters.py) of deepspeedai/DeepSpeed@v0.19.5.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memprof.trace.events import Owner, Role
+from memprof.watch.patches import Patch
+from memprof.watch.phases import Phases
+
+_ZERO = "deepspeed.runtime.zero."
+_STEPS = {f"{_ZERO}stage3": "DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}stage_1_and_2": "DeepSpeedZeroOptimizer"}
+_GATHERS = {"AllGatherHandle": "_AllGatherHandle__param", "AllGatherCoalescedHandle": "params"}
+"""What waits for parameters to be whole, and where it has them."""
+
+
+def part(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's part of a parameter that is spread, in one buffer with those of others."""
+    own = getattr(parameter, "ds_tensor", None)
+    return [] if own is None else [own]
+
+
+def of_imports(
+    phases: Phases, claim: Callable[[torch.Tensor, Owner], None]
+) -> Mapping[str, Callable[[], Iterator[Patch]]]:
+    """The patches by the module that has to be imported first. `claim` is told whose tensors are."""
+
+    def stepping(module: str, name: str) -> Iterator[Patch]:
+        kind = getattr(sys.modules[module], name)
+        yield kind, "step", phases.wrap_whole_step(kind.step)
+        yield kind, "__init__", _then(kind.__init__, functools.partial(_claim_gradients, claim))
+
+    def gathering() -> Iterator[Patch]:
+        for name, where in _GATHERS.items():
+            kind = getattr(sys.modules[f"{_ZERO}partition_parameters"], name)
+            yield (
+                kind,
+                "wait",
+                _then(kind.wait, functools.partial(_claim_whole, claim, where)),
+            )
+
+    steps = {module: lambda module=module, name=name: stepping(module, name) for module, name in _STEPS.items()}
+    return {**steps, f"{_ZERO}partition_parameters": gathering}
+
+
+def _then(original: Callable[..., Any], after: Callable[[Any], None]) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        after(self)
+        return result
+
+    return call
+
+
+def _claim_gradients(claim: Callable[[torch.Tensor, Owner], None], optimizer: Any) -> None:
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if buffer is not None:
+        claim(buffer, Owner(Role.GRADIENT, ""))
+
+
+def _claim_whole(claim: Callable[[torch.Tensor, Owner], None], where: str, handle: Any) -> None:
+    parameters = getattr(handle, where)
+    several: Iterable[torch.Tensor] = parameters if isinstance(parameters, (list, tuple)) else [parameters]
+    for parameter in several:
+        claim(parameter.data, Owner(Role.UNSHARDED, "a parameter"))
