@@ -60,6 +60,8 @@ class Timeline:
     """Segments and blocks at the end: what is fragmented, and where."""
     blocks: dict[int, int] = field(default_factory=dict)
     """Of a trace: bytes of the block that each storage was given; those of other devices and empty ones have none."""
+    addresses: dict[int, int] = field(default_factory=dict)
+    """Of the same blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,8 @@ class TraceReplay:
         self._play(end, writes=True, stop_at_oom=stop_at_oom)
 
     def _play(self, end: int | None, *, writes: bool, stop_at_oom: bool = False) -> None:
-        storages, refused, live, blocks = self.trace.storages, self.trace.refused, self.live, self.timeline.blocks
+        storages, refused, live = self.trace.storages, self.trace.refused, self.live
+        blocks, addresses = self.timeline.blocks, self.timeline.addresses
         malloc, free, end_event = self.malloc, self.allocator.free, self.end_event
         alloc, dead, emptied, moved = EventKind.ALLOC, EventKind.FREE, EventKind.EMPTY_CACHE, EventKind.STREAM
         several, pending = self.trace.uses, self.allocator.pending
@@ -229,6 +232,7 @@ class TraceReplay:
                         block = live[ref] = malloc(storage.num_bytes, self.stream)
                         if writes:
                             blocks[ref] = block.size
+                            addresses[ref] = block.address
             elif kind is dead:
                 if ref in live:
                     pending.now = time
