@@ -22,6 +22,8 @@ class _Here(threading.local):
     """What one thread runs."""
 
     module = NONE
+    root: nn.Module | None = None
+    """Called from outside all others."""
 
 
 class ModuleTracker:
@@ -57,6 +59,7 @@ class ModuleTracker:
             if outer == index:  # what a compiler wrapped its code in
                 return original(self, *args, **kwargs)
             if outer == NONE:
+                here.root = self
                 tracker.on_outermost(self, index, args, kwargs)
             here.module = index
             tracker.listener(EventKind.ENTER, index)
@@ -101,6 +104,10 @@ class ModuleTracker:
             self.on_root(module)
         elif isinstance(module, torch.fx.GraphModule) or type(module).__module__.startswith("torch._dynamo"):
             self._known[module] = self.current
+        elif self._here.root is not None and any(module is one for one in self._here.root.modules()):
+            # The model was called before, while it was being built, to ask for the shape of what it returns.
+            self._add_tree(self._here.root, reads_tokens=True)
+            self.on_root(self._here.root)
         else:
             # Created during the forward, or reached past its parent's children: named after who calls it.
             parent = self.table[self.current]
@@ -129,7 +136,7 @@ class ModuleTracker:
         again = {
             below
             for module in root.modules()
-            if module in self._known and self.table[self._known[module]].role is ModuleRole.ROOT
+            if module is not root and module in self._known and self.table[self._known[module]].role is ModuleRole.ROOT
             for below in module.modules()
         }
         for path, module in root.named_modules():

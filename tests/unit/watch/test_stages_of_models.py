@@ -151,6 +151,20 @@ def test_parts_that_were_called_alone_are_parts_of_the_whole() -> None:
     assert forward_stages(Detector(), tokens=False) == ["model.0 Sequential", "model.1 Linear", "loss"]
 
 
+def test_a_model_that_was_called_while_it_was_built_has_all_its_parts() -> None:
+    """As SpeechBrain's, which ask what their last part returns for the shape of the next."""
+    with memprof.virtual_gpu("a100-80gb") as gpu:
+        model = nn.Sequential()
+        for name, part in (("conv", nn.Conv2d(3, 8, 3)), ("norm", nn.BatchNorm2d(8)), ("head", nn.Conv2d(8, 2, 3))):
+            with torch.no_grad():
+                model(torch.zeros(1, 3, 8, 8))
+            model.add_module(name, nn.Sequential(part, nn.ReLU()))
+        model.cuda()(torch.rand(1, 3, 8, 8, device="cuda")).sum().backward()
+    names = [row.name for row in gpu.report().stages]
+    assert {"norm Sequential", "head Sequential"} <= set(names)
+    assert "conv.0.weight" in {owner.name for owner in gpu.trace.owners.values()}
+
+
 def test_what_is_inside_a_wrapper_has_stages() -> None:
     wrapped = forward_stages(nn.DataParallel(Painter()), tokens=False)
     assert wrapped[:2] == ["module.first Linear", "down layer 0"]
