@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import importlib.util
 import os
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 
 _LIBRARIES = (("libtorch_global_deps", os.RTLD_GLOBAL), ("libtorch", 0)) if hasattr(os, "RTLD_GLOBAL") else ()
 """As torch/__init__.py loads them: what it makes visible to all first. None needs Python, so that none waits for it."""
+_OF_C = ("pickle", "statistics")
+"""Modules that memprof's own need and that are libraries too: of those the linker loads one after the other."""
 _ENDING = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -27,6 +30,8 @@ def torch_loads() -> Iterator[None]:
 
     Inside, nothing may change the environment's variables, which the libraries read.
     """
+    for name in _OF_C:
+        importlib.import_module(name)
     loader = threading.Thread(target=_load, name="memprof loads torch")
     with contextlib.suppress(RuntimeError):  # no room for it: torch loads them itself
         loader.start()

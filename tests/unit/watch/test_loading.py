@@ -55,3 +55,33 @@ def test_without_torch_nothing_is_loaded():
             pass
         """
     )
+
+
+@pytest.mark.slow
+def test_nothing_waits_for_the_linker_beside():
+    """Whatever a profile imports meanwhile is Python: a library would be loaded when torch's are, and not before."""
+    _run(
+        """
+        import contextlib, importlib.machinery, os, sys
+        from memprof.watch import loading
+
+        plain = loading.torch_loads
+
+        @contextlib.contextmanager
+        def torch_loads():
+            with plain():
+                before = set(sys.modules)
+                yield
+                imported = sys.modules.keys() - before
+            endings = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+            assert "memprof.flows.account" in imported
+            assert not [name for name in imported if str(getattr(sys.modules[name], "__file__", "")).endswith(endings)]
+            os._exit(0)
+
+        loading.torch_loads = torch_loads
+        sys.argv = ["memprof", "profile", "--model", "gpt2", "--no-cache"]
+        from memprof.cli.main import run
+
+        run()
+        """
+    )
