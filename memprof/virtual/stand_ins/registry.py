@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -126,7 +127,7 @@ def _load(package: str) -> bool:
     if package in PACKAGES:
         importlib.import_module(f"memprof.virtual.stand_ins.{PACKAGES[package].made_in or package}")
         return True
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    for entry in _brought(*sys.path):
         if entry.name == package:
             try:
                 entry.load()
@@ -138,6 +139,12 @@ def _load(package: str) -> bool:
                 ) from error
             return True
     return False
+
+
+@functools.cache
+def _brought(*path: str) -> importlib.metadata.EntryPoints:
+    """What installed packages bring, on this path: to look takes reading a file of each of them."""
+    return importlib.metadata.entry_points(group=GROUP)
 
 
 def _is_in(module: str, package: str) -> bool:
