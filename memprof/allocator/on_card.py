@@ -24,6 +24,8 @@ class Needs(NamedTuple):
     """As in OnCard."""
     fits: bool
     """True without a card."""
+    allocated_bytes: int
+    """The most that tensors take, as the allocator rounds it on a card without limit."""
 
 
 class StreamBounds(NamedTuple):
@@ -153,7 +155,7 @@ def needs_of(trace: Trace, card: CardMemory | None, config: AllocatorConfig, rel
             limited = TraceReplay(trace, card, config, release)
             limited.skip()
             fits = limited.timeline.first_oom is None
-    return Needs(required, fits)
+    return Needs(required, fits, counters.allocated_bytes_peak)
 
 
 def replay_on_card(

@@ -23,9 +23,13 @@ def at_once(spec: TargetSpec) -> int:
     """
     from memprof.workload.side_by_side import number_of_processes  # needs torch
 
+    return number_of_processes() if spec.device == "virtual" and not own_code(spec) and not spec.compile else 1
+
+
+def own_code(spec: TargetSpec) -> bool:
+    """Whether code is run that is the user's own."""
     _, colon, factory = spec.model.rpartition(":")
-    own = spec.trust_remote_code or (colon and factory.isidentifier())
-    return number_of_processes() if spec.device == "virtual" and not own and not spec.compile else 1
+    return spec.trust_remote_code or bool(colon and factory.isidentifier())
 
 
 def warm(spec: TargetSpec, progress: Callable[[str], None]) -> None:

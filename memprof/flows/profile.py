@@ -40,11 +40,32 @@ from memprof.workload.plan import parse_plan
 
 
 def profile(
-    spec: TargetSpec, progress: Callable[[str], None] = lambda doing: None, *, explained: bool = True
+    spec: TargetSpec,
+    progress: Callable[[str], None] = lambda doing: None,
+    *,
+    explained: bool = True,
 ) -> tuple[Trace, Document]:
     """Run `spec` on its virtual card, or measure it on a real device; returns what happened and the report on it.
 
     `explained` is as in `analyze`.
+
+    Raises:
+        MemprofError: as `happened`.
+    """
+    trace = happened(spec, progress)
+    progress("accounting")
+    return trace, analyze(trace, explained=explained)
+
+
+def happened(
+    spec: TargetSpec,
+    progress: Callable[[str], None] = lambda doing: None,
+    built: Callable[[], TargetSpec] | None = None,
+) -> Trace:
+    """What happened in the run of `spec`, on its virtual card or on a real device.
+
+    Args:
+        built: as in `Workload`, for a run of one process.
 
     Raises:
         MemprofError: the model cannot be found or built (UsageError where the user named something wrong).
@@ -56,11 +77,8 @@ def profile(
         hint = "add --parallel fsdp, or ddp; --fix auto finds out"
         raise UsageError("how is the model spread over the cards?", value=asked, hint=hint)
     if spec.parallel is not None and spec.rank is None and parse_plan(spec.parallel, spec.gpus).layers == 1:
-        trace = _one_of_each_kind(spec, spec.parallel, progress)
-    else:
-        trace = _ran(spec, progress)
-    progress("accounting")
-    return trace, analyze(trace, explained=explained)
+        return _one_of_each_kind(spec, spec.parallel, progress)
+    return _ran(spec, progress, built)
 
 
 COMPILER = "torch._inductor.compile_fx"
@@ -72,7 +90,7 @@ def compiles(spec: TargetSpec) -> bool:
     return spec.compile or any(STEPS[fix.partition("=")[0]].compiles for fix in spec.fixes)
 
 
-def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
+def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], TargetSpec] | None = None) -> Trace:
     """One process of it, run or measured.
 
     Raises:
@@ -101,7 +119,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         look_through_no_more()  # garbage is looked for when something has been compiled
     failed: RunFailedError | None = None
     while True:
-        workload = Workload(spec, source, switch_on)
+        workload = Workload(spec, source, switch_on, built)
         try:
             if spec.device == "virtual":
                 trace = capture_virtual(
@@ -120,7 +138,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None]) -> Trace:
         trace.facts,
         command="profile",
         target=Target(
-            asked=spec,
+            asked=workload.spec,
             model=source.name,
             task=source.task,
             num_parameters=workload.num_parameters,

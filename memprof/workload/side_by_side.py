@@ -42,7 +42,16 @@ def number_of_processes() -> int:
     On Linux alone: elsewhere the libraries' own threads do not outlive a fork. Nor do those of autograd where torch
     sees a card (`track_bad_autograd_forks`, torch/csrc/autograd/engine.cpp).
     """
-    if _inside or sys.platform != "linux" or torch.cuda.device_count():
+    return 1 if _inside else _most()
+
+
+def may_fork() -> bool:
+    """Whether this process, also if it is one of several, may be forked for what it then waits for."""
+    return _most() > 1
+
+
+def _most() -> int:
+    if sys.platform != "linux" or torch.cuda.device_count():
         return 1
     asked = os.environ.get(VARIABLE, "")
     most = int(asked) if asked.isdigit() else len(os.sched_getaffinity(0))
@@ -62,7 +71,7 @@ def side_by_side(
     """
     most = min(number_of_processes(), len(works))
     if most < 2:
-        return [_tried(work) for work in works]
+        return [tried(work) for work in works]
     answers: dict[int, Any] = {}
     running: dict[Connection, tuple[int, int]] = {}
     left = list(enumerate(works))
@@ -86,10 +95,11 @@ def side_by_side(
             line.close()
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return [answers[place] if place in answers else _tried(work) for place, work in enumerate(works)]
+    return [answers[place] if place in answers else tried(work) for place, work in enumerate(works)]
 
 
-def _tried(work: Callable[[], _Answer]) -> _Answer | MemprofError:
+def tried(work: Callable[[], _Answer]) -> _Answer | MemprofError:
+    """What it returns, or the MemprofError that it raises."""
     try:
         return work()
     except MemprofError as error:
@@ -99,11 +109,7 @@ def _tried(work: Callable[[], _Answer]) -> _Answer | MemprofError:
 
 def _forked(work: Callable[[], Any], others: Sequence[Connection]) -> tuple[Connection, int]:
     ours, theirs = Pipe(duplex=False)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         for line in (ours, *others):
             line.close()
@@ -112,16 +118,30 @@ def _forked(work: Callable[[], Any], others: Sequence[Connection]) -> tuple[Conn
     return ours, pid
 
 
+def fork() -> int:
+    """As os.fork, with nothing written twice."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where there is a thread for progress
+        return os.fork()
+
+
+def settle() -> None:
+    """In a process that was forked: it ends with the one that it comes from, and forks no others at once."""
+    global _inside
+    _inside = True
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)  # a pool of threads is not inherited
+
+
 def _be(work: Callable[[], Any], line: Connection) -> NoReturn:
     """One of the processes: it ends here, whatever happens, and runs nothing of what this one does at its end."""
-    global _inside
     try:
-        _inside = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        torch.set_num_threads(1)  # a pool of threads is not inherited
+        settle()
         before = files_of_modules()
-        answer = _tried(work)
+        answer = tried(work)
         line.send((answer, files_of_modules() - before))
         line.close()
     finally:

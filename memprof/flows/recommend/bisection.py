@@ -35,7 +35,7 @@ def find_limit(
         beyond: so many numbers past the first that does not fit are tried as well, and the search goes on from one
             that fits: rounding may make a number need less than the one before it.
         guess: what a number is likely to need, told quickly, or None. The search is made with guesses, and again with
-            what its ends really need, until they were tried. Not for `beyond`.
+            what its ends really need, until they are what was guessed. Not for `beyond`.
     """
     known: dict[int, int] = {}
 
@@ -52,10 +52,8 @@ def find_limit(
     for _ in range(_GUESSED if guess is not None else 0):
         bound = search(likely, beyond=0)
         ends = [number for number in (bound.largest, bound.first_too_large) if number is not None]
-        if known.keys() >= {*ends}:
+        if next((number for number in ends if really(number) > available), None) == bound.first_too_large:
             return bound
-        for number in ends:
-            really(number)
     return search(really, beyond=beyond)
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from memprof.catalog import list_gpus
 from memprof.errors import MemprofError
+from memprof.flows.recommend.outcome import HOST_MEMORY, SimulatedRun
 from memprof.flows.recommend.plans import Goal, tiers
-from memprof.flows.recommend.simulator import HOST_MEMORY, SimulatedRun, Simulator
+from memprof.flows.recommend.simulator import Simulator
 from memprof.report.documents.recommendation import Alternative
 from memprof.units import gib
 

@@ -10,8 +10,9 @@ from memprof.catalog import Gpu, ModelEntry, list_models
 from memprof.command_line import profile_command
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
+from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import Goal, Plan, base_spec, half_of
-from memprof.flows.recommend.simulator import SimulatedRun, Simulator
+from memprof.flows.recommend.simulator import Simulator
 from memprof.remedies.spec_edits import installed_eight_bit_optimizer
 from memprof.remedy_catalog import check_installed
 from memprof.report.documents.recommendation import Largest, Recommendation
@@ -66,7 +67,8 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     The model of `spec` is not looked at.
     """
     gpu, context_length = virtual_card(spec), spec.context_length or CONTEXT
-    runs = Simulator(gpu, progress)
+    # Weights are quantized when a model is built: that takes longer than its forward. All others are built in no time.
+    runs = Simulator(gpu, progress, says_where=False, begun=lambda one: one.quantize is not None)
     kinds = []
     for task in tasks(gpu):
         one = task.plan.spec(base_spec(task.plan.goal, spec), 1)
@@ -119,7 +121,7 @@ def _largest(runs: Simulator, spec: TargetSpec, task: Task, context_length: int)
             return False
         if entry.key not in outcomes:
             one = _spec(spec, task, entry, context_length)
-            outcomes[entry.key] = runs.try_run(one, f"{task.name}: {entry.key}")
+            outcomes[entry.key] = runs.try_run(one, f"{task.name}: {entry.key}", traced=True)
         outcome = outcomes[entry.key]
         return None if outcome is None else outcome.fits
 

@@ -11,8 +11,9 @@ from memprof.command_line import profile_command
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.cards import device_facts, virtual_card
 from memprof.flows.recommend import cards, snippet
+from memprof.flows.recommend.outcome import SimulatedRun
 from memprof.flows.recommend.plans import Activations, Goal, Plan, base_spec, tiers
-from memprof.flows.recommend.simulator import SimulatedRun, Simulator
+from memprof.flows.recommend.simulator import Simulator
 from memprof.remedy_catalog import check_installed
 from memprof.report.documents.recommendation import Alternative, Bound, Choice, Recommendation
 from memprof.spec import TargetSpec
@@ -190,7 +191,7 @@ class Search:
         """The same as it will be run: with its accumulation."""
         spec = tried.plan.spec(self.base, tried.micro_batch, tried.accumulation)
         label = f"check of {tried.plan.label(tried.micro_batch)}"
-        return dataclasses.replace(tried, outcome=self.runs.run(spec, label, tried.accumulation))
+        return dataclasses.replace(tried, outcome=self.runs.run(spec, label, tried.accumulation, traced=True))
 
     def batch_limit(self, tried: Tried) -> Bound:
         """The largest micro-batch of this configuration."""
@@ -324,6 +325,7 @@ def recommend(
         batch_limit, context = [*runs.searches([functools.partial(_ask, limit) for limit in limits]), None][:2]
     else:
         alternatives = cards.alternatives(search, example)
+    runs.close()
     rows = _choices(runs, found.tried, chosen)
     answer = Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),

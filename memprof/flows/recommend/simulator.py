@@ -9,73 +9,43 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from memprof.catalog import Gpu
-from memprof.cost import StepWork, step_work
 from memprof.device.context import CONTEXT_BYTES
 from memprof.errors import MemprofError
-from memprof.flows.account import analyze
 from memprof.flows.ahead import warm
-from memprof.flows.profile import profile
+from memprof.flows.profile import happened
+from memprof.flows.recommend.begun import Begun, Run
 from memprof.flows.recommend.between import likely_needs
 from memprof.flows.recommend.bisection import find_limit
-from memprof.ledger.batches import Batches
-from memprof.ledger.state import ModelState
-from memprof.remedies.fixes import Fix, edit_spec
-from memprof.remedy_catalog import helping
+from memprof.flows.recommend.outcome import Asked, SimulatedRun
 from memprof.report.documents.recommendation import Bound
-from memprof.spec import Mode, TargetSpec
+from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
-from memprof.trace.facts import Target, target_to_json
 
 Answer = TypeVar("Answer")
-HOST_MEMORY = "host memory"
-"""Where a run dies that fits the card, but not its host."""
 _TRACES = 4
 """So many are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """What a run needs and takes.
-
-    Attributes:
-        spec: the run as it was made, with nothing left to the environment: its length, the allocator's settings, and
-            where that makes it fit, expandable segments.
-        needed_bytes: of the card, the context included, so that nothing is ever refused.
-        fits: it came to its end on the card and its host.
-        host_bytes: the most in host memory.
-        step: the work of one whole optimizer step, or of one forward; None if it was not counted.
-        state: parameters, gradients and optimizer state, in bytes.
-        target: what the run turned out to be (dtype, number of parameters, ...).
-        dies_in: where it dies, if it does.
-        batches: of lengths that vary.
-    """
-
-    spec: TargetSpec
-    needed_bytes: int
-    fits: bool
-    host_bytes: int
-    step: StepWork | None
-    state: ModelState
-    target: Target
-    dies_in: str
-    batches: Batches | None
-
-    @property
-    def seconds(self) -> float:
-        """The least time of a step."""
-        return 0.0 if self.step is None else self.step.seconds
 
 
 class Simulator:
     """Makes runs and remembers them.
 
     Args:
-        seeks_room: what fits only because the allocator gives its cache back is looked at with expandable segments too.
+        seeks_room: as in `Asked`.
+        says_where: as in `Asked`.
+        begun: whether runs of such a spec begin as one, in a process where its model is built (`Begun`).
     """
 
-    def __init__(self, gpu: Gpu, progress: Callable[[str], None], *, seeks_room: bool = False) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        progress: Callable[[str], None],
+        *,
+        seeks_room: bool = False,
+        says_where: bool = True,
+        begun: Callable[[TargetSpec], bool] = lambda spec: True,
+    ) -> None:
         self.gpu = gpu
-        self._seeks_room = seeks_room
+        self._asked = Asked(gpu, seeks_room, says_where)
         self.failures: dict[str, str] = {}
         """What was tried and does not apply -> why."""
         self.refusal: MemprofError | None = None
@@ -85,7 +55,8 @@ class Simulator:
         self._ahead: dict[tuple[TargetSpec, int], SimulatedRun | MemprofError] = {}
         """What was run before it was asked for."""
         self._traces: dict[tuple[TargetSpec, int], Trace] = {}
-        """The last of those that were made here."""
+        """The last of those that were made, or what `likely_needs` asks of them."""
+        self._begun = Begun(self._outcome, begun)
 
     def __len__(self) -> int:
         """How many runs were made."""
@@ -96,8 +67,11 @@ class Simulator:
         """What the card has for tensors."""
         return self.gpu.total_bytes - CONTEXT_BYTES
 
-    def run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun:
+    def run(self, spec: TargetSpec, label: str, micro_batches: int = 1, *, traced: bool = False) -> SimulatedRun:
         """The outcome of `spec`; `step` is of a step with so many micro-batches.
+
+        Args:
+            traced: a limit is looked for from here.
 
         Raises:
             MemprofError: it cannot be run.
@@ -108,12 +82,7 @@ class Simulator:
             before = self._ahead.pop(key, None)
             if isinstance(before, MemprofError):
                 raise before
-            self._known[key] = before or self._run(spec, micro_batches)
-            # The command line switches the collector off, and what a run leaves in circles must go before the next. The
-            # libraries' own objects, millions that live for good, are looked through once.
-            gc.collect()
-            if len(self._known) == 1:
-                gc.freeze()
+            self._known[key] = before or self._run(spec, micro_batches, traced)
         return self._known[key]
 
     def warm(self, spec: TargetSpec) -> None:
@@ -122,13 +91,26 @@ class Simulator:
             self._progress("importing torch and the model's code")
             return
         warm(spec, self._progress)
+        self._collect()
+
+    def close(self) -> None:
+        """Nothing more is run."""
+        self._begun.close()
+
+    def _collect(self) -> None:
+        """The command line switches the collector off, and what a run leaves in circles must go before the next. The
+        libraries' own objects, millions that live for good, are looked through once."""
         gc.collect()
-        gc.freeze()
+        if not self._begun.is_warm:
+            gc.freeze()
+        self._begun.is_warm = True
 
     def run_ahead(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:
         """Run these at once, on all cores: they are likely to be asked for (`run`), and only then do they count."""
         left = [key for key in dict.fromkeys(questions) if key not in self._known and key not in self._ahead]
         if len(left) > 1 and _several_at_once():
+            for spec, _ in left:
+                self._begun.begin(spec)
             works = [functools.partial(self._run, *key) for key in left]
             self._ahead |= zip(left, _side_by_side(works, self._progress), strict=True)
 
@@ -153,17 +135,19 @@ class Simulator:
             answers.append(found.answer)
         return answers
 
-    def try_run(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> SimulatedRun | None:
+    def try_run(
+        self, spec: TargetSpec, label: str, micro_batches: int = 1, *, traced: bool = False
+    ) -> SimulatedRun | None:
         """The same; None where the run cannot be made, and `failures` says why."""
         try:
-            return self.run(spec, label, micro_batches)
+            return self.run(spec, label, micro_batches, traced=traced)
         except MemprofError as error:
             self.failures[label], self.refusal = error.line, error
             return None
 
     def needed_bytes(self, spec: TargetSpec, label: str, micro_batches: int = 1) -> int:
         """What a run needs; if it fits no more than the card has: it may give the cache back on the way. Else more."""
-        outcome = self.run(spec, label, micro_batches)
+        outcome = self.run(spec, label, micro_batches, traced=True)
         return self._counted(outcome.needed_bytes, fits=outcome.fits)
 
     def limit(
@@ -200,37 +184,23 @@ class Simulator:
         available = self.gpu.total_bytes
         return min(needed_bytes, available) if fits else max(needed_bytes, available + 1)
 
-    def _run(self, spec: TargetSpec, micro_batches: int) -> SimulatedRun:
-        trace, document = profile(spec, explained=False)
-        self._traces[spec, micro_batches] = trace
-        if len(self._traces) > _TRACES:
-            del self._traces[next(iter(self._traces))]
-        step = step_work(trace, self.gpu, micro_batches)
-        together = document.peak.allocated_bytes <= self.usable_bytes
-        remedy = helping("fragmentation")[0]
-        fits, enough = document.verdict.fits, self.gpu.total_bytes
-        only_just = self._seeks_room and document.verdict.required_bytes > enough
-        if (only_just or not fits) and together and not remedy.is_on(spec):
-            # All tensors together would fit: perhaps they do without the pieces in between.
-            edited = edit_spec(spec, Fix(remedy), target_to_json(document.target))
-            again = analyze(trace, edited.alloc_conf, explained=False)
-            if again.verdict.fits and (not fits or again.verdict.required_bytes <= enough):
-                spec, document = edited, again
-        verdict, target, state = document.verdict, document.target, document.model_state
-        assert target is not None and state is not None
-        where = verdict.oom_stage or ""
-        dies_in = f"{where} of step {verdict.oom_step}" if where and spec.mode is Mode.TRAIN else where
-        return SimulatedRun(
-            spec=spec.edit(context_length=target.context_length, alloc_conf=document.allocator.alloc_conf),
-            needed_bytes=verdict.required_bytes,
-            fits=bool(verdict.fits),
-            host_bytes=document.host_peak_bytes,
-            step=step,
-            state=state,
-            target=target,
-            dies_in=dies_in or (HOST_MEMORY if verdict.host_over_bytes else ""),
-            batches=document.batches,
-        )
+    def _run(self, spec: TargetSpec, micro_batches: int, traced: bool = False) -> SimulatedRun:
+        run = Run(spec, micro_batches, traced)
+        made = self._begun.ask(run)
+        if made is not None:
+            outcome, trace = made
+        else:
+            trace = happened(spec)
+            outcome = self._outcome(run, trace)
+            self._collect()
+        if trace is not None:
+            self._traces[spec, micro_batches] = trace
+            if len(self._traces) > _TRACES:
+                del self._traces[next(iter(self._traces))]
+        return outcome
+
+    def _outcome(self, run: Run, trace: Trace) -> SimulatedRun:
+        return self._asked.of(trace, run.spec, run.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +215,7 @@ class _Found(Generic[Answer]):
 
 def _searched(work: Callable[[Simulator], Answer], runs: Simulator) -> _Found[Answer]:
     answer = work(runs)
+    runs.close()
     return _Found(answer, runs._known, runs.failures, runs.refusal)
 
 

@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
     process: int
 
 
-def _run(self, spec, micro_batches):
+def _run(self, spec, micro_batches, traced=False):
     if spec.batch_size == 7:
         raise UsageError("seven sequences", value=7)
     return Outcome(spec.batch_size, os.getpid())
