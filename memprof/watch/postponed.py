@@ -16,6 +16,8 @@ An eager run needs none of it, but it is asked for at these places:
   calls where a model is spread or loaded, and from the hub's client, where one is downloaded (`_CALLED`).
 * torch.distributed.tensor, whose classes transformers asks about, begins with the rules of all operators for tensors
   that are spread over a mesh of devices. They are run when the first mesh is made.
+* inspect finds the module of a frame among the real paths of all that were imported, and torch asks for that for each
+  of its primitive operators: the frame has it.
 * torch._library makes two classes for each of torch's primitive operators, for gradients through it. Those of an
   operator are made when it is called.
 
@@ -77,6 +79,7 @@ def postpone(*, rules: bool = False) -> None:
         if rules:
             instead[_RULES] = _run_for_a_mesh
         sys.meta_path.insert(0, _Finder(instead))
+        inspect.getmodule = functools.wraps(inspect.getmodule)(functools.partial(_module_of, inspect.getmodule))
 
 
 @contextlib.contextmanager
@@ -323,6 +326,15 @@ class _Finder(MetaPathFinder, Loader):
 
         self._marked.append(tell)
         return disabled if mark == "disable" else fn
+
+
+def _module_of(find: Callable[..., ModuleType | None], thing: Any, _filename: str | None = None) -> ModuleType | None:
+    """As inspect.getmodule, which `find` is."""
+    if isinstance(thing, FrameType):
+        module = sys.modules.get(thing.f_globals.get("__name__", ""))
+        if module is not None and getattr(module, "__file__", None) == thing.f_code.co_filename:
+            return module
+    return find(thing, _filename)
 
 
 def _run_for_a_mesh(module: ModuleType, run: Callable[[], None]) -> None:

@@ -267,3 +267,34 @@ def test_the_client_of_the_hub_is_the_real_one_when_it_is_asked():
         assert type(made) is huggingface_hub.HfApi and made.library_name == "own"
         """
     )
+
+
+@pytest.mark.nightly
+def test_a_frame_is_of_the_module_that_inspect_finds():
+    _run(
+        """
+        import inspect, sys, types
+        import json.decoder, logging
+
+        plain = inspect.getmodule
+        from memprof.watch.postponed import postpone
+
+        postpone()
+        assert inspect.getmodule is not plain and inspect.getmodule.__name__ == "getmodule"
+        seen = []
+
+        def look(*args, **kwargs):
+            seen.append([(inspect.getmodule(frame), plain(frame)) for frame in (sys._getframe(), sys._getframe(1))])
+
+        json.JSONDecoder(object_hook=look).decode('{"a": 1}')
+        logging.Filter.filter = look
+        elsewhere = types.ModuleType("elsewhere")
+        elsewhere.look, elsewhere.__file__ = look, logging.__file__
+        sys.modules["elsewhere"] = elsewhere
+        exec(compile("look()", json.decoder.__file__, "exec"), vars(elsewhere))
+        exec("look()", {"look": look})
+        assert seen[0][1][0] is sys.modules["json.decoder"] and seen[1][1][0] is sys.modules["json.decoder"]
+        assert len(seen) == 3 and all(ours is theirs for pair in seen for ours, theirs in pair), seen
+        assert inspect.getmodule(look) is plain(look) is sys.modules["__main__"]
+        """
+    )
