@@ -173,7 +173,7 @@ def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
     """
     shapes: dict[Role, list[tuple[int, ...]]] = {Role.PARAMETER: [], Role.BUFFER: []}
     for index, owner in trace.owners.items():
-        if owner.role in shapes:
+        if owner.role in shapes and trace.storages[index].device == trace.device:
             shapes[owner.role].append(trace.storages[index].shape)
     weights = set(shapes[Role.PARAMETER])
     buffers = {*shapes[Role.BUFFER], *_flat(shapes[Role.BUFFER]), ()}  # copy.deepcopy copies their storages

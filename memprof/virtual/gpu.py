@@ -135,7 +135,7 @@ class VirtualGpu(Watch):
         """Of so many models it is known how they are spread over ranks."""
         self._allocator_settings = _Settings(allocator_settings or UnusedSettings(), self)
         if refuses:
-            self.recorder.refusal = lambda device: self._memory.of(device).refusal()
+            self.recorder.refusal = self._refusal
         card = Card.of(gpu)
         self._values = Values(self.assume)
         self._values.on_unknown = self._note_unknown
@@ -184,7 +184,14 @@ class VirtualGpu(Watch):
             raise
         return self
 
+    def _refusal(self, device: str) -> str | None:
+        message = self._memory.of(device).refusal()
+        if message is not None:
+            self._claim_registered()
+        return message
+
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._claim_registered()
         if ended_by_refusal(error) and self.recorder.trace.refused:
             # The run ends where the card is full: that is its verdict, and no failure.
             self.recorder.trace.refused.pop()

@@ -45,6 +45,8 @@ class Watch(ABC):
         self._assumptions: dict[str, None] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
         """The run's models; one that the program lets go of is gone."""
+        self._registered: dict[int, tuple[weakref.ref[torch.Tensor], Role]] = {}
+        """What modules were given, by the `id` of each."""
         self._failed: tuple[int, Phase] | None = None
         """The `id` of what was raised last inside a phase, and the phase; the exception itself would keep tensors."""
 
@@ -123,8 +125,8 @@ class Watch(ABC):
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
         for handle in (
-            register_module_parameter_registration_hook(lambda _, __, one: self._registered(one, Role.PARAMETER)),
-            register_module_buffer_registration_hook(lambda _, __, one: self._registered(one, Role.BUFFER)),
+            register_module_parameter_registration_hook(lambda _, __, one: self._note_registered(one, Role.PARAMETER)),
+            register_module_buffer_registration_hook(lambda _, __, one: self._note_registered(one, Role.BUFFER)),
         ):
             self._stack.callback(handle.remove)
         self._patch_backward()
@@ -176,10 +178,17 @@ class Watch(ABC):
 
         self._patches.set(nn.Module, "_apply", _apply)
 
-    def _registered(self, tensor: torch.Tensor | None, role: Role) -> None:
-        """A module is given a weight. One that is made on the card may never be called: a run may end before."""
+    def _note_registered(self, tensor: torch.Tensor | None, role: Role) -> None:
+        """A module is given a weight, by which it is known if the run ends before the module is called."""
         if tensor is not None and self.current_phase.kind in _BUILDS:
-            self._claim_unnamed([tensor], role)
+            self._registered[id(tensor)] = weakref.ref(tensor), role
+
+    def _claim_registered(self) -> None:
+        """The run may end here: what modules have is theirs, be they called or not."""
+        for known, role in list(self._registered.values()):
+            tensor = known()
+            if tensor is not None:
+                self._claim_unnamed([tensor], role)
 
     def _patch_backward(self) -> None:
         original = torch.autograd.graph._engine_run_backward

@@ -230,6 +230,22 @@ def test_a_deep_copy_of_a_model_is_parameters() -> None:
     assert not any("copy.py" in (t.source or "") for t in report.peak.tensors)
 
 
+def test_an_average_beside_two_models_that_came_from_the_host_is_parameters() -> None:
+    """A list of tensors, as diffusers' EMAModel has them; weights in host memory are not counted with those here."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        trained, frozen = ([nn.Linear(512, 512, bias=False) for _ in range(10)] for _ in range(2))
+        kept = [each.weight.detach().clone() for each in trained + frozen]  # the host's go on living
+        model, other = nn.Sequential(*trained).cuda(), nn.Sequential(*frozen).cuda()
+        torch.optim.SGD(model.parameters())  # which ends the phase in which models are built
+        shadow = [weight.detach().clone() for weight in model.parameters()]
+        x = torch.rand(16, 512, device="cuda")
+        with torch.no_grad():
+            x = other(x)
+        model(x).sum().backward()
+    assert len(kept) == 2 * len(shadow)
+    assert gpu.report().peak.categories["parameters"] == 30 << 20
+
+
 def test_a_program_of_functions_has_activations() -> None:
     """What its backward needs is no data, and the data is none of its activations."""
 
