@@ -195,8 +195,11 @@ class Watch(ABC):
 
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             nested = torch._C._current_graph_task_id() != -1
+            leaves: list[torch.Tensor] = []
             if not nested:
                 self.phases.backward()
+                if not self._roots and not self.phases.optimizers and kwargs.get("accumulate_grad"):
+                    leaves = _leaves(args[0])
             try:
                 return original(*args, **kwargs)
             except BaseException as error:
@@ -205,6 +208,8 @@ class Watch(ABC):
             finally:
                 if not nested:
                     self._name_parameters()
+                    self._claim_unnamed(leaves, Role.PARAMETER)
+                    self._claim_unnamed((leaf.grad for leaf in leaves if leaf.grad is not None), Role.GRADIENT)
                     self.phases.after_backward(accumulates=kwargs.get("accumulate_grad", False))
 
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
@@ -258,3 +263,18 @@ class Watch(ABC):
         finally:
             self._patches.undo()
             self._roots.clear()
+
+
+def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a backward pass of `results` gives gradients to: weights, in a program without modules."""
+    waiting: list[Any] = [result.grad_fn for result in results]
+    seen: set[Any] = {None}
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.append(node.variable)
+            waiting += [following for following, _ in node.next_functions]
+    return found

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import memprof
+from memprof.trace.events import Role
 
 
 class Block(nn.Module):
@@ -265,6 +266,24 @@ def test_a_program_of_functions_has_activations() -> None:
     found = {t.category for t in tensors if t.op == "aten.relu"}
     assert found == {"activations"}
     assert {t.category for t in tensors if t.shape == (4096, 256) or t.op == "aten.index"} == {"inputs"}
+
+
+def test_tensors_that_a_program_differentiates_by_are_its_parameters() -> None:
+    """It has neither modules nor an optimizer."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        weights = [torch.randn(512, 512, device="cuda", requires_grad=True) for _ in range(2)]
+        data = torch.randn(512, 512, device="cuda")
+        for _ in range(2):
+            torch.relu(data @ weights[0] @ weights[1]).sum().backward()
+            with torch.no_grad():
+                for weight in weights:
+                    assert weight.grad is not None
+                    weight.sub_(weight.grad)
+                    weight.grad = None
+    by_role: dict[Role, int] = {}
+    for index, owner in gpu.trace.owners.items():
+        by_role[owner.role] = by_role.get(owner.role, 0) + gpu.trace.storages[index].num_bytes
+    assert by_role == {Role.PARAMETER: 2 << 20, Role.GRADIENT: 4 << 20}
 
 
 def test_a_teacher_is_not_evaluated() -> None:
