@@ -154,7 +154,8 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
     if how.searches and spec.host_memory_bytes is None:
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     guess = functools.partial(guessed, spec) if how.searches else None
-    runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess)
+    climbs = how.fix is None and any(STEPS[name].compiles for name in ladder(spec.gpus))
+    runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess, climbs=climbs)
     with code_kept():
         if how.fix is None:
             return climb(runs, ladder(spec.gpus))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -62,12 +62,14 @@ class Ahead:
     def __init__(self, progress: Callable[[str], None]) -> None:
         self._progress = progress
         self._is_warm = False
+        self.has_compiled = False
+        """Whether this process has: of what torch prepares for that, those that are forked from it have it all."""
         self._made: dict[TargetSpec, Made] = {}
 
     def run(self, specs: Iterable[TargetSpec], guess: Callable[[], dict[TargetSpec, Made]] | None = None) -> None:
         """Make these at once, each in a process of its own; nothing is done where that gains nothing.
 
-        What compiles waits until this process has compiled: of what torch prepares for that the others have it all.
+        What compiles waits until this process has compiled.
 
         Args:
             guess: makes others, in one more process.
@@ -80,16 +82,28 @@ class Ahead:
             works.append(guess)
         if len(works) < 2 or at_once(left[0]) < 2:
             return
-        if COMPILER not in sys.modules and any(map(compiles, left)):
+        if not self.has_compiled and any(map(compiles, left)):
             return
-        if not self._is_warm:
-            warm(left[0], self._progress)
-            self._is_warm = True
-        look_through_no_more()
+        self._warm(left[0])
         made = side_by_side(works, self._progress)
         self._made |= zip(left, made, strict=False)
         if guess is not None and not isinstance(made[-1], MemprofError):
             self._made |= made[-1]
+
+    def first(self, spec: TargetSpec) -> None:
+        """Make this in a process of its own, while this one imports the compiler for those that follow."""
+        from memprof.workload.side_by_side import while_elsewhere
+
+        if at_once(spec) > 1:
+            self._warm(spec)
+            compiler = functools.partial(importlib.import_module, COMPILER)
+            self._made[spec] = while_elsewhere(functools.partial(_run, spec), compiler)
+
+    def _warm(self, spec: TargetSpec) -> None:
+        if not self._is_warm:
+            warm(spec, self._progress)
+            self._is_warm = True
+        look_through_no_more()
 
     def take(self, spec: TargetSpec) -> tuple[Trace, Document] | None:
         """The run of `spec`, without its ledger; None: it was not made.

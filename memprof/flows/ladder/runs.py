@@ -18,7 +18,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze, with_settings
 from memprof.flows.ahead import Ahead, Made
 from memprof.flows.cards import virtual_card
-from memprof.flows.profile import profile
+from memprof.flows.profile import compiles, profile
 from memprof.remedies.fixes import Fix, edit_spec, worst_numerics
 from memprof.remedy_catalog import in_force
 from memprof.report.documents.ladder import Rung
@@ -168,6 +168,7 @@ class SpecRuns(Runs):
         likely: remedies that will be asked for: if what they make of the spec does not depend on the run as it is, that
             is run at the same time.
         guess: or makes the runs that will be asked for, at the same time too.
+        climbs: or others will be asked for one after the other, of which some compile.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class SpecRuns(Runs):
         simulated: Trace | None = None,
         likely: Sequence[Fix] = (),
         guess: Callable[[], dict[TargetSpec, Made]] | None = None,
+        climbs: bool = False,
     ) -> None:
         self._progress = progress
         self._spec = spec
@@ -187,6 +189,8 @@ class SpecRuns(Runs):
                 self._ahead.run([spec, _edited(spec, likely)])
         elif guess is not None and simulated is None and spec.device == "virtual":
             self._ahead.run([spec], guess)
+        elif climbs and simulated is None and spec.device == "virtual":
+            self._ahead.first(spec)
         super().__init__(virtual_card(spec))
 
     def in_force(self, fixes: Sequence[Fix]) -> TargetSpec:
@@ -248,7 +252,10 @@ class SpecRuns(Runs):
 
     def _profiled(self, spec: TargetSpec, what: str) -> tuple[Trace, Document]:
         made = self._ahead.take(spec)
-        return made or profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
+        if made is None:
+            made = profile(spec, lambda doing: self._progress(f"{what}: {doing}"), explained=False)
+            self._ahead.has_compiled |= compiles(spec)
+        return made
 
 
 class Guess(SpecRuns):

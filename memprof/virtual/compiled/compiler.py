@@ -211,6 +211,7 @@ class Compiler:
     def _watch_frames(self) -> None:
         """Dynamo is entered without memprof's modes, which it would not compile under."""
         from torch._dynamo import convert_frame, exc
+        from torch._dynamo import utils as dynamo_utils
 
         catcher = convert_frame.CatchErrorsWrapper
         if "memprof" in catcher.__call__.__module__:
@@ -222,9 +223,11 @@ class Compiler:
                 return skipped()
             self.install()
             outer, self._frame = self._frame, _named(frame.f_code)
+            begun, is_left = dynamo_utils.counters["frames"]["total"], False
             try:
                 with self._timed(), self._lifted():
                     made = call(self_, frame, *args, **kwargs)
+                is_left = made.guarded_code is None and dynamo_utils.counters["frames"]["total"] == begun  # not traced
                 if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                     self._telling.limited(self._frame)
                 return made
@@ -233,7 +236,7 @@ class Compiler:
                 return skipped()
             finally:
                 self._frame = outer
-                if self._lifted.is_down:
+                if self._lifted.is_down and not is_left:
                     gc.collect()  # Python's collector does it while torch compiles: what it traced with ends in cycles
 
         self._own.set(catcher, "__call__", compile_frame)

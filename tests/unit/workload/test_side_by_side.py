@@ -16,7 +16,7 @@ from memprof.cache.inputs import files_of_modules
 from memprof.device import host
 from memprof.errors import MemprofError, UsageError
 from memprof.workload import side_by_side as forks
-from memprof.workload.side_by_side import number_of_processes, side_by_side
+from memprof.workload.side_by_side import number_of_processes, side_by_side, while_elsewhere
 
 HERE = os.getpid()
 
@@ -72,6 +72,17 @@ def test_errors_for_the_user_come_back_in_their_place():
 
 def test_what_a_dead_process_leaves_is_done_here():
     assert side_by_side([functools.partial(dies, 1), functools.partial(here, 2)]) == [(1, True), (2, False)]
+
+
+def test_one_elsewhere_while_this_does_something_else():
+    done, before = [], children()
+    assert while_elsewhere(functools.partial(here, 1), lambda: done.append(os.getpid())) == (1, False)
+    assert isinstance(while_elsewhere(functools.partial(fails, 2), lambda: None), UsageError)
+    assert while_elsewhere(functools.partial(dies, 3), lambda: None) == (3, True)
+    assert done == [HERE] and children() == before
+    with pytest.raises(ZeroDivisionError):
+        while_elsewhere(functools.partial(time.sleep, 600), lambda: 1 // 0)
+    assert children() == before
 
 
 def test_threads_and_backward_passes_go_on_in_a_fork():

@@ -6,9 +6,12 @@ import functools
 
 import pytest
 
+from memprof.errors import MemprofError
+from memprof.flows.ahead import Ahead
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import AskedError, Guess, SpecRuns
 from memprof.flows.ladder.search import guessed, search
+from memprof.flows.profile import profile
 from memprof.remedies.fixes import Fix
 from memprof.remedy_catalog import REMEDIES
 from memprof.spec import TargetSpec
@@ -55,6 +58,44 @@ def test_what_a_search_begins_with_is_run_beside_the_original(monkeypatch):
         assert document.verdict.fits and document.ledger is not None and not made & set(runs._ahead._made)
         answers.append(document.to_json())
     assert answers[0] == answers[1]
+
+
+def test_a_climb_begins_elsewhere_while_the_compiler_is_imported(monkeypatch):
+    spec = TargetSpec(model="pythia-70m", context_length=2048, gpu_vram_bytes=2 << 30)
+    answers = []
+    for processes in "12":
+        monkeypatch.setenv("MEMPROF_PROCESSES", processes)
+        here = []
+
+        def run(spec, *args, here=here, **options):
+            here.append(spec.fixes)
+            return profile(spec, *args, **options)
+
+        monkeypatch.setattr("memprof.flows.ladder.runs.profile", run)
+        runs = SpecRuns(spec, climbs=True)
+        assert here == ([()] if processes == "1" else [])
+        _, document = climb(runs, ["chunked-loss"])
+        assert not runs._ahead._made and not runs._ahead.has_compiled
+        answers.append(document.to_json())
+    assert answers[0] == answers[1]
+
+
+def test_what_compiles_waits_for_the_first_that_does(monkeypatch):
+    monkeypatch.setenv("MEMPROF_PROCESSES", "2")
+    spec = TargetSpec(model="pythia-70m", context_length=256)
+    ahead, both = Ahead(lambda doing: None), [spec, spec.edit(fixes=("compile",))]
+    monkeypatch.setattr("memprof.workload.side_by_side.side_by_side", lambda works, progress: [None] * len(works))
+    ahead.run(both)
+    assert not ahead._made
+    ahead.has_compiled = True
+    ahead.run(both)
+    assert set(ahead._made) == set(both)
+
+
+def test_an_original_that_fails_elsewhere_fails_here(monkeypatch):
+    monkeypatch.setenv("MEMPROF_PROCESSES", "2")
+    with pytest.raises(MemprofError, match="PEFT cannot adapt"):
+        SpecRuns(TargetSpec(model="pythia-70m", adapter="lora", lora_targets="no_such"), climbs=True)
 
 
 def test_what_depends_on_the_original_is_not_guessed():
