@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memprof.trace.events import GPU, HOST, is_card
+from memprof.trace.events import GPU, HOST, NONE, is_card
 from memprof.virtual import layout_cache as layout
 from memprof.virtual.calls import (
     HOST_VIRTUAL_BYTES,
@@ -321,9 +321,9 @@ class RecordingMode(Machine):
             self.transients(operator.scratch(call.args, self.card), operator.name, place, call.card)
         if operator.uses_cublas and call.on_gpu:
             self._take_workspace(operator, place, call.card)
-        if target.is_meta and (
-            self.values.knows(target.untyped_storage()._cdata) or call.func.overloadpacket in OVERWRITES
-        ):
+        address = target.untyped_storage()._cdata if target.is_meta else NONE
+        # The program's own meta tensors hold nothing; they die unseen, and others come to lie where they were.
+        if address in self.recorder.live and (self.values.knows(address) or call.func.overloadpacket in OVERWRITES):
             self.values.write(call.func, call.args, call.kwargs, target)
         try:
             key: Any = tuple(call.key)
