@@ -98,6 +98,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
     """
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
+    from memprof.virtual import repeat
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
@@ -118,17 +119,23 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
         importlib.import_module(COMPILER)
         look_through_no_more()  # garbage is looked for when something has been compiled
     failed: RunFailedError | None = None
+    repeats = not (source.own_code or compiles(spec)) and repeat.is_on()
     while True:
         workload = Workload(spec, source, switch_on, built)
         try:
             if spec.device == "virtual":
                 trace = capture_virtual(
-                    workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force
-                )
+                    workload, gpu, progress, lambda trace: RunAllocator(trace, gpu, in_force.now), in_force,
+                    repeats=repeats,
+                )  # fmt: skip
             else:
                 if spec.device == "cpu":
                     _check_host_memory(spec, progress)
                 trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
+        except repeat.RunAgain:
+            repeats = False
+            came_late()  # what this run has imported is there from the next one's begin
+            continue
         except RunFailedError as error:
             failed, trace = error, error.trace
         if not came_late():

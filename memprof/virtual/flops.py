@@ -8,6 +8,7 @@ causal attention by half of them: its kernels leave out what the mask hides.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -88,11 +89,26 @@ class Meter:
             self._costs.append(cost)
         self._count(place)
 
-    def _count(self, place: int) -> None:
+    def _count(self, place: int, calls: int = 1) -> None:
         counts = self._counts.setdefault(self._recorder.phase_index, [])
         if place >= len(counts):
             counts.extend([0] * (place + 1 - len(counts)))
-        counts[place] += 1
+        counts[place] += calls
+
+    def tally(self) -> list[int]:
+        """What was counted in this phase so far, for `since`."""
+        return list(self._counts.get(self._recorder.phase_index, ()))
+
+    def since(self, tally: list[int]) -> dict[int, int]:
+        """What was counted since `tally`, for `repeat`."""
+        counts = self._counts.get(self._recorder.phase_index, [])
+        before = itertools.chain(tally, itertools.repeat(0))
+        return {place: now - then for place, (now, then) in enumerate(zip(counts, before)) if now != then}  # noqa: B905
+
+    def repeat(self, work: dict[int, int]) -> None:
+        """The same was done again."""
+        for place, calls in work.items():
+            self._count(place, calls)
 
     def _cost(self, operator: Operator, call: Call, result: Any) -> tuple[Any, ...] | None:
         """Operator, device, dtype, operations, bytes read and written, to the card, from it, and to other cards."""

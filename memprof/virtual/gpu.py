@@ -44,6 +44,7 @@ from memprof.virtual.ranks.alone import Alone
 from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
+from memprof.virtual.repeat import Repeats
 from memprof.virtual.stand_ins import deepspeed, hub, requests, torchaudio, torchvision
 from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
@@ -84,6 +85,8 @@ class VirtualGpu(Watch):
             False: the run goes on, so that its whole need is known.
         compiles: whether torch.compile compiles for the card. False: what it is given runs eagerly.
         stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
+        repeats: whether layers that are alike may be run a few times and repeated for the others. What comes of it is
+            the same, or `RunAgain` is raised.
 
     Raises:
         MemprofError: a virtual GPU is already active.
@@ -111,6 +114,7 @@ class VirtualGpu(Watch):
         refuses: bool = False,
         compiles: bool = True,
         stand_ins: bool = True,
+        repeats: bool = False,
     ) -> None:
         super().__init__()
         self.gpu = gpu
@@ -141,6 +145,8 @@ class VirtualGpu(Watch):
         self._values.on_unknown = self._note_unknown
         self.recording = RecordingMode(self.recorder, self._values, card, self._cards, workspaces)
         self.recorder.on_death = self.recording.forget
+        self.repeats = Repeats(self.recording, self.modules, lambda: len(self._assumptions)) if repeats else None
+        """Repeats layers that are alike."""
         self.modules.on_outermost_return = self._outermost_return
 
     @property
@@ -162,6 +168,10 @@ class VirtualGpu(Watch):
         for problem, hint in self._children.refused() if self._refused is None else ():
             self._note_refused(problem, hint, None)
         return self._refused
+
+    def wrap_module_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for `nn.Module.__call__`."""
+        return super().wrap_module_call(original if self.repeats is None else self.repeats.wrap(original))
 
     def memory_changed(self) -> None:
         """The allocator's settings are others than before."""
@@ -416,6 +426,8 @@ class VirtualGpu(Watch):
         """`root` is a model of this run: its parameters and buffers are named after it."""
         self._watch_kernels()
         super().adopt(root)
+        if self.repeats is not None:
+            self.repeats.adopt(root)
 
     def claim(self, tensor: torch.Tensor, owner: Owner) -> None:
         """`tensor` has this role, as the workload knows."""

@@ -83,6 +83,16 @@ class Shadow:
         self.steps = 0
         """How many are to be made for this one, one after the other."""
 
+    @property
+    def is_made(self) -> bool:
+        """Whether nothing is left to be computed before its elements are there."""
+        return self._make is None
+
+    def is_like(self, other: Shadow) -> bool:
+        """Whether as much is there, and as much left to be computed."""
+        mine, its = ((one.is_made, one.num_bytes, one.steps, one.is_awaited) for one in (self, other))
+        return mine == its
+
     def flat(self) -> torch.Tensor | None:
         """All elements, in memory of its own; None if they are not known."""
         if self._make is not None:

@@ -17,7 +17,7 @@ floating-point data is unknown, and reads of it follow a fixed policy, stated in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from memprof.virtual.shadows import MOST_STEPS, Geometry, Later, Shadow, threads
 from memprof.virtual.tokens import ChosenTokens
 
 _aten = torch.ops.aten
+_Known = TypeVar("_Known")
 
 _TRIANGLES = frozenset({_aten.tril, _aten.triu})
 
@@ -45,12 +46,15 @@ class Values:
         self.tokens = ChosenTokens()
         self.ends: set[int] = set()
         """Tokens that end or pad a text, as far as the program has said so."""
-        self._held_bytes = 0
+        self._held_bytes = self._most_held = 0
         self._work = 0
         self._lent: tuple[Any, torch.Tensor] | None = None
         """The last triangle, by what it was made of."""
         self.assume = assume
-        self._draws = 0
+        self.draws = 0
+        """How often numbers were drawn..."""
+        self.looks = 0
+        """... and how often known ones were handed out: what is done may depend on them only then."""
         self.on_unknown: Callable[[torch.Tensor, str], None] = lambda tensor, told: None
         """Called when the program reads a value that is not known, with what it is told."""
 
@@ -69,6 +73,14 @@ class Values:
 
     def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """What the whole of `storage` holds, in memory of its own; None if that is not known."""
+        return self._seen(self._flat(storage))
+
+    def _seen(self, known: _Known) -> _Known:
+        """What is handed out, from where it may decide what is done."""
+        self.looks += known is not None
+        return known
+
+    def _flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         value = self._uniform.get(storage._cdata)
         if value is not None:
             if value != 0 and storage.nbytes() > budget.MAX_TENSOR_BYTES:
@@ -78,11 +90,14 @@ class Values:
         flat = None if shadow is None else shadow.flat()
         if shadow is not None and flat is not None and not shadow.num_bytes:
             shadow.num_bytes = storage.nbytes()  # now that it is made
-            self._held_bytes += shadow.num_bytes
+            self._hold_bytes(shadow.num_bytes)
         return flat
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor behind `tensor` (a real tensor is its own), None if its contents are not known."""
+        return self._seen(self._get(tensor))
+
+    def _get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not tensor.is_meta:
             return tensor
         if not tensor.numel():
@@ -90,7 +105,7 @@ class Values:
         uniform = self._uniform.get(tensor.untyped_storage()._cdata)
         if uniform is not None and uniform.dtype == tensor.dtype:
             return uniform.expand(tensor.shape)
-        flat = self.flat(tensor.untyped_storage())
+        flat = self._flat(tensor.untyped_storage())
         return None if flat is None else Geometry.of(tensor).view(flat)
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -100,7 +115,7 @@ class Values:
 
     def _own(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """What the whole of `storage` holds, to be changed: what was put off still reads what it held before."""
-        flat, shadow = self.flat(storage), self._shadows.get(storage._cdata)
+        flat, shadow = self._flat(storage), self._shadows.get(storage._cdata)
         if flat is not None and shadow is not None and shadow.is_awaited:
             flat = flat.clone()
             self._shadows[storage._cdata] = Shadow(shadow.num_bytes, flat)
@@ -140,8 +155,12 @@ class Values:
 
     def _hold(self, storage: torch.UntypedStorage, shadow: Shadow) -> Shadow:
         self._shadows[storage._cdata] = shadow
-        self._held_bytes += shadow.num_bytes
+        self._hold_bytes(shadow.num_bytes)
         return shadow
+
+    def _hold_bytes(self, num_bytes: int) -> None:
+        self._held_bytes += num_bytes
+        self._most_held = max(self._most_held, self._held_bytes)
 
     def _spell_out(self, storage: torch.UntypedStorage) -> None:
         """One value for all elements becomes a value for each; zeros take no memory until they are written."""
@@ -158,6 +177,47 @@ class Values:
         num_bytes = tensor.untyped_storage().nbytes()
         return num_bytes <= budget.MAX_TENSOR_BYTES and self._held_bytes + num_bytes <= budget.MAX_SHADOW_BYTES
 
+    # -- what is done again (repeat/) --------------------------------------------------------------------------------
+
+    def begin_slice(self) -> tuple[int, int]:
+        """From here on it is counted what `end_slice` says."""
+        self._most_held = self._held_bytes
+        return self._work, self._held_bytes
+
+    def end_slice(self, begun: tuple[int, int]) -> tuple[int, int, int]:
+        """Work that was paid for since `begin_slice` returned `begun`; bytes that are held more, and were at most."""
+        return self._work - begun[0], self._held_bytes - begun[1], self._most_held - begun[1]
+
+    def repeat(self, work: int, held: int, rise: int) -> bool:
+        """The same is done again; False if there might not be room for as much."""
+        if self._work + work > budget.MAX_WORK or self._held_bytes + rise > budget.MAX_SHADOW_BYTES // 2:
+            return False
+        self._work += work
+        self._held_bytes += held
+        return True
+
+    def are_same(self, one: torch.Tensor, other: torch.Tensor, *, only_known: bool = False) -> bool:
+        """Whether as much is known of both, and it is equal; `only_known`: or would be computed in the same way."""
+        pair = one, other
+        if not all(tensor.is_meta for tensor in pair):
+            return not any(tensor.is_meta for tensor in pair) and torch.equal(*pair)
+        addresses = [tensor.untyped_storage()._cdata for tensor in pair]
+        uniform = [self._uniform.get(address) for address in addresses]
+        shadow, its = (self._shadows.get(address) for address in addresses)
+        if any(address in self._shares or self.tokens.knows(address) for address in addresses):
+            return False
+        if uniform[0] is not None and uniform[1] is not None:
+            return bool(torch.equal(uniform[0], uniform[1]))
+        if shadow is None or its is None:
+            return shadow is its and uniform == [None, None]
+        if only_known:
+            return shadow.is_like(its)
+        # To look must not change what is computed, which is what a run without looking would compute.
+        if not (shadow.is_made and its.is_made) or shadow.num_bytes > budget.MAX_COMPARED_BYTES:
+            return False
+        known = shadow.flat(), its.flat()
+        return known[0] is not None and known[1] is not None and torch.equal(known[0], known[1])
+
     # -- operators --------------------------------------------------------------------------------------------------
 
     def compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
@@ -169,6 +229,9 @@ class Values:
             kwargs: its keyword arguments.
             made: meta tensors like its results, where they are there.
         """
+        return self._seen(self._compute(func, args, kwargs, made))
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, made: Any = ()) -> Any:
         if not self._all_known((args, kwargs)):
             return None
         if not self._affords(func, [*tensors_of([*args, *kwargs.values()]), *made]):
@@ -212,8 +275,8 @@ class Values:
         """Random integers, the same in every run and without touching the program's generator; floats are unknown."""
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self._draws)
-            self._draws += 1
+            torch.default_generator.manual_seed(self.draws)
+            self.draws += 1
             result = func(*args, **kwargs)
         return None if any(part.is_floating_point() for part in tensors_of(result)) else result
 
@@ -242,7 +305,7 @@ class Values:
             LookupError: one of them is not known.
         """
         if isinstance(value, (torch.Tensor, Later)):
-            known = value.read() if isinstance(value, Later) else self.get(value)
+            known = value.read() if isinstance(value, Later) else self._get(value)
             if known is None:
                 raise LookupError
             return known
@@ -302,7 +365,7 @@ class Values:
         packet = func.overloadpacket
         if packet in unknowns.UNIFORM:
             value = unknowns.UNIFORM[packet](args, kwargs)
-            value = self.get(value) if isinstance(value, torch.Tensor) else value
+            value = self._get(value) if isinstance(value, torch.Tensor) else value
             for output in outputs:
                 if value is not None and (packet not in unknowns.EMPTY or is_small(output) or is_integer(output)):
                     self.set_uniform(output, value)
@@ -321,7 +384,7 @@ class Values:
                     self._keep(outputs[0].untyped_storage(), self._lent[1]).is_awaited = True
                     return
             else:
-                result = self.compute(func, args, kwargs, outputs)
+                result = self._compute(func, args, kwargs, outputs)
                 if key is not None and result is not None:
                     self.set(outputs[0], result)
                     self._lend(key, outputs[0])
@@ -385,7 +448,7 @@ class Values:
             return tensor.reshape(()) if tensor.numel() == 1 else None
         known = self._uniform.get(tensor.untyped_storage()._cdata)
         if known is None and tensor.numel() == 1:
-            known = self.get(tensor)
+            known = self._get(tensor)
         return None if known is None or known.dtype != tensor.dtype else known.reshape(())
 
     def _assume_for(self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
@@ -410,7 +473,7 @@ class Values:
             if packet in unknowns.KEEP_SHARE:
                 self._shares[outputs[-1].untyped_storage()._cdata] = share
             return
-        if self.get(args[0]) is None and self.wants(outputs[-1]):
+        if self._get(args[0]) is None and self.wants(outputs[-1]):
             with threads_for(outputs[-1].numel()):
                 chosen = unknowns.choices(func, args, kwargs, outputs, self.ends)
             if chosen is not None:
@@ -422,7 +485,7 @@ class Values:
         """The part of a mask's elements that is true, where not more is known; None if this is no such mask."""
         if tensor.is_meta and tensor.untyped_storage()._cdata in self._shares:
             return self._shares[tensor.untyped_storage()._cdata]
-        return 1.0 if tensor.dtype is torch.bool and self.get(tensor) is None else None
+        return 1.0 if tensor.dtype is torch.bool and self._get(tensor) is None else None
 
     def write(self, func: Any, args: Any, kwargs: Any, target: torch.Tensor) -> None:
         """`func` changes `target` in place: follow it, or forget what `target` holds."""
@@ -458,7 +521,7 @@ class Values:
                 self.set_uniform(target, 0)
             self._spell_out(target.untyped_storage())
         self._own(target.untyped_storage())
-        if self.compute(func, args, kwargs) is None:
+        if self._compute(func, args, kwargs) is None:
             self._give_share(func, args, target)
 
     def _give_share(self, func: Any, args: Any, target: torch.Tensor) -> None:

@@ -45,6 +45,7 @@ class Caches:
         """Storages, and the number of the first call that overwrote them."""
         self._returned: defaultdict[int, set[int]] = defaultdict(set)
         """What the last call of each module returned."""
+        self._times_kept = 0
         self._lines: set[_Key] = set()
         """Operators, lines and modules that make what is kept."""
 
@@ -79,6 +80,11 @@ class Caches:
                 self._keep(index)
 
     @property
+    def changes(self) -> tuple[int, int, int]:
+        """What differs once anything was found."""
+        return len(self._joined), len(self._overwritten), self._times_kept
+
+    @property
     def looks(self) -> bool:
         """Whether what the program does now may be to a cache: it is in a part of a model that infers."""
         return self._infers and self._recorder.modules.current not in (NONE, self._roots[-1])
@@ -103,6 +109,7 @@ class Caches:
                     self._joined.append((index, len(trace.storages)))
 
     def _keep(self, index: int) -> None:
+        self._times_kept += 1
         self._recorder.keeps(index)
         storage = self._recorder.trace.storages[index]
         if storage.module != NONE:

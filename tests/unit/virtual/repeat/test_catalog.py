@@ -1,0 +1,75 @@
+"""Whole models of the catalog with their layers repeated, against the same with every layer run, event by event."""
+
+import dataclasses
+
+import pytest
+
+from memprof.catalog import find_gpu, list_models
+from memprof.flows.capture import capture_virtual
+from memprof.remedies import on_spec
+from memprof.spec import TargetSpec
+from memprof.virtual.repeat import Repeats
+from memprof.workload.models import find_source
+from memprof.workload.step import Workload
+
+DAYS = ("gpt2", "gemma-3-1b")
+"""Of two groups of layers; and of one."""
+CARD = find_gpu("h100-80gb")
+WAYS = {
+    "training": {},
+    "inference": {"mode": "inference"},
+    "checkpointing": {"activation_checkpointing": True},
+    "LoRA": {"adapter": "lora"},
+    "QLoRA": {"adapter": "lora", "quantize": "nf4"},
+    "LoRA, checkpointing": {"adapter": "lora", "activation_checkpointing": True},
+    "QLoRA, checkpointing": {"adapter": "lora", "quantize": "nf4", "activation_checkpointing": True},
+    "autocast": {"amp": "bfloat16"},
+    "accumulation": {"gradient_accumulation": 2},
+    "gradients zeroed": {"zero_grad": "zero"},
+    "generation": {"mode": "inference", "new_tokens": 3},
+    "long": {"context_length": 4096},
+    "one step of SGD": {"optimizer": "sgd", "steps": 1},
+    "a remedy": {"fixes": ("chunked-loss", "optimizer-in-backward")},
+    "offloaded activations": {"fixes": ("cpu-offload-activations",)},
+    "lengths": {"lengths": "lognormal:40,0.5", "steps": 6, "context_length": 128},
+}
+WITHOUT_NAMES = ("gpt-oss-20b", "qwen3-30b-a3b")
+"""PEFT does not know what to adapt in these."""
+OF_WAYS = ("llama-3.2-1b", "qwen3-0.6b", "gpt2-medium", "gemma-3-1b", "gpt-oss-20b", "qwen3-30b-a3b")
+
+
+def captured(spec, *, repeats):
+    return capture_virtual(Workload(spec, find_source(spec), on_spec.switch_on), CARD, repeats=repeats)
+
+
+def check_same(spec):
+    run = captured(spec, repeats=False)
+    trace = captured(spec, repeats=True)
+    for field in dataclasses.fields(run):
+        assert getattr(trace, field.name) == getattr(run, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(entry.key, marks=[] if entry.key in DAYS else [pytest.mark.nightly]) for entry in list_models()],
+)
+def test_a_model_of_the_catalog(model):
+    check_same(TargetSpec(model=model, context_length=64, batch_size=2))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", OF_WAYS)
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_use_a_model(model, way):
+    asked = {"model": model, "context_length": 64, **WAYS[way]}
+    if asked.get("adapter") and model in WITHOUT_NAMES:
+        asked["lora_targets"] = "all-linear"
+    check_same(TargetSpec(**asked))
+
+
+def test_deepseek_runs_seven_of_its_layers(monkeypatch):
+    """Three are dense; of the 58 with experts the first two and the last two are run."""
+    counted, settle = [], Repeats.settle
+    monkeypatch.setattr(Repeats, "settle", lambda self: (counted.append(self.times), settle(self))[1])
+    captured(TargetSpec(model="deepseek-v3", context_length=64, steps=1), repeats=True)
+    assert counted == [61 - 7]
