@@ -240,10 +240,11 @@ class _ForwardSpans:
             name = "embedding"
         elif following is None or following.role is ModuleRole.HEAD:
             name = "final norm" if self._saw_norm else "before the head"
-            if following is None and self._saw_norm and self._makes_logits(end):
+            if following is None and (not self._saw_norm or self._made_since_norm(end)):
                 # The head's product, and with some kernels its loss, in the model's own code.
-                self._add(name, self._norm_end)
-                name = "logits"
+                if self._saw_norm:
+                    self._add(name, self._norm_end)
+                name = "logits" if self._makes_logits(end) else "own code"
         else:
             name = f"{self._stack_name(following.stack)}embedding"
         last = self.spans[-1] if self.spans else None
@@ -262,10 +263,15 @@ class _ForwardSpans:
         storages = self._trace.storages
         return any(event.kind is EventKind.ALLOC and storages[event.ref].module in self._parts for event in events)
 
+    def _made_since_norm(self, end: int) -> list[int]:
+        """Storages of the model's own code after its last norm, or its last layer."""
+        events = self._trace.events[max(self._norm_end, self._begin) : end]
+        return [event.ref for event in events if event.kind is EventKind.ALLOC]
+
     def _makes_logits(self, end: int) -> bool:
-        trace, words = self._trace, _rows_of_tables(self._trace)
-        made = (event.ref for event in trace.events[self._norm_end : end] if event.kind is EventKind.ALLOC)
-        return any(trace.storages[index].shape[1:][-1:] == (words,) for index in made)
+        """Whether one of them is one value for each word."""
+        storages, words = self._trace.storages, _rows_of_tables(self._trace)
+        return any(storages[index].shape[1:][-1:] == (words,) for index in self._made_since_norm(end))
 
     def _allocates(self, end: int) -> bool:
         return any(event.kind is EventKind.ALLOC for event in self._trace.events[self._begin : end])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -420,6 +421,56 @@ def test_what_a_program_makes_of_logits_is_logits(kind: type[nn.Module]) -> None
 
     rows = {tensor.category for tensor in run(program).peak.tensors if tensor.shape[:2] == (4, 512)}
     assert rows == {"logits and loss"}
+
+
+class Chunks(torch.autograd.Function):
+    """A loss over a head's weight, a quarter of the tokens at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        parts = zip(x.flatten(0, 1).chunk(4), ids.flatten().chunk(4), strict=True)
+        return torch.stack([functional.cross_entropy(part @ weight.t(), words) for part, words in parts]).mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight), None
+
+
+class Fused(nn.Module):
+    """The head is never called; nor is a norm, if it is a function."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(64) if norm else lambda x: functional.layer_norm(x, (64,))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(through(self.layers, self.embed(ids)))
+        loss: torch.Tensor = Chunks.apply(x, self.head.weight, ids)
+        return loss
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_loss_over_the_weight_of_a_head_that_is_not_called_is_not_before_it(norm: bool) -> None:
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = Fused(norm=norm).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randint(0, 1000, (4, 32), device="cuda")).backward()
+            optimizer.step()
+    stages = [s.name for s in gpu.report().stages if s.step == 2 and s.micro_batch]
+    assert stages == [
+        "embedding",
+        "layer 0",
+        "layer 1",
+        *(["final norm"] if norm else []),
+        "logits",
+        "loss",
+        "backward",
+    ]
 
 
 def test_a_loss_that_is_a_module_is_no_head() -> None:
