@@ -71,6 +71,8 @@ class Phases:
         """The optimizer that steps; one that steps another inside is still one step."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that have in this step."""
+        self._prepares = False
+        """Whether a library steps them to have their state made, before there is anything to train by."""
 
     def _begin(self, kind: PhaseKind) -> None:
         if self.recognises:
@@ -165,6 +167,8 @@ class Phases:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A step that raised has not ended; the same optimizer then begins again.
+        if self._prepares:
+            return
         if self._outermost and self._outermost[0] is not optimizer:
             return
         self._outermost[:] = [optimizer]
@@ -181,6 +185,19 @@ class Phases:
         self._outermost.clear()
         self._stepped.add(optimizer)
         self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
+
+    def wrap_preparation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for what has optimizers make their state: a step that trains nothing, and is none."""
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            self._prepares = True
+            try:
+                with self.inside(PhaseKind.OPTIMIZER):
+                    return original(*args, **kwargs)
+            finally:
+                self._prepares = False
+
+        return prepare
 
     def wrap_whole_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for the `step` of what is no optimizer of torch's and steps such ones, be it in parts."""

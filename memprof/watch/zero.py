@@ -1,10 +1,11 @@
-"""DeepSpeed's ZeRO: one step of several by its own optimizers, and what it keeps of parameters that are spread.
+"""DeepSpeed's ZeRO: what is a step of it, and what it keeps of parameters that are spread.
 
 Of a spread parameter `ds_tensor` is this rank's part; the whole is its `.data` from a gather to the next release. The
 optimizer of stage 3 keeps parts of gradients in one buffer, and steps once for each group of parameters; that of stages
 1 and 2 once for each group of the program's.
 
-Sources: deepspeed/runtime/zero (stage3.py, stage_1_and_2.py, partition_parameters.py) of deepspeedai/DeepSpeed@v0.19.5.
+Sources: deepspeed/runtime/zero (stage3.py, stage_1_and_2.py, partition_parameters.py) and deepspeed/runtime/fp16 of
+deepspeedai/DeepSpeed@v0.19.5.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ from memprof.watch.phases import Phases
 
 _ZERO = "deepspeed.runtime.zero."
 _STEPS = {f"{_ZERO}stage3": "DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}stage_1_and_2": "DeepSpeedZeroOptimizer"}
+_PREPARE = {
+    **_STEPS,
+    "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
+    "deepspeed.runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
+}
+"""Where an optimizer is stepped once by gradients of zeros, when it is made."""
 _GATHERS = {"AllGatherHandle": "_AllGatherHandle__param", "AllGatherCoalescedHandle": "params"}
 """What waits for parameters to be whole, and where it has them."""
 
@@ -39,6 +46,11 @@ def of_imports(
 
     def stepping(module: str, name: str) -> Iterator[Patch]:
         kind = getattr(sys.modules[module], name)
+        if hasattr(kind, "initialize_optimizer_states"):
+            prepared = phases.wrap_preparation(kind.initialize_optimizer_states)
+            yield kind, "initialize_optimizer_states", prepared
+        if module not in _STEPS:
+            return
         yield kind, "step", phases.wrap_whole_step(kind.step)
         yield kind, "__init__", _then(kind.__init__, functools.partial(_claim_gradients, claim))
 
@@ -51,7 +63,7 @@ def of_imports(
                 _then(kind.wait, functools.partial(_claim_whole, claim, where)),
             )
 
-    steps = {module: lambda module=module, name=name: stepping(module, name) for module, name in _STEPS.items()}
+    steps = {module: lambda module=module, name=name: stepping(module, name) for module, name in _PREPARE.items()}
     return {**steps, f"{_ZERO}partition_parameters": gathering}
 
 

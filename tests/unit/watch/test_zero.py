@@ -28,7 +28,16 @@ class DeepSpeedZeroOptimizer_Stage3:
         for number, one in enumerate(self.weights):
             one.ds_tensor, one.data = flat.narrow(0, number << 20, 1 << 20), torch.empty(0, device="cuda")
         self.masters = [one.ds_tensor.float().clone() for one in self.weights]
+        self.initialize_optimizer_states()
         self.grad_partitions_flat_buffer = torch.zeros(2 << 20, device="cuda", dtype=torch.bfloat16)
+
+    def initialize_optimizer_states(self):
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+            self.param_groups[0]["params"] = [master]
+            self.optimizer.step()
+            self.param_groups[0]["params"] = []
+            master.grad = None
 
     @property
     def param_groups(self):
