@@ -13,7 +13,7 @@ from memprof.findings.evidence import (
     vocabulary,
     would_help,
 )
-from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
+from memprof.findings.finding import Context, Evidence, Finding, Severity, once, rule
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
@@ -75,6 +75,7 @@ def find(context: Context) -> list[Finding]:
     return [Finding("attention-scores", Severity.WARNING, title, most.num_bytes, tuple(lines), remedies)]
 
 
+@once
 def score_storages(context: Context) -> dict[int, str]:
     """Storages that are [..., queries, keys], each as "scores" or "mask".
 

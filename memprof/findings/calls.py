@@ -7,18 +7,14 @@ from collections.abc import Callable
 
 from memprof.findings.finding import Context
 from memprof.ledger.categories import Category
-from memprof.trace.events import EventKind, Forward, PhaseKind, Trace
+from memprof.trace.events import Forward, PhaseKind, Trace
 
 _TRAINING = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
 
 
 def training_times(trace: Trace) -> list[int]:
     """The events at which a backward or an optimizer's step begins."""
-    return [
-        time
-        for time, event in enumerate(trace.events)
-        if event.kind is EventKind.PHASE and trace.phases[event.ref].kind in _TRAINING
-    ]
+    return [time for time, phase in trace.begun() if phase.kind in _TRAINING]
 
 
 def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]]:

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from memprof.findings.finding import Context, Evidence
+from memprof.findings.finding import Context, Evidence, once
 from memprof.ledger.categories import Category
 from memprof.ledger.stages import words_of
 from memprof.remedy_catalog import REMEDIES, Remedy, helping, in_force, why_not_together, why_useless
@@ -216,6 +216,7 @@ def vocabulary(context: Context) -> int | None:
     return max((trace.storages[index].shape[0] for index in vocabulary_tables(trace)), default=words_of(trace))
 
 
+@once
 def input_shapes(context: Context) -> set[tuple[int, ...]]:
     """Shapes (batch, ..., tokens) of what the model is fed with, without the features of a token.
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from memprof.findings.lives import Lives
 from memprof.ledger.ledger import Ledger
 from memprof.ledger.streams import StreamMemory
 from memprof.spec import TargetSpec
 from memprof.trace.plain import json_name
+
+_Answer = TypeVar("_Answer")
 
 
 class Severity(StrEnum):
@@ -71,9 +75,25 @@ class Context:
     lives: Lives = field(init=False, repr=False, compare=False)
     """Births and deaths of the ledger's storages, for all rules to share."""
 
+    known: dict[Callable[[Context], Any], Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What functions that are asked `once` have answered."""
+
     def __post_init__(self) -> None:
         """Follow the storages' lives; by the base class's way, for the dataclass is frozen."""
         object.__setattr__(self, "lives", Lives(self.ledger))
+
+
+def once(of: Callable[[Context], _Answer]) -> Callable[[Context], _Answer]:
+    """What several rules ask of a whole trace: found out when the first does. Nobody changes the answer."""
+
+    @functools.wraps(of)
+    def answer(context: Context) -> _Answer:
+        if of not in context.known:
+            context.known[of] = of(context)
+        found: _Answer = context.known[of]
+        return found
+
+    return answer
 
 
 Rule = Callable[[Context], list[Finding]]

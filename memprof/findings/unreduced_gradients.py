@@ -7,7 +7,7 @@ import math
 from memprof.findings.evidence import percent, tensors_evidence
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.groups import FSDP1, FSDP2, fix, has, is_worth, line_of, spread
-from memprof.trace.events import EventKind, PhaseKind, Role
+from memprof.trace.events import PhaseKind, Role
 from memprof.units import format_bytes
 
 
@@ -16,11 +16,7 @@ def find(context: Context) -> list[Finding]:
     """`num_bytes` is by how much the peak would be lower if each micro-batch's gradients were reduced at once."""
     trace, lives = context.ledger.trace, context.lives
     groups = spread(context, FSDP1, FSDP2)
-    ends = [
-        time
-        for time, event in enumerate(trace.events)
-        if event.kind is EventKind.PHASE and trace.phases[event.ref].kind is PhaseKind.FORWARD
-    ]
+    ends = [time for time, phase in trace.begun() if phase.kind is PhaseKind.FORWARD]
     found, least = [], 1.0
     for group in groups:
         is_own = has(group)

@@ -32,7 +32,7 @@ class Category(StrEnum):
     UNATTRIBUTED = "unattributed"
 
 
-_ALLOC, _FREE = EventKind.ALLOC, EventKind.FREE
+_ALLOC, _FREE, _PHASE = EventKind.ALLOC, EventKind.FREE, EventKind.PHASE
 _BESIDE = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER, PhaseKind.OPTIMIZER_STEP)
 # Where its use is not seen: in a measured run, or before it is used.
 _KV_CACHE = re.compile(r"cache_utils\.py|kv_?cache", re.IGNORECASE)
@@ -71,7 +71,7 @@ def categorize(trace: Trace, spans: list[Span]) -> list[Category]:
     widest = max((one.shape[-1] for one in of_heads), default=words)
     tables = {f"{trace.modules[index].path}.weight" for index in heads}
     rows = next((trace.storages[at].shape[0] for at, owner in trace.owners.items() if owner.name in tables), words)
-    gone = {event.ref for event in trace.events[: first_forward + 1] if event.kind is EventKind.FREE}
+    gone = {ref for kind, ref in trace.events[: first_forward + 1] if kind is _FREE}
 
     # A script that is measured without --detail has no lines outside its modules: what is made there is its own.
     without_lines = trace.source == "measured" and trace.facts.target is None
@@ -179,9 +179,9 @@ def _copies_of_weights(trace: Trace, deaths: dict[int, int]) -> set[int]:
     buffers = {*shapes[Role.BUFFER], *_flat(shapes[Role.BUFFER]), ()}  # copy.deepcopy copies their storages
     ends: dict[int, int] = {}
     begun = NONE
-    for time, event in enumerate(trace.events):
-        if event.kind is EventKind.PHASE:
-            ends[begun], begun = time, event.ref
+    for time, (kind, ref) in enumerate(trace.events):
+        if kind is _PHASE:
+            ends[begun], begun = time, ref
     made: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     never = len(trace.events)
     for index, storage in enumerate(trace.storages):
@@ -218,12 +218,10 @@ class _ForTheNext:
         self._begins: list[int] = []
         """The first forward of each step."""
         seen: set[int] = set()
-        for time, event in enumerate(trace.events):
-            if event.kind is EventKind.PHASE:
-                phase = trace.phases[event.ref]
-                if phase.kind is PhaseKind.FORWARD and phase.step not in seen:
-                    seen.add(phase.step)
-                    self._begins.append(time)
+        for time, phase in trace.begun():
+            if phase.kind is PhaseKind.FORWARD and phase.step not in seen:
+                seen.add(phase.step)
+                self._begins.append(time)
 
     def step(self, birth: int, death: int | None) -> bool:
         """Whether what lives so long is there when a step begins, and gone when the second after it does."""

@@ -121,11 +121,11 @@ def build_ledger(trace: Trace, run: OnCard | None = None) -> Ledger:
     refused = frozenset(trace.refused)
     peak_event = max(
         time
-        for time, event in enumerate(trace.events)
-        if event.kind is EventKind.ALLOC
-        and allocated[time] == peak_bytes
-        and trace.storages[event.ref].device == trace.device
-        and event.ref not in refused
+        for time, ((kind, ref), held) in enumerate(zip(trace.events, allocated, strict=True))
+        if held == peak_bytes
+        and kind is EventKind.ALLOC
+        and trace.storages[ref].device == trace.device
+        and ref not in refused
     )
     live = _live_tensors(trace, categories, peak_event, rounds=run.rounds)
     rows: dict[tuple[Category, str, str], int] = defaultdict(int)
@@ -195,11 +195,12 @@ def _host_curve(trace: Trace) -> list[int]:
 def alive_at(trace: Trace, time: int) -> list[int]:
     """Indices of the GPU storages alive after the event at `time`."""
     alive: dict[int, None] = {}
-    for event in trace.events[: time + 1]:
-        if event.kind is EventKind.ALLOC and trace.storages[event.ref].device == trace.device:
-            alive[event.ref] = None
-        elif event.kind is EventKind.FREE:
-            alive.pop(event.ref, None)
+    storages, alloc, free = trace.storages, EventKind.ALLOC, EventKind.FREE
+    for kind, ref in trace.events[: time + 1]:
+        if kind is alloc and storages[ref].device == trace.device:
+            alive[ref] = None
+        elif kind is free:
+            alive.pop(ref, None)
     return [index for index in alive if index not in trace.refused]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memprof.allocator.rounding import round_size
+from memprof.ledger.categories import Category
 from memprof.ledger.ledger import Ledger
-from memprof.trace.events import EventKind
+from memprof.trace.events import NONE, EventKind
 
 MOMENTS = 100
 LEAST_SHARE = 0.01
@@ -77,28 +77,36 @@ def by_category(ledger: Ledger, events: Sequence[int]) -> tuple[dict[str, list[i
     """
     trace, rounds = ledger.trace, ledger.run.rounds
     refused = frozenset(trace.refused)
-    now, most, sizes = Counter[str](), Counter[str](), dict[int, int]()
+    storages, categories, device = trace.storages, ledger.categories, trace.device
+    alloc, dead = EventKind.ALLOC, EventKind.FREE
+    now, most, sizes = dict[Category, int](), dict[Category, int](), dict[int, int]()
     held: dict[str, list[int]] = {}
-    wanted, total = 0, 0
-    for time, (happened, ref) in enumerate(trace.events):
-        if happened is EventKind.ALLOC:
-            storage = trace.storages[ref]
-            if storage.device == trace.device and storage.num_bytes and ref not in refused:
-                size = sizes[ref] = round_size(storage.num_bytes) if rounds else storage.num_bytes
-                name = ledger.categories[ref].value
+    wanted, total, most_extra = 0, 0, 0
+    following = events[0] if events else NONE
+    for time, ((kind, ref), allocated) in enumerate(zip(trace.events, ledger.allocated, strict=True)):
+        if kind is alloc:
+            storage = storages[ref]
+            num_bytes = storage.num_bytes
+            if num_bytes and storage.device == device and ref not in refused:
+                size = sizes[ref] = round_size(num_bytes) if rounds else num_bytes
+                category = categories[ref]
                 total += size
-                now[name] += size
-                if now[name] > most[name]:
-                    most[name] = now[name]
-        elif happened is EventKind.FREE and ref in sizes:
+                has = now[category] = now.get(category, 0) + size
+                if has > most.get(category, 0):
+                    most[category] = has
+        elif kind is dead and ref in sizes:
             size = sizes.pop(ref)
             total -= size
-            now[ledger.categories[ref].value] -= size
-        extra = ledger.allocated[time] - total
-        if extra > most[FRAGMENTATION]:
-            most[FRAGMENTATION] = extra
-        if wanted < len(events) and time == events[wanted]:
-            for name, amount in {**now, FRAGMENTATION: extra}.items():
+            now[categories[ref]] -= size
+        if allocated - total > most_extra:
+            most_extra = allocated - total
+        if time == following:
+            for name, amount in {
+                **{one.value: has for one, has in now.items()},
+                FRAGMENTATION: allocated - total,
+            }.items():
                 held.setdefault(name, [0] * len(events))[wanted] = amount
             wanted += 1
-    return held, {name: most[name] for name in held}
+            following = events[wanted] if wanted < len(events) else NONE
+    reached = {**{one.value: has for one, has in most.items()}, FRAGMENTATION: most_extra}
+    return held, {name: reached[name] for name in held}

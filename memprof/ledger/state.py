@@ -28,16 +28,17 @@ def model_state(trace: Trace) -> ModelState:
     now, most = dict.fromkeys(roles, 0), dict.fromkeys(roles, 0)
     tensors = most_tensors = 0
     storages, owners = trace.storages, trace.owners
+    alloc, free, device = EventKind.ALLOC, EventKind.FREE, trace.device
     for kind, ref in trace.events:
-        if (
-            kind not in (EventKind.ALLOC, EventKind.FREE)
-            or storages[ref].device != trace.device
-            or storages[ref].hidden
-        ):
+        if kind is not alloc and kind is not free:
             continue
-        change = storages[ref].num_bytes if kind is EventKind.ALLOC else -storages[ref].num_bytes
+        storage = storages[ref]
+        if storage.device != device or storage.hidden:
+            continue
+        change = storage.num_bytes if kind is alloc else -storage.num_bytes
         tensors += change
-        most_tensors = max(most_tensors, tensors)
+        if tensors > most_tensors:
+            most_tensors = tensors
         owner = owners.get(ref)
         if owner is not None and owner.role in now:
             now[owner.role] += change

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memprof.trace.events import NONE, EventKind, PhaseKind, Trace
+from memprof.trace.events import NONE, PhaseKind, Trace
 from memprof.trace.plain import json_name
 
 
@@ -27,24 +28,23 @@ class TrainingStep:
 
 def training_steps(trace: Trace, allocated: Sequence[int]) -> list[TrainingStep]:
     """The steps that ran to their end, in order; `allocated`: bytes after every event."""
-    phases = [
-        (time, trace.phases[event.ref]) for time, event in enumerate(trace.events) if event.kind is EventKind.PHASE
-    ]
+    phases = trace.begun()
     ends: dict[int, int] = {}
-    evaluates = [False] * len(trace.events)
+    counted = array("q", allocated)
     begins = [*(time for time, _ in phases), len(trace.events)]
     for (time, phase), end in zip(phases, begins[1:], strict=True):
         if phase.kind is PhaseKind.OPTIMIZER_STEP and phase.step:
             ends[phase.step] = end
         elif phase.kind is PhaseKind.EVALUATION:
-            evaluates[time:end] = [True] * (end - time)
+            counted[time:end] = array("q", [-1]) * (end - time)
     if not ends:
         return []
     begin = next(time for time, phase in phases if phase.step)
     steps = []
     before = allocated[begin - 1] if begin else 0
     for number, end in sorted(ends.items(), key=lambda item: item[1]):
-        peak = max((allocated[time] for time in range(begin, end) if not evaluates[time]), default=before)
+        peak = max(counted[begin:end], default=-1)
+        peak = before if peak < 0 else peak
         steps.append(TrainingStep(number, peak, allocated[end - 1], allocated[end - 1] - before, begin, end))
         before, begin = allocated[end - 1], end
     return steps

@@ -443,6 +443,11 @@ class Trace:
         """The same run, seen from another card; what is recorded from now on is in both."""
         return dataclasses.replace(self, device=device)
 
+    def begun(self) -> list[tuple[int, Phase]]:
+        """The phases in order, each with the event at which it begins."""
+        phase, phases = EventKind.PHASE, self.phases
+        return [(time, phases[ref]) for time, (kind, ref) in enumerate(self.events) if kind is phase]
+
     def op(self, storage: Storage) -> str:
         """The operator that allocated `storage`."""
         return self.ops[storage.op]
