@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -317,7 +318,10 @@ class Pass:
         call = Call(self._ranges[place], self._output)
         begun = Begun(self._machine, self._assumptions)
         call.first_event, call.first_storage = begun.first_event, begun.first_storage
-        with spied(layer, self._comparison.numbers if len(group.places) > 1 else set()) as is_used:
+        watched: AbstractContextManager[list[type]] = nullcontext([])
+        if self._is_given_leaf and not place:
+            watched = _applied()
+        with watched as applied, spied(layer, self._comparison.numbers if len(group.places) > 1 else set()) as is_used:
             try:
                 result = original(layer, *args, **kwargs)
             except Exception as error:
@@ -343,11 +347,7 @@ class Pass:
             if returned.requires_grad:
                 call.output = self._output
                 call.kept = frozenset(made.alive) - {returned.storage}
-                if (
-                    self._is_given_leaf
-                    and not place
-                    and (len(self._layers) > MOST_BEFORE_A_LEAF or _has_python_node(result))
-                ):
+                if self._is_given_leaf and (applied or len(self._layers) > MOST_BEFORE_A_LEAF):
                     self.stop()
                 self._backwards.run(place, group, call, _one_tensor(result))
         return result
@@ -386,9 +386,24 @@ def _one_tensor(result: Any) -> torch.Tensor:
     )
 
 
-def _has_python_node(result: Any) -> bool:
-    """Whether there is an autograd function written in Python in the graph of what a layer returned."""
-    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in _graph(_one_tensor(result)))
+@contextmanager
+def _applied() -> Iterator[list[type]]:
+    """Inside, autograd functions written in Python that are applied.
+
+    The graph itself is not looked through for them: a node that Python has seen is let go of in another order.
+    """
+    functions: list[type] = []
+    kept = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        functions.append(cls)
+        return kept.__func__(cls, *args, **kwargs)
+
+    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010 - mypy takes it for a method
+    try:
+        yield functions
+    finally:
+        setattr(torch.autograd.Function, "apply", kept)  # noqa: B010
 
 
 def _ends_in_leaf(tensor: torch.Tensor) -> bool:
