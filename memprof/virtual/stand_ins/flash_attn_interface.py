@@ -246,6 +246,7 @@ def _check(name: str, *tensors: torch.Tensor) -> None:
 def _call(name: str, inputs: tuple[Any, ...], call: _Call, heads: int | None = None) -> Any:
     """Saved for the backward: queries, keys, values, the output, its sums, and what says where sequences end."""
     _check(name, *inputs)
+    number, packed = len(inputs), inputs[0].shape
 
     def unpacked(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(tensors) == 3:
@@ -262,10 +263,10 @@ def _call(name: str, inputs: tuple[Any, ...], call: _Call, heads: int | None = N
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor) -> Any:
         query, key, value, out = saved[:4]
-        if len(inputs) == 3:
+        if number == 3:
             made: tuple[torch.Tensor, ...] = tuple(map(torch.empty_like, (query, key, value)))
         else:
-            made = (query.new_empty(inputs[0].shape),)
+            made = (query.new_empty(packed),)
         _backward(gradient, query, key, value, out, call)
         return made
 

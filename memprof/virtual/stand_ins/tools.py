@@ -53,7 +53,8 @@ def kernel(forward: Forward, backward: Backward | None, *inputs: Any) -> Any:
     Args:
         forward: given `inputs`, gives the outputs (a tensor or a tuple) and what is saved for the backward (a tuple).
         backward: given what was saved and the gradients of the outputs, gives those of `inputs` (None for what has
-            none). None: the kernel has no backward.
+            none). A tensor that the function holds otherwise lives on after it, as long as what is computed of the
+            outputs. None: the kernel has no backward.
         inputs: tensors, and anything else.
 
     Example:

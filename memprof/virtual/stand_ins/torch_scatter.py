@@ -76,7 +76,7 @@ def _reduced(
     """scatter_cuda: the output, and for the least and the largest where they are from."""
     on_card(f"torch_scatter.scatter_{name}", src, index)
     must(index.dtype == torch.int64, f"torch_scatter.scatter_{name}", "an index of int64")
-    dim = src.dim() + dim if dim < 0 else dim
+    dim, shape = src.dim() + dim if dim < 0 else dim, src.shape
 
     def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
         where = broadcast(where, values, dim)
@@ -98,7 +98,7 @@ def _reduced(
             values, where, made = saved
             found = torch.gather(gradient * made, dim, where).div_(values)
             return found.masked_fill_(found.isnan(), 0), None, None
-        return _to_places(gradient, saved[1], src.shape, dim), None, None
+        return _to_places(gradient, saved[1], shape, dim), None, None
 
     result = kernel(forward, backward, src, index, given)
     return result if isinstance(result, tuple) else (result,)
@@ -176,11 +176,11 @@ def _segments(
     """segment_csr_cuda, segment_coo_cuda: the output; where the least or largest is from, or by an index the counts."""
     on_card(f"torch_scatter.{name}", src, index)
     must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
-    dim = index.dim() - 1
+    dim, shape = index.dim() - 1, src.shape
 
     def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
-        shape = values.shape[: dim + (not csr)]
-        where = where.expand((*shape, where.shape[-1]) if csr else shape)
+        above = values.shape[: dim + (not csr)]
+        where = where.expand((*above, where.shape[-1]) if csr else above)
         values = values.contiguous()
         size = list(values.size())
         if into is None:
@@ -200,16 +200,17 @@ def _segments(
 
     def backward(saved: Any, gradient: torch.Tensor, *others: Any) -> Any:
         if reduce in _LEAST:
-            return _to_places(gradient, saved[1], src.shape, dim), None, None
+            return _to_places(gradient, saved[1], shape, dim), None, None
         gradient = gradient.contiguous()
-        made = torch.empty(src.shape, dtype=gradient.dtype, device=gradient.device)
+        made = torch.empty(shape, dtype=gradient.dtype, device=gradient.device)
         if reduce == "mean" and made.numel():
             if csr:
-                count = index.narrow(-1, 1, index.size(-1) - 1) - index.narrow(-1, 0, index.size(-1) - 1)
+                ends = saved[0]
+                count = ends.narrow(-1, 1, ends.size(-1) - 1) - ends.narrow(-1, 0, ends.size(-1) - 1)
                 count = count.to(made.dtype)
             else:
                 count = saved[1]
-            each = count.new_empty((*count.shape[:-1], src.shape[dim]))
+            each = count.new_empty((*count.shape[:-1], shape[dim]))
             made.true_divide_(each[(..., *(None,) * (made.dim() - each.dim()))])
         return made, None, None
 
@@ -312,7 +313,7 @@ def gather_coo(src: torch.Tensor, index: torch.Tensor, out: Any = None) -> torch
 def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given: Any, number: int) -> torch.Tensor:
     on_card(f"torch_scatter.{name}", src, index)
     must(index.dtype == torch.int64, f"torch_scatter.{name}", "an index of int64")
-    dim = index.dim() - 1
+    dim, shape = index.dim() - 1, src.shape
 
     def forward(values: torch.Tensor, where: torch.Tensor, into: Any) -> Any:
         values = values.contiguous()
@@ -324,7 +325,7 @@ def _gathered(name: str, src: torch.Tensor, index: torch.Tensor, given: Any, num
 
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
         gradient = gradient.contiguous()
-        return torch.empty(src.shape, dtype=gradient.dtype, device=gradient.device), None, None
+        return torch.empty(shape, dtype=gradient.dtype, device=gradient.device), None, None
 
     found: torch.Tensor = kernel(forward, backward, src, index, given)
     return found

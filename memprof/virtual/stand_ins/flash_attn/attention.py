@@ -206,7 +206,8 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], options: Options) -> Any:
     check(f"flash_attn.{name}", *inputs)
     head = inputs[0].shape[-1]
     lengths = options.lengths
-    packed, rows = len(inputs) < 3, 4 if lengths is None else 3
+    number = len(inputs)
+    packed, rows = number < 3, 4 if lengths is None else 3
     dimensions = [tensor.dim() for tensor in inputs]
     must(dimensions[0] == rows + (len(inputs) == 1), f"flash_attn.{name}", f"queries of {rows} dimensions")
     if lengths is None:
@@ -225,7 +226,7 @@ def _call(name: str, inputs: tuple[torch.Tensor, ...], options: Options) -> Any:
 
     def backward(saved: tuple[torch.Tensor, ...], gradient: torch.Tensor, *of_others: Any) -> Any:
         query, key, value, out = saved[:4]
-        made = _gradients(len(inputs), query, key, value)
+        made = _gradients(number, query, key, value)
         d_query, d_key, d_value = _unpacked(made)
         _backward(
             padded(gradient), query, key, value, out, d_query, d_key, d_value, options.deterministic, lengths

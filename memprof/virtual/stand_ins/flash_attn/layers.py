@@ -176,7 +176,7 @@ def norm(
         name: what the program calls, "package.function".
         parts_of_sm: parts of the gradients of weights that there are for each multiprocessor.
     """
-    shape, kind = x.shape, x.dtype
+    shape, kind, adds = x.shape, x.dtype, residual is not None
     stream = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else None
     key = (shape[-1], residual is not None, stream, is_rms, bias is not None, kind)
 
@@ -202,7 +202,7 @@ def norm(
         summed, scale, shift, _, _, _ = saved
         gradient = _rows(gradient)
         made = torch.empty(summed.shape, dtype=kind, device=summed.device)
-        separate = residual is not None and (kind != summed.dtype or dropout_p > 0)
+        separate = adds and (kind != summed.dtype or dropout_p > 0)
         of_residual = torch.empty_like(summed) if separate else made
         sms = torch.cuda.get_device_properties(summed.device).multi_processor_count * parts_of_sm
         parts = [
@@ -212,7 +212,7 @@ def norm(
         of_parameters = [
             None if part is None else part.sum(0).to(one.dtype) for part, one in zip(parts, (scale, shift), strict=True)
         ]
-        return made.reshape(shape), *of_parameters, of_residual.reshape(shape) if residual is not None else None
+        return made.reshape(shape), *of_parameters, of_residual.reshape(shape) if adds else None
 
     return kernel(forward, backward, x, weight, bias, residual)
 

@@ -27,7 +27,7 @@ def _norm(
     residual_in_fp32: bool = False, prenorm: bool = False, is_rms_norm: bool = False, return_mask: bool = False,
 ) -> Any:  # fmt: skip
     """DropoutAddLayerNormFn: the sum is saved, or the input; a mask of bytes, two numbers a row."""
-    shape = x0.shape
+    shape, adds, shifts = x0.shape, residual is not None, bias is not None
 
     def forward(x0: Any, residual: Any, weight: Any, bias: Any, rowscale: Any, layerscale: Any) -> Any:
         given = [one if one is None else one.contiguous() for one in (x0, residual, weight, bias, rowscale, layerscale)]
@@ -53,10 +53,10 @@ def _norm(
         of_rows = None if rowscale is None else rowscale.view(-1)
         d_x0, d_residual, d_weight, d_bias, _, _, *rest = extensions.dropout_add_ln_bwd(
             gradient.contiguous().view(-1, shape[-1]), d_x, x.view(-1, shape[-1]), rows, mask, mu, sigma, weight,
-            of_rows, scale, None, None, dropout_p, 1.0, 0, residual is not None, is_rms_norm,
+            of_rows, scale, None, None, dropout_p, 1.0, 0, adds, is_rms_norm,
         )  # fmt: skip
         d_residual = None if d_residual is None else d_residual.view(shape)
-        return d_x0.view(shape), d_residual, d_weight, d_bias if bias is not None else None, None, *(rest[:1] or [None])
+        return d_x0.view(shape), d_residual, d_weight, d_bias if shifts else None, None, *(rest[:1] or [None])
 
     return kernel(forward, backward, x0, residual, weight, bias, rowscale, layerscale)
 

@@ -134,8 +134,8 @@ class DotProductAttention(nn.Module):
         def back(saved: Any, gradient: torch.Tensor) -> Any:
             gradient = gradient.contiguous()
             made = _gradients(saved[:3], number, dim)
-            size = batch * heads * tokens * (query.shape[-1] + 1)
-            accumulated = query.new_empty(size, dtype=torch.float32)
+            size = batch * heads * tokens * (saved[0].shape[-1] + 1)
+            accumulated = saved[0].new_empty(size, dtype=torch.float32)
             del accumulated
             return made
 

@@ -116,6 +116,8 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
 
+    sizes = [tensor.shape[0] for tensor in tensors]
+
     def forward(*parts: torch.Tensor) -> Any:
         whole = [sum(part.shape[0] for part in parts), *parts[0].shape[1:]]
         end = parts[0].storage_offset()
@@ -127,7 +129,7 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
         return parts[0].as_strided(whole, parts[0].stride()), ()
 
     def backward(saved: Any, gradient: torch.Tensor) -> Any:
-        return gradient.split([tensor.shape[0] for tensor in tensors])
+        return gradient.split(sizes)
 
     return kernel(forward, backward, *tensors)
 
@@ -206,6 +208,7 @@ class Linear(_Weights):
             raise AssertionError(f"GEMM not possible: an input of {inp.shape[-1]}, weights of {weight.shape[1]}")
         inside = bias is not None and not self.return_bias and self.parallel_mode != "row"
         to_input, to_weight, grads = inp.requires_grad, weight.requires_grad, torch.is_grad_enabled()
+        shape, (wide, narrow) = inp.shape, weight.shape
 
         def fore(x: torch.Tensor, w: torch.Tensor, b: Any) -> Any:
             if recipe is None:
@@ -223,13 +226,13 @@ class Linear(_Weights):
             given = Quantized(*saved[:3])
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_bias = from_gradient(gradient, recipe, inside, dtype)
-            of_input = product(inp.shape[:-1], inp.shape[-1], dtype, gradient) if to_input else None
+            of_input = product(shape[:-1], shape[-1], dtype, gradient) if to_input else None
             if not to_weight:
                 return of_input, None, of_bias
             given, got = turned(given) if recipe else given, turned(got) if recipe else got
-            of_weight = product((weight.shape[0],), weight.shape[1], dtype, gradient)
+            of_weight = product((wide,), narrow, dtype, gradient)
             if inside and of_bias is None:
-                of_bias = gradient.new_empty(weight.shape[0], dtype=dtype)
+                of_bias = gradient.new_empty(wide, dtype=dtype)
             return of_input, of_weight, of_bias
 
         out = kernel(fore, back, inp, weight, bias if inside else None)
@@ -273,6 +276,7 @@ class LayerNormLinear(_Weights):
         inside = bias is not None and not self.return_bias
         to_weight, grads, is_rms = weight.requires_grad, torch.is_grad_enabled(), self.is_rms
         gives_both = self.return_layernorm_output
+        shape, (wide, narrow) = inp.shape, weight.shape
 
         def fore(x: torch.Tensor, w: torch.Tensor, b: Any, *of_norm: torch.Tensor) -> Any:
             x = cast(x.view(-1, x.shape[-1]), dtype)
@@ -300,15 +304,15 @@ class LayerNormLinear(_Weights):
             of_weight = None
             if to_weight:
                 given, got = turned(given) if recipe else given, turned(got) if recipe else got
-                of_weight = product((weight.shape[0],), weight.shape[1], dtype, gradient)
+                of_weight = product((wide,), narrow, dtype, gradient)
                 if inside and of_bias is None:
-                    of_bias = gradient.new_empty(weight.shape[0], dtype=dtype)
+                    of_bias = gradient.new_empty(wide, dtype=dtype)
                 if not gives_both:
                     free(given.rows if given.columns is None else given.columns)
             if of_normed:
                 through = through + of_normed[0].view_as(through)
             made, *of_norm = norms.backward(x, scale, is_rms)
-            return (made.view(inp.shape), of_weight, of_bias, *of_norm)
+            return (made.view(shape), of_weight, of_bias, *of_norm)
 
         made = kernel(fore, back, inp, weight, bias if inside else None, *norm_tensors(self))
         out, normed = made if gives_both else (made, None)

@@ -82,6 +82,8 @@ class LayerNormMLP(Base):
         fuses = activation == "gelu" and recipe is None
         with_bias = fuses and os.environ.get("NVTE_BIAS_GELU_NVFUSION", "1") == "1"
         by_now = recipe is not None and recipe.float8_current_scaling()
+        given_shape = inp.shape
+        (wide, size), (rows, narrow) = (weight.shape for weight in weights)
 
         def fore(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Any, b2: Any, *of_norm: torch.Tensor) -> Any:
             x = cast(x.view(-1, x.shape[-1]), dtype)
@@ -115,15 +117,14 @@ class LayerNormMLP(Base):
                 Quantized(*saved[5:8]),
                 saved[-1],
             )
-            (wide, size), (out, narrow) = (weight.shape for weight in weights)
             gradient = gradient.reshape(-1, gradient.shape[-1]).contiguous()
             got, of_second = from_gradient(gradient, recipe, adds_second, dtype)
             through = product((x.shape[0],), narrow, dtype, gradient)
             if recipe is not None:
                 active, got = turned(active), turned(got)
-            of_w2 = product((out,), narrow, dtype, gradient)
+            of_w2 = product((rows,), narrow, dtype, gradient)
             if adds_second and of_second is None:
-                of_second = gradient.new_empty(out, dtype=dtype)
+                of_second = gradient.new_empty(rows, dtype=dtype)
             for one in active[:2]:
                 free(one)
             of_first = None
@@ -149,7 +150,7 @@ class LayerNormMLP(Base):
                 free(one)
             made, *of_norm = norms.backward(x, scale, is_rms)
             del through, inwards
-            return (made.view(inp.shape), of_w1, of_w2, of_first if self.use_bias else None, of_second, *of_norm)
+            return (made.view(given_shape), of_w1, of_w2, of_first if self.use_bias else None, of_second, *of_norm)
 
         second = self.fc2_bias if adds_second else None
         out = kernel(fore, back, inp, *weights, self.fc1_bias, second, *norm_tensors(self))

@@ -77,7 +77,7 @@ class _Norm(nn.Module):
         """Over the last dimensions; saved are the input, in autocast's type, and the numbers of the rows."""
         on_card(f"transformer_engine.pytorch.{type(self).__name__}", input)
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled() else self.weight.dtype
-        is_rms = self.is_rms
+        is_rms, shape = self.is_rms, input.shape
 
         def fore(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> Any:
             x = x.contiguous().to(dtype)
@@ -88,7 +88,7 @@ class _Norm(nn.Module):
             gradient = gradient.contiguous().to(dtype)
             x, weight = saved[0], saved[-1]
             made, *of_parameters = backward(x, weight.to(dtype).view(-1), is_rms)
-            return (made.view(input.shape), *(one.view(weight.shape) for one in of_parameters))
+            return (made.view(shape), *(one.view(weight.shape) for one in of_parameters))
 
         return kernel(fore, back, input, *self.parameters())
 
