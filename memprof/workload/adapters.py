@@ -35,6 +35,9 @@ def require_peft() -> None:
         ) from None
 
 
+_NAMED = f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"
+
+
 def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Module:
     """`model`, frozen, in PEFT's wrapper: each target has two matrices of `spec.lora_rank` beside it.
 
@@ -61,8 +64,27 @@ def add_lora(model: nn.Module, spec: TargetSpec, source: ModelSource) -> nn.Modu
         config._register_custom_module(_on_packed_layers())
     if source.stored is not None and source.stored.is_bitsandbytes:
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    with adapting(f"--lora-targets q_proj,v_proj, or --lora-targets {ALL_LINEAR}"):
+    with adapting(_NAMED):
         return peft.get_peft_model(model, config)
+
+
+def check_known(spec: TargetSpec, source: ModelSource) -> None:
+    """What PEFT says, before the model is built, of an architecture that it knows no targets for.
+
+    Raises:
+        UsageError: it knows none, and none are named.
+    """
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    kind = (source.config or {}).get("model_type")
+    if spec.lora_targets is not None or kind is None or kind in KNOWN:
+        return
+    import peft
+
+    empty = nn.Module()
+    empty.config = {"model_type": kind}  # type: ignore[assignment]
+    with adapting(_NAMED):
+        peft.get_peft_model(empty, peft.LoraConfig())
 
 
 def _on_packed_layers() -> dict[type[nn.Module], type[nn.Module]]:

@@ -175,6 +175,8 @@ class Workload:
 
     def _build(self, device: str) -> tuple[nn.Module, nn.Module]:
         """The model to call, and the model itself, which an adapter wraps."""
+        if self.spec.adapter is not None:
+            adapters.check_known(self.spec, self.source)
         # Built in host memory and moved, as scripts do (and as from_pretrained has it, tied weights are made once).
         model = self.source.build()
         if self.source.task == "custom" and self.source.dtype is not None:

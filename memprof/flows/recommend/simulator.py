@@ -98,11 +98,13 @@ class Simulator:
         self._begun.close()
 
     def _collect(self) -> None:
-        """The command line switches the collector off, and what a run leaves in circles must go before the next. The
-        libraries' own objects, millions that live for good, are looked through once."""
+        """The command line switches the collector off, and what a run leaves in circles must go before the next. It is
+        young; the libraries' own objects, millions that live for good, are looked through once."""
+        if self._begun.is_warm:
+            gc.collect(0)
+            return
         gc.collect()
-        if not self._begun.is_warm:
-            gc.freeze()
+        gc.freeze()
         self._begun.is_warm = True
 
     def run_ahead(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:

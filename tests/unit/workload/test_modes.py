@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import Role, Trace
+from memprof.workload.models import find_source
 
 TINY = {
     "model_type": "llama",
@@ -291,3 +293,23 @@ def test_adafactor_factors_its_state(config):
 def test_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         TargetSpec(model="gpt2", **changes)
+
+
+@pytest.mark.parametrize("model", ["olmo-2-1b", "vit-base"])
+def test_what_peft_does_not_know_is_not_built_first(model, monkeypatch):
+    spec = TargetSpec(model=model, adapter="lora", context_length=16)
+    source, built = find_source(spec), []
+
+    def build():
+        built.append(model)
+        return source.build()
+
+    monkeypatch.setattr("memprof.workload.models.find_source", lambda spec: dataclasses.replace(source, build=build))
+    said = []
+    for checked in (True, False):
+        if not checked:
+            monkeypatch.setattr("memprof.workload.adapters.check_known", lambda spec, source: None)
+        with pytest.raises(UsageError) as refused:
+            flow.happened(spec)
+        said.append((str(refused.value), bool(built)))
+    assert said == [(said[0][0], False), (said[0][0], True)]
