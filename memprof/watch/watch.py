@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -45,8 +46,8 @@ class Watch(ABC):
         self._assumptions: dict[str, None] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
         """The run's models; one that the program lets go of is gone."""
-        self._registered: dict[int, tuple[weakref.ref[torch.Tensor], Role]] = {}
-        """What modules were given, by the `id` of each."""
+        self._registered: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
+        """Modules that were given a weight, by their `id` and its name."""
         self._failed: tuple[int, Phase] | None = None
         """The `id` of what was raised last inside a phase, and the phase; the exception itself would keep tensors."""
 
@@ -125,8 +126,8 @@ class Watch(ABC):
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
         for handle in (
-            register_module_parameter_registration_hook(lambda _, __, one: self._note_registered(one, Role.PARAMETER)),
-            register_module_buffer_registration_hook(lambda _, __, one: self._note_registered(one, Role.BUFFER)),
+            register_module_parameter_registration_hook(functools.partial(self._note_registered, Role.PARAMETER)),
+            register_module_buffer_registration_hook(functools.partial(self._note_registered, Role.BUFFER)),
         ):
             self._stack.callback(handle.remove)
         self._patch_backward()
@@ -178,15 +179,18 @@ class Watch(ABC):
 
         self._patches.set(nn.Module, "_apply", _apply)
 
-    def _note_registered(self, tensor: torch.Tensor | None, role: Role) -> None:
+    def _note_registered(self, role: Role, module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         """A module is given a weight, by which it is known if the run ends before the module is called."""
         if tensor is not None and self.current_phase.kind in _BUILDS:
-            self._registered[id(tensor)] = weakref.ref(tensor), role
+            # Not the tensor: torch swaps no weight that is referred to weakly, as it does to spread one over ranks.
+            self._registered[id(module), name] = weakref.ref(module), role
 
     def _claim_registered(self) -> None:
         """The run may end here: what modules have is theirs, be they called or not."""
-        for known, role in list(self._registered.values()):
-            tensor = known()
+        for (_, name), (known, role) in list(self._registered.items()):
+            module = known()
+            held = {} if module is None else module._parameters if role is Role.PARAMETER else module._buffers
+            tensor = held.get(name)
             if tensor is not None:
                 self._claim_unnamed([tensor], role)
 

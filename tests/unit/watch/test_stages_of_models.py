@@ -232,6 +232,18 @@ def test_a_deep_copy_of_a_model_is_parameters() -> None:
     assert not any("copy.py" in (t.source or "") for t in report.peak.tensors)
 
 
+def test_weights_of_a_model_can_be_swapped() -> None:
+    """As torch moves those that are spread over ranks: it swaps none that somebody refers to weakly."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with memprof.virtual_gpu("h100-80gb") as gpu:
+            model = nn.Linear(512, 512, bias=False).cuda()
+            model(torch.rand(16, 512, device="cuda")).sum().backward()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert gpu.report().peak.categories["parameters"] == 1 << 20
+
+
 def test_an_average_beside_two_models_that_came_from_the_host_is_parameters() -> None:
     """A list of tensors, as diffusers' EMAModel has them; weights in host memory are not counted with those here."""
     with memprof.virtual_gpu("h100-80gb") as gpu:
