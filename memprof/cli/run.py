@@ -176,7 +176,8 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
                 error = MemprofError(failure.message, hint=failure.hint)
                 tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
             return _passed_on(outcome.exit_code) or 1
-        how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, "ended")
+        ended = f"ended by itself with exit code {outcome.exit_code}" if outcome.exit_code else "ended"
+        how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, ended)
         error = MemprofError(f"the script {how} before anything was on the card: there is nothing to report")
         tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
         return _passed_on(outcome.exit_code)

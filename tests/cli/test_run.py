@@ -196,6 +196,8 @@ def test_nothing_on_the_card(memprof, script):
     ran = memprof("run", script("print('hello')"))
     assert (ran.exit_code, ran.stdout) == (0, "hello\n")
     assert ran.stderr == "memprof: the script ended before anything was on the card: there is nothing to report\n"
+    left = memprof("run", script("import sys; sys.exit(3)"))
+    assert left.exit_code == 1 and "the script ended by itself with exit code 3 before anything was on" in left.stderr
 
 
 @pytest.mark.parametrize(
