@@ -143,11 +143,13 @@ def _failure(code: int, said: str, fixes: Sequence[Fix]) -> MemprofError:
         value = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  value:")), None)
         hint = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  hint:")), None)
         return UsageError(lines[own].removeprefix(_SAID), value=value, hint=hint)
+    names = ",".join(map(str, fixes))
     how = f"with {', '.join(map(str, fixes))}" if fixes else "as it is"
+    own_words = [line for line in lines if line.strip() and not line.startswith(("Saved: ", _SAID))]
     return MemprofError(
         f"the script fails {how}",
-        value=lines[-1] if lines else f"exit code {code}",
-        hint="memprof run without --ladder shows its output and the report so far",
+        value=own_words[-1].strip() if own_words else f"exit code {code}",
+        hint=f"memprof run {f'--fix {names} ' if names else ''}shows its output and the report so far",
     )
 
 

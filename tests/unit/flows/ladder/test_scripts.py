@@ -3,7 +3,7 @@
 from memprof.catalog import find_gpu
 from memprof.flows.account import analyze
 from memprof.flows.cards import allocator_settings, device_facts
-from memprof.flows.ladder.scripts import Request, ScriptRuns
+from memprof.flows.ladder.scripts import Request, ScriptRuns, _failure
 from memprof.remedies.fixes import parse_fixes
 from memprof.script import Program, StopRule
 from memprof.trace.facts import Facts, ProgramFacts
@@ -36,3 +36,13 @@ def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
         assert analyze(run.trace) == run.explained()
         assert run.document.allocator.alloc_conf == "expandable_segments:True"
     assert runs.original.document.program.fixes == () and not runs.original.document.allocator.alloc_conf
+
+
+def test_a_run_that_fails_says_what_the_script_said() -> None:
+    said = (
+        "Traceback (most recent call last):\n  File ...\nRuntimeError: not so\nSaved: memprof show /tmp/x/run.memprof\n"
+    )
+    error = _failure(1, said, parse_fixes("compile,chunked-loss"))
+    assert error.problem == "the script fails with compile, chunked-loss" and error.value == "RuntimeError: not so"
+    assert error.hint == "memprof run --fix compile,chunked-loss shows its output and the report so far"
+    assert _failure(1, "memprof: twice as odd\n", ()).value == "exit code 1"
