@@ -22,8 +22,8 @@ class _Here(threading.local):
     """What one thread runs."""
 
     module = NONE
-    root: nn.Module | None = None
-    """Called from outside all others."""
+    root: weakref.ref[nn.Module] | None = None
+    """Called from outside all others; the program may let go of it after its last call."""
 
 
 class ModuleTracker:
@@ -59,7 +59,7 @@ class ModuleTracker:
             if outer == index:  # what a compiler wrapped its code in
                 return original(self, *args, **kwargs)
             if outer == NONE:
-                here.root = self
+                here.root = weakref.ref(self)
                 tracker.on_outermost(self, index, args, kwargs)
             here.module = index
             tracker.listener(EventKind.ENTER, index)
@@ -73,6 +73,10 @@ class ModuleTracker:
             return result
 
         return __call__
+
+    def _root(self) -> nn.Module | None:
+        """The one that was called from outside all others last."""
+        return None if self._here.root is None else self._here.root()
 
     def module_of(self, parameter: torch.Tensor) -> int:
         """Index of the module that owns `parameter`, NONE if it is not known."""
@@ -110,10 +114,10 @@ class ModuleTracker:
             self.on_root(module)
         elif isinstance(module, torch.fx.GraphModule) or type(module).__module__.startswith("torch._dynamo"):
             self._known[module] = self.current
-        elif self._here.root is not None and any(module is one for one in self._here.root.modules()):
+        elif (root := self._root()) is not None and any(module is one for one in root.modules()):
             # The model was called before, while it was being built, to ask for the shape of what it returns.
-            self._add_tree(self._here.root, reads_tokens=True)
-            self.on_root(self._here.root)
+            self._add_tree(root, reads_tokens=True)
+            self.on_root(root)
         else:
             # Created during the forward, or reached past its parent's children: named after who calls it.
             parent = self.table[self.current]

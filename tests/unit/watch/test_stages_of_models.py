@@ -232,6 +232,17 @@ def test_a_deep_copy_of_a_model_is_parameters() -> None:
     assert not any("copy.py" in (t.source or "") for t in report.peak.tensors)
 
 
+def test_a_model_that_the_program_lets_go_of_is_gone() -> None:
+    """Nobody here keeps the one that was called last."""
+    with memprof.virtual_gpu("h100-80gb") as gpu:
+        model = nn.Linear(512, 512, bias=False).cuda()
+        model(torch.rand(16, 512, device="cuda"))
+        before = torch.cuda.memory_allocated()
+        del model
+        assert torch.cuda.memory_allocated() == before - (1 << 20)
+    assert gpu.report().peak.categories["parameters"] == 1 << 20
+
+
 def test_weights_of_a_model_can_be_swapped() -> None:
     """As torch moves those that are spread over ranks: it swaps none that somebody refers to weakly."""
     torch.__future__.set_swap_module_params_on_conversion(True)
