@@ -19,8 +19,11 @@ from pathlib import Path
 
 _LIBRARIES = (("libtorch_global_deps", os.RTLD_GLOBAL), ("libtorch", 0)) if hasattr(os, "RTLD_GLOBAL") else ()
 """As torch/__init__.py loads them: what it makes visible to all first. None needs Python, so that none waits for it."""
-_OF_C = ("pickle", "statistics")
-"""Modules that memprof's own need and that are libraries too: of those the linker loads one after the other."""
+_OF_C = ("_contextvars", "_csv", "_socket", "array", "pickle", "statistics")
+"""Modules that memprof's own need and that are libraries too, in some builds of Python: the linker loads one at a time.
+
+`_csv` and `_socket` are what `importlib.metadata` needs, `_contextvars` what the console does.
+"""
 _ENDING = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -31,7 +34,8 @@ def torch_loads() -> Iterator[None]:
     Inside, nothing may change the environment's variables, which the libraries read.
     """
     for name in _OF_C:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # another interpreter has them in Python
+            importlib.import_module(name)
     loader = threading.Thread(target=_load, name="memprof loads torch")
     with contextlib.suppress(RuntimeError):  # no room for it: torch loads them itself
         loader.start()
