@@ -76,6 +76,7 @@ def test_code_of_the_users_own_is_run_as_it_is(asked, tmp_path):
     assert asked() == [None]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_run_as_it_is(asked):
     memprof.profile(SPEC.edit(compile=True, steps=1))
     assert asked() == [None]

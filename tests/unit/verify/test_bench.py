@@ -1,7 +1,10 @@
+import pytest
+
 from memprof.verify.bench import verify
 from memprof.verify.specimens import SPECIMENS
 
 
+@pytest.mark.slow
 def test_the_numbers_are_the_same_on_any_number_of_cores(monkeypatch):
     for name in ("gemma2", "handwritten", "npt"):  # two are enough, of those that nobody named
         monkeypatch.delitem(SPECIMENS, name)

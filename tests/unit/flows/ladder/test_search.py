@@ -45,6 +45,7 @@ def test_the_next_rung_is_run_with_the_one_before_it(monkeypatch):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_what_a_search_begins_with_is_run_beside_the_original(monkeypatch):
     spec = TargetSpec(model="pythia-70m", context_length=2048, gpu_vram_bytes=2 << 30)
     answers = []
