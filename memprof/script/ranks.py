@@ -129,15 +129,16 @@ def run_together(
             ours, theirs = Pipe()
             sys.stdout.flush()
             sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                for other in [one.line for one in processes] + [ours]:
-                    other.close()
-                _be(theirs, rank, ranks, size, body)
+            with _told_later():
+                pid = os.fork()
+                if pid == 0:
+                    for other in [one.line for one in processes] + [ours]:
+                        other.close()
+                    _be(theirs, rank, ranks, size, body)
+                processes.append(_Process(rank, pid, ours))
             theirs.close()
             with contextlib.suppress(OSError):  # it may have done so itself, or be gone
                 os.setpgid(pid, pid)
-            processes.append(_Process(rank, pid, ours))
         return _serve(processes, longest_wait, step_wait)
     finally:
         for process in processes:
@@ -154,6 +155,16 @@ def run_together(
             for left in Path(tempfile.gettempdir()).glob(f"{refusals_of(process.pid)}*"):
                 left.unlink(missing_ok=True)
         signal.signal(signal.SIGTERM, ending)
+
+
+@contextlib.contextmanager
+def _told_later() -> Iterator[None]:
+    """Inside, SIGTERM waits: what its handler raises in a function that runs at each fork, as logging's do, is lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Callable[[Channel], Ran]) -> NoReturn:
@@ -177,6 +188,7 @@ def _be(line: Connection, rank: int, ranks: Sequence[int], size: int, body: Call
             _stop(PEER)
 
         signal.signal(signal.SIGTERM, end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         ran = body(channel)
         if os.getpid() == process:  # and no child that the program has forked
             code = 0

@@ -155,23 +155,25 @@ def test_forked_workers_tell_nothing_and_started_ones_do(env, script):
 import multiprocessing, os, subprocess, sys, time
 import torch
 
-def work(size):
+def work(done):
     if torch.cuda.is_initialized():
         raise SystemExit("CUDA after a fork")
-    time.sleep(0.6)
+    done.wait()
 
 def start(rank, size):
-    code = f"import time, torch; torch.cuda.hold({size} << 20, device={rank}); time.sleep(0.8)"
+    code = f"import time, torch; torch.cuda.hold({size} << 20, device={rank}); time.sleep(1.5)"
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": str(rank)})
 
 if __name__ == "__main__":
     torch.cuda.hold(5 << 20)
     fork = multiprocessing.get_context("fork")
-    workers = [fork.Process(target=work, args=(1,)) for _ in range(2)]
-    ranks = [start(0, 100), start(1, 200)]
+    done = fork.Event()
+    workers = [fork.Process(target=work, args=(done,)) for _ in range(2)]
     [worker.start() for worker in workers]
-    [worker.join() for worker in workers]
+    ranks = [start(0, 100), start(1, 200)]
     [rank.wait() for rank in ranks]
+    done.set()
+    [worker.join() for worker in workers]
     sys.exit(max(worker.exitcode for worker in workers))
 """
     done = run("--json", "--interval", 0.2, "--", sys.executable, "-W", "error", script(code), env=env)
@@ -207,11 +209,11 @@ if __name__ == "__main__":
 
 
 def test_a_program_that_replaces_itself(env, script):
-    second = script("import torch, time; torch.cuda.hold(30 << 20); time.sleep(0.4)", "second.py")
+    second = script("import torch, time; torch.cuda.hold(30 << 20); time.sleep(1)", "second.py")
     code = f"""
 import os, sys, torch, time
 torch.cuda.hold(90 << 20)
-time.sleep(0.4)
+time.sleep(1)
 os.execv(sys.executable, [sys.executable, {str(second)!r}])
 """
     samples, outcome = _samples(run("--json", "--interval", 0.1, "--", sys.executable, script(code), env=env))
