@@ -26,6 +26,7 @@ from memprof.virtual.compiled.graphs import Graphs
 from memprof.virtual.compiled.lifting import Lifting
 from memprof.virtual.compiled.origins import Origins
 from memprof.virtual.compiled.telling import Telling
+from memprof.virtual.compiled.traced import Traced, used
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
 from memprof.virtual.stand_ins import in_graph
@@ -93,6 +94,7 @@ class Compiler:
         self._graphs = Graphs(machine.recorder, assume)
         self._graphs_for_all = False
         self._telling = Telling(self._lifted, machine.recorder, assume)
+        self._traced = Traced(assume, self._telling.keeps_more, self._telling.took)
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """The patch (owner, name, replacement) of `torch.compile`; `nn.Module.compile` calls it."""
@@ -181,7 +183,7 @@ class Compiler:
         self._watch_frames()
         self._own.set_all(self._hooks())
         self._own.set_all(self._telling.patches())
-        self._own.set_all(saved.patches(self._telling.keeps_more))
+        self._own.set_all(saved.patches(self._traced.keeps_more))
         self._own.set_all(program_side.patches(self._lifted, self._function_mode, self._assume))
         self._own.set_all(wrapper.patches(self._machine, self._origins, self._telling.kernel))
         wrapper.add_rules(type(self._machine))
@@ -300,9 +302,10 @@ class Compiler:
             asked, graphed = self._settings(kwargs.get("config_patches"))
             kwargs["config_patches"] = asked
             compile_it = compile_graphed(self._frame) if graphed else compile_inner
+            kept_for_next = contextlib.nullcontext() if graphed or args else used()
             kept = torch.fx.GraphModule(model, copy.deepcopy(model.graph))  # what compiles it may change it
             try:
-                with lifted():
+                with lifted(), kept_for_next:
                     return whole(model, inputs, *(args or (compile_it,)), **kwargs)
             except Exception as error:  # of any kind: what Inductor cannot do without a card runs eagerly
                 self._fall_back(error)
@@ -348,7 +351,9 @@ class Compiler:
             own.set_all(tracing.patches(self._machine))
             own.set_all(convolutions.patches(self._machine.card))
             own.set_all(card.patches(self._machine.cards, self._properties, self._drivers))
-            own.set_all(reuse.patches(str(self._properties), self._origins, self._telling.took))
+            own.set_all(reuse.patches(str(self._properties), self._origins, self._traced.loaded))
+            own.set_all(self._traced.patches(f"{self._properties} {self._machine.cards.named()}"))
+            own.set(self._machine.values, "assume", self._traced.assume)
             with (
                 inductor.patch(_known(inductor, {**_INDUCTOR, **reuse.settings()})),
                 functorch.patch(_known(functorch, _AOT)),

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 from memprof.trace.events import NONE
 from memprof.watch.forward import Place
 from memprof.watch.recorder import Recorder
@@ -110,3 +112,9 @@ def origin_of(node: Any) -> Origin | None:
     own = [frame for frame in frames if Recorder.is_program_file(frame["file"])]
     source = f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}" if own else ""
     return Origin(f"aten.{_operator(node)}", path, source)
+
+
+def origins_of(graph: torch.nn.Module) -> list[Origin | None]:
+    """Of each node of it and of the graphs in it, in their order."""
+    parts = [part.graph.nodes for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    return [origin_of(node) for nodes in parts for node in nodes]

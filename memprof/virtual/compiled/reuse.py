@@ -15,9 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
-from memprof.virtual.compiled.origins import Origins, origin_of
+from memprof.virtual.compiled.origins import Origins, origins_of
 
 _ORIGINS = "_memprof_origins"
 _folder: str | None = None
@@ -36,6 +34,11 @@ def shared() -> Iterator[None]:
             yield
         finally:
             _folder = None
+
+
+def folder() -> str | None:
+    """Where it is kept; None where nothing is."""
+    return _folder
 
 
 def settings() -> dict[str, Any]:
@@ -70,14 +73,12 @@ def patches(card: str, origins: Origins, took: Callable[[float], None]) -> Itera
         return
     from torch._inductor import codecache, output_code
 
-    folder, cache, compiled = _folder, codecache.FxGraphCache, output_code.CompiledFxGraph
+    where, cache, compiled = _folder, codecache.FxGraphCache, output_code.CompiledFxGraph
     hash_of, save, load = replaced
 
     def longer_hash(graph: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
         key, lines = hash_of(graph, *args, **kwargs)
-        parts = [part.graph.nodes for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
-        come_from = [origin_of(node) for nodes in parts for node in nodes]
-        return key + hashlib.sha256(repr((card, come_from)).encode()).hexdigest(), lines
+        return key + hashlib.sha256(repr((card, origins_of(graph))).encode()).hexdigest(), lines
 
     def save_graph(key: str, graph: Any, *args: Any, **kwargs: Any) -> None:
         setattr(graph, _ORIGINS, origins.of_code(graph.cache_key))
@@ -91,6 +92,6 @@ def patches(card: str, origins: Origins, took: Callable[[float], None]) -> Itera
 
     yield codecache, "compiled_fx_graph_hash", longer_hash
     yield codecache.CacheBase, "get_system", staticmethod(lambda: {"hash": card})
-    yield cache, "_get_tmp_dir", staticmethod(lambda: folder)
+    yield cache, "_get_tmp_dir", staticmethod(lambda: where)
     yield cache, "_save_graph", staticmethod(save_graph)
     yield compiled, "after_deserialization", after_deserialization
