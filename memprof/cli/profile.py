@@ -155,8 +155,8 @@ def _run(spec: TargetSpec, how: How, progress: Progress, *, is_named: bool) -> t
         spec, simulated = spec.edit(host_memory_bytes=HOST_BYTES), None
     guess = functools.partial(guessed, spec) if how.searches else None
     climbs = how.fix is None and any(STEPS[name].compiles for name in ladder(spec.gpus))
-    runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess, climbs=climbs)
     with code_kept():
+        runs = SpecRuns(spec, progress, simulated, likely=fixes, guess=guess, climbs=climbs)
         if how.fix is None:
             return climb(runs, ladder(spec.gpus))
         return search(runs) if how.searches else apply_fixes(runs, fixes, each=how.ladder)

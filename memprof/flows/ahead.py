@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Pipe
 from typing import Any
 
 from memprof.errors import MemprofError
@@ -99,6 +100,40 @@ class Ahead:
             compiler = functools.partial(importlib.import_module, COMPILER)
             self._made[spec] = while_elsewhere(functools.partial(_run, spec), compiler)
 
+    def beside(self, spec: TargetSpec, others: Callable[[Ahead], None]) -> None:
+        """Make this run, which compiles, in this process: those that are forked from it later are ready to compile.
+
+        Args:
+            others: asks a process of its own for runs meanwhile, of what is given to it; it is left when it asks for
+                one that compiles, or for one more when this one is made.
+        """
+        from memprof.workload.side_by_side import while_elsewhere
+
+        if at_once(spec) < 2:
+            return
+        self._warm(spec)
+        is_over, say = Pipe(duplex=False)
+
+        def ask() -> dict[TargetSpec, Made]:
+            asked = _UntilCompiled(is_over.poll)
+            with contextlib.suppress(_EnoughError):
+                others(asked)
+            return asked.made
+
+        def here() -> None:
+            try:
+                self._made[spec] = _run(spec)
+                self.has_compiled = True
+            except MemprofError as error:
+                error.__traceback__ = None  # its frames would keep the model
+                self._made[spec] = error
+            say.send(None)
+
+        with is_over, say:
+            made = while_elsewhere(ask, here)
+        if not isinstance(made, MemprofError):
+            self._made |= made
+
     def _warm(self, spec: TargetSpec) -> None:
         if not self._is_warm:
             warm(spec, self._progress)
@@ -114,6 +149,37 @@ class Ahead:
         made = self._made.pop(spec, None)
         if isinstance(made, MemprofError):
             raise made
+        return made
+
+
+class _EnoughError(Exception):
+    """No more is asked for."""
+
+
+class _UntilCompiled(Ahead):
+    """Makes each run when it is asked for, up to the first that compiles, or until it `is_over`."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        super().__init__(lambda doing: None)
+        self._is_over = is_over
+        self.made: dict[TargetSpec, Made] = {}
+
+    def run(self, specs: Iterable[TargetSpec], guess: Callable[[], dict[TargetSpec, Made]] | None = None) -> None:
+        """Nothing is made before it is asked for."""
+
+    def take(self, spec: TargetSpec) -> tuple[Trace, Document]:
+        """The run of `spec`, without its ledger.
+
+        Raises:
+            MemprofError: it cannot be made.
+        """
+        if compiles(spec) or self._is_over():
+            raise _EnoughError
+        try:
+            made = self.made[spec] = _run(spec)
+        except MemprofError as error:
+            self.made[spec] = error
+            raise
         return made
 
 

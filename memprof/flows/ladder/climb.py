@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from memprof.cost import bottleneck_of
@@ -21,13 +22,16 @@ MAX_RUNS = 16
 """A ladder is to be there within a minute."""
 
 
-def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Document]:
+def climb(runs: Runs, names: Sequence[str] | None = None, *, beside: bool = True) -> tuple[Trace, Document]:
     """The run as it is, with a ladder of `names`, or of all that have a place there.
 
     Each row has the cheapest remedy against what is then in the way.
 
     It goes on past the row that fits, as long as a remedy saves something that is worth a row and trains the same
     model. What trains another model (LoRA) is tried only where nothing else is enough.
+
+    What compiles is run `beside` what is tried before it, if it is in question from the begin: most of its time is the
+    compiler's, which later runs are spared, also those with other remedies.
 
     Raises:
         RunFailedError: as `profile`.
@@ -37,6 +41,10 @@ def climb(runs: Runs, names: Sequence[str] | None = None) -> tuple[Trace, Docume
     not_applied: dict[str, str] = {}
     asked: dict[str, int] = {}
     left = [name for name in (ladder() if names is None else names) if name not in runs.on_now()]
+    first, *others = _in_question(run, left) or [""]
+    compiled = next((name for name in others if STEPS[name].compiles), None)
+    if beside and compiled is not None and not STEPS[first].compiles:
+        runs.beside([Fix(STEPS[compiled])], functools.partial(climb, names=names, beside=False))
     while len(rungs) < MAX_RUNGS and len(runs) < MAX_RUNS:
         step = next_step(runs, run, fixes, left, asked, not_applied)
         if step is None:

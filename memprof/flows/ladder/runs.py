@@ -103,6 +103,10 @@ class Runs(abc.ABC):
     def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
         """Each of these is likely to be asked for, and none waits for another: they may be made at once."""
 
+    @abc.abstractmethod
+    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
+        """These compile, and are likely to be asked for by `climb`, but first it asks for others."""
+
     def know(self, rows: Iterable[tuple[Sequence[Fix], LadderRun]]) -> None:
         """These were made elsewhere."""
         self._known |= {tuple(sorted(map(str, fixes))): run for fixes, run in rows}
@@ -220,6 +224,16 @@ class SpecRuns(Runs):
                     specs.append(self.in_force(made))
         self._ahead.run(specs)
 
+    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
+        """Make the run with these, which compile, while another process makes what `climb` asks for before it."""
+
+        def others(asked: Ahead) -> None:
+            self._ahead = asked
+            climb(self)
+
+        with contextlib.suppress(UsageError):
+            self._ahead.beside(self.in_force(fixes), others)
+
     def report(self, spec: TargetSpec, what: str) -> Document:
         """The report on a run of another spec, `what` in a few words.
 
@@ -336,6 +350,10 @@ class RunsWith(Runs):
     def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
         """These are likely to be asked for, with those that are always on."""
         self._runs.ahead([*self._always, *fixes] for fixes in sets)
+
+    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
+        """These compile, and are likely to be asked for with those that are always on."""
+        self._runs.beside([*self._always, *fixes], lambda runs: climb(self))
 
     def with_fixes(self, fixes: Sequence[Fix]) -> LadderRun:
         """The run with these in force, and those that always are."""

@@ -79,6 +79,9 @@ class ScriptRuns(Runs):
     def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
         """Nothing is: a script may write, and count on what its run before left."""
 
+    def beside(self, fixes: Sequence[Fix], climb: Callable[[Runs], object]) -> None:
+        """Nothing is, as above; and what a process has compiled is of no use to the next."""
+
     def check(self, fixes: Sequence[Fix]) -> None:
         """Raises UsageError if one of them cannot be switched on from outside."""
         for fix in fixes:

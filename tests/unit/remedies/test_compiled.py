@@ -106,6 +106,9 @@ class _Runs(Runs):
     def ahead(self, sets: Any) -> None:
         return None
 
+    def beside(self, fixes: Any, climb: Any) -> None:
+        return None
+
     def check(self, fixes: Any) -> None:
         return None
 

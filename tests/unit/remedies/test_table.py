@@ -167,6 +167,9 @@ class _Runs(Runs):
     def ahead(self, sets):
         return None
 
+    def beside(self, fixes, climb):
+        return None
+
     def on_now(self):
         return frozenset()
 

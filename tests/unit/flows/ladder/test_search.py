@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 
 import pytest
 
 from memprof.errors import MemprofError
-from memprof.flows.ahead import Ahead
+from memprof.flows.ahead import Ahead, _EnoughError, _UntilCompiled
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import AskedError, Guess, SpecRuns
 from memprof.flows.ladder.search import guessed, search
@@ -91,6 +93,56 @@ def test_what_compiles_waits_for_the_first_that_does(monkeypatch):
     ahead.has_compiled = True
     ahead.run(both)
     assert set(ahead._made) == set(both)
+
+
+def test_what_compiles_is_run_beside_what_is_tried_before_it(monkeypatch):
+    pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
+    spec = TargetSpec(model="pythia-70m", batch_size=8, context_length=1024, vocab_size=512)
+    answers, here = [], []
+
+    def run(spec, *args, **options):
+        here.append(spec.fixes)
+        return profile(spec, *args, **options)
+
+    monkeypatch.setattr("memprof.flows.ladder.runs.profile", run)
+    for processes in "12":
+        monkeypatch.setenv("MEMPROF_PROCESSES", processes)
+        here.clear()
+        runs = SpecRuns(spec, climbs=True)
+        _, document = climb(runs, ["sdpa-attention", "compile"])
+        assert [rung.added for rung in document.ladder] == [None, "compile"]
+        # What was made was all asked for, and all that was asked for was made.
+        assert here == ([(), ("sdpa-attention",), ("compile",)] if processes == "1" else [])
+        assert not runs._ahead._made and runs._ahead.has_compiled
+        answers.append(re.sub(r"took [\d.]+ s|\"compile_seconds\": [\d.]+", "", json.dumps(document.to_json())))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_others_are_asked_for_until_one_compiles_or_the_other_run_is_made(over, monkeypatch):
+    monkeypatch.setattr("memprof.flows.ahead.profile", lambda spec, **options: (spec, None))
+    spec, is_over = TargetSpec(model="pythia-70m"), []
+    asked = _UntilCompiled(lambda: bool(is_over))
+    asked.take(spec)
+    asked.take(spec.edit(batch_size=2))
+    if over:
+        is_over.append(over)
+    with pytest.raises(_EnoughError):
+        asked.take(spec.edit(batch_size=3) if over else spec.edit(fixes=("compile",)))
+    assert list(asked.made) == [spec, spec.edit(batch_size=2)]
+
+
+def test_one_that_compiles_and_fails_beside_the_others_fails_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("MEMPROF_PROCESSES", "2")
+    spec = TargetSpec(model="pythia-70m", context_length=256)
+    compiled = spec.edit(fixes=("compile", "low-rank-npt"))
+    ahead = Ahead(lambda doing: None)
+    ahead.beside(compiled, lambda asked: asked.take(spec))
+    assert not ahead.has_compiled
+    trace, document = ahead.take(spec)
+    assert trace.events and document.ledger is None
+    with pytest.raises(MemprofError, match="low-rank-npt"):
+        ahead.take(compiled)
 
 
 def test_an_original_that_fails_elsewhere_fails_here(monkeypatch):
