@@ -368,7 +368,7 @@ class RecordingMode(Machine):
             if operator.uses_cublas and call.on_gpu:
                 self._take_workspace(operator, place, call.card)
             try:
-                result = call.func(*call.args, **call.kwargs)
+                result = self._into_out(operator, call)
             except NotImplementedError:
                 if not fills_arguments(call.func):
                     raise
@@ -380,6 +380,23 @@ class RecordingMode(Machine):
         whole = len(outs) == 1 and outs[0].untyped_storage().nbytes() == outs[0].numel() * outs[0].element_size()
         if whole and isinstance(known, torch.Tensor) and known.shape == outs[0].shape and self.values.wants(outs[0]):
             self.values.set(outs[0], known)
+        return result
+
+    def _into_out(self, operator: Operator, call: Call) -> Any:
+        """The call itself, which does nothing to meta tensors where it once did nothing to such as these."""
+        out = call.kwargs.get("out")
+        if not isinstance(out, torch.Tensor) or call.real or operator.packet in MOVES_STORAGE:
+            return call.func(*call.args, **call.kwargs)
+        try:
+            key: Any = tuple(call.key)
+            if key in self._done_in_place:
+                return out
+        except TypeError:
+            key = None
+        before = out.size(), out.stride(), out.untyped_storage().nbytes()
+        result = call.func(*call.args, **call.kwargs)
+        if key is not None and result is out and (out.size(), out.stride(), out.untyped_storage().nbytes()) == before:
+            self._done_in_place[key] = True
         return result
 
     def _filled(self, call: Call) -> Any:

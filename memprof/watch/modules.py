@@ -31,6 +31,9 @@ class ModuleTracker:
 
     def __init__(self) -> None:
         self.table: list[Module] = []
+        self._places: dict[str, list[int]] = {}
+        """Path -> where it stands in the table, as far as that was looked through (`_placed`)."""
+        self._placed = 0
         self._here = _Here()
         self.listener: Callable[[EventKind, int], None] = lambda kind, module: None
         self.on_root: Callable[[nn.Module], None] = lambda root: None
@@ -85,13 +88,14 @@ class ModuleTracker:
     def below(self, index: int, path: str) -> int:
         """Index of the module at `path` below that of `index`; of the innermost around it that is in the table."""
         root = self.table[index].path if index != NONE else ""
-        # A model's modules stand in the table after it.
-        indices: dict[str, int] = {}
-        for place in range(max(index, 0), len(self.table)):
-            indices.setdefault(self.table[place].path, place)
+        for place in range(self._placed, len(self.table)):
+            self._places.setdefault(self.table[place].path, []).append(place)
+        self._placed = len(self.table)
         parts = path.split(".") if path else []
         ends = (".".join([root, *parts[:end]]).lstrip(".") for end in range(len(parts), 0, -1))
-        return next((indices[end] for end in ends if end in indices), index)
+        # A model's modules stand in the table after it.
+        places = (place for end in ends for place in self._places.get(end, ()) if place >= index)
+        return next(places, index)
 
     def below_and(self, module: nn.Module) -> range:
         """Indices of `module` and all that is in it, if these follow each other in that order; else none."""

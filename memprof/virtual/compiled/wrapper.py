@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.virtual.compiled.origins import UNKNOWN, Origins
 from memprof.virtual.machine import Machine
@@ -43,10 +42,11 @@ class Kernel:
     def run(self, *args: Any, **kwargs: Any) -> None:
         """As it is called by the wrapper."""
         tensors = {at: value for at, value in enumerate(args) if isinstance(value, torch.Tensor)}
-        for at in self._outputs:
-            if at in tensors:
-                self._written(tensors[at])
-        self._counted([*tensors.values(), *(tensors[at] for at in self._updated if at in tensors)])
+        with torch._C.DisableTorchFunction():  # what asks for sizes is not the program
+            for at in self._outputs:
+                if at in tensors:
+                    self._written(tensors[at])
+            self._counted([*tensors.values(), *(tensors[at] for at in self._updated if at in tensors)])
 
 
 def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> Iterator[tuple[Any, str, Any]]:
@@ -61,7 +61,7 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
     from torch._inductor.codegen import cpp
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             made = torch.empty_strided(size, stride, dtype=dtype, device=_META)
             frame = sys._getframe(1)
             op, place = origins.place(frame, machine.recorder.place(frame))
@@ -69,9 +69,11 @@ def patches(machine: Machine, origins: Origins, made: Callable[[str], None]) -> 
         return made
 
     def copy_if_misaligned(tensor: Any) -> Any:
-        if isinstance(tensor, torch.Tensor) and tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
-            return utils.clone_preserve_strides(tensor)
-        return tensor
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        with torch._C.DisableTorchFunction():
+            is_aligned = tensor.storage_offset() * tensor.element_size() % _ALIGNMENT == 0
+        return tensor if is_aligned else utils.clone_preserve_strides(tensor)
 
     def written(tensor: torch.Tensor) -> None:
         machine.values.drop(tensor.untyped_storage()._cdata)

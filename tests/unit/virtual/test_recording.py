@@ -162,6 +162,17 @@ def test_out_grows_an_empty_tensor(gpu: VirtualGpu) -> None:
     assert len(watch.dead) == 1
 
 
+def test_out_is_written_each_time(gpu: VirtualGpu) -> None:
+    for first in (1, 5):
+        numbers, out = torch.tensor([first, first + 1], device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
+        watch = Watch(gpu)
+        assert torch.add(numbers, 1, out=out) is out
+        assert watch.born == [] and out.tolist() == [first + 1, first + 2]
+        grown = torch.empty(0, dtype=torch.int64, device="cuda")
+        assert torch.add(numbers, 1, out=grown) is grown
+        assert watch.sizes == [16] and grown.tolist() == out.tolist()
+
+
 def test_resize_gives_back_and_takes(gpu: VirtualGpu) -> None:
     tensor = ones(8)
     first = len(gpu.trace.storages) - 1
