@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_iter, tree_map
 
 _SMALLER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
+_NOTHING_IN_THEM = frozenset({torch.Tensor, torch.nn.Parameter, torch.Size, int, float, bool, slice, type(None)})
+"""Nearly all that functions are given."""
 _TYPES = frozenset({"torch.FloatTensor", "torch.HalfTensor", "torch.BFloat16Tensor"})
 
 
@@ -26,10 +28,19 @@ class _KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             return torch.Tensor.double(args[0])
-        return func(*tree_map(_widen, args), **tree_map(_widen, kwargs or {}))
+        return func(*map(_widen, args), **{name: _widen(value) for name, value in (kwargs or {}).items()})
 
 
 def _widen(value: Any) -> Any:
+    kind = type(value)
+    if kind in _NOTHING_IN_THEM:
+        return value
+    if kind is tuple or kind is list:
+        return kind(map(_widen, value))
+    return _widened(value) if kind in (torch.dtype, str) else tree_map(_widened, value)
+
+
+def _widened(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _SMALLER else value
     return "torch.DoubleTensor" if isinstance(value, str) and value in _TYPES else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import namedtuple
 
 import pytest
 import torch
@@ -74,3 +75,24 @@ def test_the_measured_peak_is_the_sum_of_what_lives():
         (kept + 1).sum()
 
     assert measured_peak(program, "cpu") == 12 << 20
+
+
+def test_dtypes_inside_of_containers():
+    Pair = namedtuple("Pair", "first second")
+
+    def asked(x, *args, **options):
+        if torch.overrides.has_torch_function((x,)):
+            return torch.overrides.handle_torch_function(asked, (x,), x, *args, **options)
+        return args, options
+
+    small, wide = torch.float32, torch.float64
+    with float64_throughout():
+        args, options = asked(
+            torch.ones(1),
+            (small, [torch.half, 3]),
+            {"a": torch.bfloat16},
+            Pair("torch.FloatTensor", torch.int8),
+            o=small,
+        )
+    assert args == ((wide, [wide, 3]), {"a": wide}, Pair("torch.DoubleTensor", torch.int8))
+    assert options == {"o": wide}
