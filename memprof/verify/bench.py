@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
-import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from memprof.errors import MemprofError, UsageError
+from memprof.errors import UsageError
 from memprof.remedies.applied import apply
 from memprof.remedies.micro_batch import MicroBatches
 from memprof.remedy_catalog import REMEDIES, Numerics, Remedy, find_remedies
@@ -29,12 +27,11 @@ from memprof.report.documents.verification import Deviation, RemedyPeak, Verific
 from memprof.verify.optimizer_table import optimizer_rows
 from memprof.verify.peaks import adamw, measured_peak, simulated_peak, train
 from memprof.verify.precision_table import precision_rows, quantized_row
+from memprof.verify.processes import all_of, compiled_here, one_thread, prepare
 from memprof.verify.reference import float64_throughout
 from memprof.verify.specimens import IGNORED, SPECIMENS, Specimen, batches, find_specimen
-from memprof.workload.side_by_side import number_of_processes, side_by_side
+from memprof.workload.side_by_side import number_of_processes
 from memprof.workload.step import quiet_transformers
-
-_Answer = TypeVar("_Answer")
 
 OWN_ERRORS = 4
 """How many times the original's own deviation the fixed model may have, ..."""
@@ -97,82 +94,36 @@ def verify(
     found = Verification(seeds=seeds)
     specimens = [find_specimen(name, found.notes, trust_remote_code) for name in models] or list(SPECIMENS.values())
     several = not models and number_of_processes() > 1
-    with _one_thread(), _compiled_here(chosen, several=several):
-        _prepare(chosen, [] if models else specimens)
+    with one_thread(), compiled_here(chosen, several=several) as compiler_at_hand:
+        prepare(chosen, [] if models else specimens)
         # A process of its own tells nobody what it does.
         tell = (lambda doing: None) if several else progress
         part = functools.partial(functools.partial, seeds=seeds, progress=tell)
         peaks = _Peaks(chosen, specimens[0] if models else None, tell)
-        works: list[Callable[[], Verification]] = [
+        of_models: list[Callable[[], Verification]] = [
             part(_deviations_of, specimen, chosen, named=bool(models)) for specimen in specimens
         ]
+        tables: list[Callable[[], Verification]] = []
         if any(remedy.bench == "precision" for remedy in chosen):
-            works += [part(_precisions_of, one) for one in specimens if models or not one.kind]
+            tables += [part(_precisions_of, one) for one in specimens if models or not one.kind]
         large = specimens[0] if models else SPECIMENS["llama"]
-        works += [part(_benched, remedy, large) for remedy in chosen if remedy.bench not in ("", "precision")]
+        tables += [part(_benched, remedy, large) for remedy in chosen if remedy.bench not in ("", "precision")]
         originals = peaks.originals()
-        all_of = functools.partial(_all_of, progress=progress, several=several)
-        known = dict(zip(originals, all_of(list(originals.values())), strict=True))
+        at_once = functools.partial(all_of, progress=progress, several=several)
+        known = dict(zip(originals, at_once(list(originals.values())), strict=True))
         rows = peaks.with_remedies(known, seeds)
-        # What takes longest first, the models; the last remedies of the table take longer than the first.
-        done = all_of([*works, *reversed(rows)])
-        for one in (*done[: len(works)], *reversed(done[len(works) :])):
+        # What asks for no compiler, while that is made ready; then what takes longest first, the models.
+        early = [place for place, (remedy, _) in enumerate(rows) if not (remedy.compiles or remedy.packages)]
+        late = [place for place in range(len(rows)) if place not in early]
+        late.sort(key=lambda place: not rows[place][0].compiles)
+        found_rows = dict(zip(early, at_once([rows[place][1] for place in early]), strict=True))
+        compiler_at_hand()
+        done = at_once([*of_models, *(rows[place][1] for place in late), *tables])
+        first, last = len(of_models), len(of_models) + len(late)
+        found_rows.update(zip(late, done[first:last], strict=True))
+        for one in (*done[:first], *done[last:], *(found_rows[place] for place in range(len(rows)))):
             found.take(one)
     return found
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """With more, a sum over a tensor is rounded otherwise on a machine that has more of them; here tensors are small,
-    and threads wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _compiled_here(chosen: Sequence[Remedy], *, several: bool) -> Iterator[None]:
-    """Of `several` processes, each compiles itself: Inductor's own workers would import torch once for each of them."""
-    if not several or not any(remedy.compiles for remedy in chosen):
-        yield
-        return
-    import torch._inductor.config as inductor
-
-    with inductor.patch(compile_threads=1):
-        yield
-
-
-def _prepare(chosen: Sequence[Remedy], specimens: Sequence[Specimen]) -> None:
-    """What all processes need is imported once, before they are forked from this one."""
-    for specimen in specimens:
-        specimen.build()
-    if any(remedy.compiles for remedy in chosen):
-        importlib.import_module("torch._inductor.compile_fx")
-    # Measuring collects garbage each time. The libraries' own objects, millions that live for good, are looked through
-    # once.
-    gc.collect()
-    gc.freeze()
-
-
-def _all_of(works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None], *, several: bool) -> list[_Answer]:
-    """What each of these gives, which do not wait for each other: if `several`, as many at once as there are cores.
-
-    A model that the user names may be large, and its code may do what it likes: of those there is one at a time.
-
-    Raises:
-        MemprofError: one of them does.
-    """
-    if not several:
-        return [work() for work in works]
-    answers = []
-    for answer in side_by_side(works, progress):
-        if isinstance(answer, MemprofError):
-            raise answer
-        answers.append(answer)
-    return answers
 
 
 def _deviations_of(
@@ -393,9 +344,13 @@ class _Peaks:
         """What finds the peak of each model as it is."""
         return {key: functools.partial(self._both, key, None) for key in dict.fromkeys(key for _, key in self._asked())}
 
-    def with_remedies(self, originals: Mapping[_Key, _Both], seeds: int) -> list[Callable[[], Verification]]:
+    def with_remedies(
+        self, originals: Mapping[_Key, _Both], seeds: int
+    ) -> list[tuple[Remedy, Callable[[], Verification]]]:
         """What finds the row of each remedy."""
-        return [functools.partial(self._row, remedy, key, originals[key], seeds) for remedy, key in self._asked()]
+        return [
+            (remedy, functools.partial(self._row, remedy, key, originals[key], seeds)) for remedy, key in self._asked()
+        ]
 
     def _row(self, remedy: Remedy, key: _Key, before: _Both, seeds: int) -> Verification:
         found = Verification(seeds=seeds)

@@ -1,0 +1,204 @@
+"""The kernels of a graph for the CPU, compiled in one run of the compiler of C++.
+
+Inductor writes a file for each kernel, and starts the compiler for each. Of the second that takes, nearly all is the
+same every time: templates that its own header asks for, which a precompiled header keeps as asked for and not as made,
+and the linker that reads torch's libraries. Here one file includes those of a graph, each in a namespace of its own.
+The compiler, its settings and the header are Inductor's, and so is the text of each kernel: what the processor is told
+is the same. The library stands in Inductor's cache under the name of each kernel, and gives the one by whose name it
+is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+COMPILER = (
+    "torch._inductor.compile_fx", "torch._inductor.async_compile", "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.triton", "torch._inductor.codegen.wrapper_fxir", "torch._inductor.codegen.halide",
+    "torch._inductor.codegen.pallas", "torch._inductor.codegen.memory_planning",
+    "torch._inductor.fx_passes.joint_graph", "torch._inductor.fx_passes.post_grad",
+    "torch._inductor.fx_passes.pre_grad", "torch._inductor.compiler_bisector", "torch._export",
+    "torch.distributed.tensor.experimental", "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
+)  # fmt: skip
+"""What the first graph that is compiled imports."""
+_NO_KERNEL = 'extern "C" void kernel() {}'
+
+_HEAD = """
+static PyObject* of_name(PyObject* spec, PyModuleDef*) {
+    PyObject* origin = PyObject_GetAttrString(spec, "origin");
+    const char* path = origin ? PyUnicode_AsUTF8(origin) : nullptr;
+    PyObject* module = nullptr;
+    if (path == nullptr) {}
+"""
+_TAIL = """
+    else PyErr_Format(PyExc_ImportError, "no kernel of this name: %s", path);
+    Py_XDECREF(origin);
+    return module;
+}
+static PyModuleDef_Slot slots[] = {{Py_mod_create, reinterpret_cast<void*>(of_name)}, {0, nullptr}};
+static PyModuleDef any_of_them = {
+    PyModuleDef_HEAD_INIT, "kernel", nullptr, 0, nullptr, slots, nullptr, nullptr, nullptr
+};
+PyMODINIT_FUNC PyInit_kernel(void) { return PyModuleDef_Init(&any_of_them); }
+"""
+"""A module that Python loads in two steps (PEP 489): the first is told from which file."""
+
+
+@contextlib.contextmanager
+def kernels_together() -> Iterator[None]:
+    """Inside, and in processes that are forked there, the kernels of a graph are compiled in one run.
+
+    In a release of torch that compiles otherwise nothing is different.
+    """
+    from torch._inductor import async_compile, codecache
+
+    waiting = _Together()
+    compiler: Any = async_compile.AsyncCompile
+    if not hasattr(codecache, "_worker_compile_cpp"):
+        yield
+        return
+    one, wait = compiler.cpp_pybinding, compiler.wait
+
+    class Kernel(codecache.LambdaFuture):  # type: ignore[misc]
+        """A kernel that is called where nobody has waited for it compiles itself."""
+
+        def __call__(self, *args: Any) -> Any:
+            return self.result()(*args)
+
+    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
+        load = codecache.CppPythonBindingsCodeCache.load_pybinding_async
+        return Kernel(load(argtypes, source_code, submit_fn=waiting.submit))
+
+    def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
+        scope.update({name: value.result() for name, value in scope.items() if isinstance(value, Kernel)})
+        wait(self, scope)
+
+    compiler.cpp_pybinding, compiler.wait = cpp_pybinding, wait_for_all
+    try:
+        yield
+    finally:
+        compiler.cpp_pybinding, compiler.wait = one, wait
+
+
+def header_beside() -> Callable[[], None]:
+    """Ask in a thread for what each kernel needs: the compiler, what this processor has, the header precompiled.
+
+    A process that is forked when it has ended asks for none of it again.
+
+    Returns:
+        What waits for the thread.
+    """
+    for module in COMPILER:  # two threads must not import them
+        with contextlib.suppress(ImportError):  # a release without it
+            importlib.import_module(module)
+    # Settings that are in force here are so for this thread alone.
+    asked = functools.partial(contextvars.copy_context().run, _ask_for_header)
+    thread = threading.Thread(target=asked, name="memprof-header", daemon=True)
+    thread.start()
+    return thread.join
+
+
+def _ask_for_header() -> None:
+    from torch._inductor import codecache
+
+    with contextlib.suppress(Exception):  # who needs a kernel asks again, and is told
+        codecache.CppPythonBindingsCodeCache.load_pybinding_async([], _NO_KERNEL, submit_fn=lambda compile_one: None)
+        # The keys of its caches: hashes of torch's own files and of Triton's.
+        codecache.torch_key()
+        codecache.CacheBase.get_system()
+
+
+class _Together:
+    """Kernels that wait for the compiler; the future of each of them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []
+
+    def submit(self, compile_one: Any) -> _Together:
+        """Take what would compile one kernel (`CppCodeCache.load_async`, torch/_inductor/codecache.py)."""
+        builders = compile_one.args[1]
+        # One; older releases have no tuple, and newer ones may compile a kernel apart from who calls it.
+        builders = builders if isinstance(builders, tuple) else (builders,)
+        self._waiting += builders if len(builders) == 1 else ()
+        return self
+
+    def result(self, timeout: float | None = None) -> None:
+        """Compile all that wait."""
+        builders, self._waiting = self._waiting, []
+        alike: dict[str, list[Any]] = {}
+        for builder in builders:
+            source, target = _files(builder)
+            command: str = builder.get_command_line()
+            alike.setdefault(command.replace(source, "").replace(target, ""), []).append(builder)
+        for group in alike.values():
+            if len(group) > 1:
+                # Whatever fails, Inductor compiles what is not there afterwards, or says why it cannot.
+                with contextlib.suppress(Exception):
+                    _compile(group)
+
+
+def _files(builder: Any) -> tuple[str, str]:
+    """The file of C++, and the library that is made of it."""
+    target: str = builder.get_target_file_path()
+    return str(Path(target).with_suffix(".cpp")), target
+
+
+def _compile(builders: list[Any]) -> None:
+    from torch._inductor import cpp_builder
+
+    targets = {target: source for source, target in map(_files, builders)}  # equal kernels are one file
+    # A folder of its own: what is interrupted leaves no half a library where Inductor looks for a whole one.
+    beside = Path(next(iter(targets))).parent
+    with tempfile.TemporaryDirectory(prefix="memprof-", dir=beside, ignore_cleanup_errors=True) as folder:
+        path = Path(folder, "kernels.cpp")
+        path.write_text(_text(targets))
+        option = builders[0]._build_option
+        all_of_them = cpp_builder.CppBuilder("kernels", str(path), option, output_dir=folder)
+        all_of_them.build()
+        for target in targets:
+            _put(all_of_them.get_target_file_path(), target)
+
+
+def _text(targets: dict[str, str]) -> str:
+    """One file that includes those of the kernels."""
+    includes: dict[str, None] = {}
+    parts, cases = [], []
+    for number, (target, source) in enumerate(targets.items()):
+        # Headers belong into no namespace. Each guards itself from being included again there.
+        includes.update(dict.fromkeys(re.findall(r"^ *(#include <.*>)", Path(source).read_text(), re.MULTILINE)))
+        parts.append(
+            f"namespace kernel_{number} {{\n"
+            f"#define kernel kernel_{number}_entry\n"
+            f"#define PyInit_kernel PyInit_kernel_{number}\n"
+            f'#include "{source}"\n'
+            "#undef PyInit_kernel\n"
+            "#undef kernel\n"
+            "}\n"
+        )
+        name = os.path.basename(target)
+        cases.append(f'    else if (strstr(path, "{name}")) module = kernel_{number}::PyInit_kernel_{number}();')
+    head = ["#define PY_SSIZE_T_CLEAN", *includes, "#include <cstring>"]
+    return "\n".join([*head, *parts, _HEAD.strip("\n"), *cases, _TAIL.strip("\n")]) + "\n"
+
+
+def _put(library: str, target: str) -> None:
+    """`library` under the name of `target` too, at once or not at all."""
+    try:
+        os.link(library, target)
+    except FileExistsError:  # made before, or by another process
+        pass
+    except OSError:  # a file system without links
+        copy = f"{target}.{os.getpid()}"
+        shutil.copy2(library, copy)
+        os.replace(copy, target)
