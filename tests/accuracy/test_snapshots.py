@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from memprof.allocator import replay_snapshot
+from memprof.allocator.compiled.loading import load
 from memprof.trace.snapshot import Action, BlockState
 from memprof.trace.snapshot_file import read_snapshot
+from tests.unit.allocator.compiled.forced import played_by
 
 MIB = 1 << 20
 
@@ -36,6 +38,20 @@ def test_every_address_and_the_final_layout(index: dict[str, dict[str, str]], sh
         assert row["file"] == name
     assert not wrong
     assert allocations == sum(int(row["n_alloc"]) for row in index.values()) > 90_000
+
+
+def test_by_the_compiled_rules_too(index: dict[str, dict[str, str]], shared_dir: Path) -> None:
+    compiled = load()
+    assert compiled is not None
+    events = 0
+    for name in index:
+        snapshot = read_snapshot(shared_dir / "snapshots" / name)
+        with played_by(None):
+            plain = replay_snapshot(snapshot)
+        with played_by(compiled, least=30) as lengths:
+            assert replay_snapshot(snapshot) == plain, name
+        events += sum(lengths)
+    assert events > 100_000
 
 
 @pytest.mark.nightly
