@@ -34,7 +34,8 @@ class CachingAllocator:
         total_bytes: capacity of the card (cudaMemGetInfo's total); None: without limit.
         driver: where segments come from; a SimulatedDriver of `total_bytes` unless given.
         completion: when blocks that other streams used are free again.
-        counts: whether `counters` and `stats` are kept; else they mean nothing. Decisions do not depend on them.
+        counts: whether `counters` and `stats` are kept, which takes a third of the time; else they mean nothing, but
+            for what is reserved. Decisions do not depend on them.
 
     Raises:
         UsageError: settings that ask for another allocator (backend:cudaMallocAsync).
@@ -144,7 +145,7 @@ class CachingAllocator:
             owner.blocks[key] = rest
             rest.free = True
             rest.gc_base = owner.pool.calls
-            if not block.segment.expandable:
+            if self.counts and not block.segment.expandable:
                 if was_split:
                     counters.inactive_split_bytes -= size
                     total.inactive_split_bytes -= size
@@ -153,7 +154,7 @@ class CachingAllocator:
                     total.change_inactive_split(1, remaining)
         else:
             size = block.size
-            if was_split and not block.segment.expandable:
+            if self.counts and was_split and not block.segment.expandable:
                 counters.inactive_split -= 1
                 counters.inactive_split_bytes -= size
                 total.inactive_split -= 1
@@ -194,10 +195,11 @@ class CachingAllocator:
         size = block.size
         owner = block.owner
         counters, total = owner.counters, owner.total
-        counters.allocation -= 1
-        counters.allocated_bytes -= size
-        total.allocation -= 1
-        total.allocated_bytes -= size
+        if self.counts:
+            counters.allocation -= 1
+            counters.allocated_bytes -= size
+            total.allocation -= 1
+            total.allocated_bytes -= size
         if size >= self.max_split_size:
             self.statistics.oversize_allocations.current -= 1
         if block.uses:
@@ -205,8 +207,9 @@ class CachingAllocator:
             total.wait(1, size)
             self.pending.add(block)
             return
-        counters.requested_bytes -= block.requested
-        total.requested_bytes -= block.requested
+        if self.counts:
+            counters.requested_bytes -= block.requested
+            total.requested_bytes -= block.requested
         keys, blocks = owner.keys, owner.blocks
         split_count = split_bytes = 0
         previous, following = block.prev, block.next
@@ -230,7 +233,7 @@ class CachingAllocator:
         blocks[key] = block
         block.free = True
         block.gc_base = owner.pool.calls
-        if not block.segment.expandable:
+        if self.counts and not block.segment.expandable:
             if block.prev is not None or block.next is not None:
                 split_count += 1
                 split_bytes += block.size
@@ -253,8 +256,9 @@ class CachingAllocator:
         counters, total, size = block.owner.counters, block.owner.total, block.size
         for count in (counters, total):
             count.wait(-1, -size)
-            count.allocation += 1
-            count.allocated_bytes += size
+            if self.counts:
+                count.allocation += 1
+                count.allocated_bytes += size
         if size >= self.max_split_size:
             self.statistics.oversize_allocations.current += 1
         self.free(block)

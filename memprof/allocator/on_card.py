@@ -75,7 +75,7 @@ class OnCard:
         if not wanted:
             return
         limited = self.card is not None and self.first_oom is None
-        replay = TraceReplay(self.trace, self.card if limited else None, self.config, self.release)
+        replay = TraceReplay(self.trace, self.card if limited else None, self.config, self.release, counts=False)
         for event in wanted:
             replay.skip(event + 1)
             self._layouts[event] = _layout(replay)
@@ -126,7 +126,7 @@ class OnCard:
         """
         if self.first_oom is None:
             raise ValueError("the run fits")
-        replay = TraceReplay(self.trace, self.card, self.config, self.release)
+        replay = TraceReplay(self.trace, self.card, self.config, self.release, counts=False)
         replay.skip(self.first_oom.event)
         replay.allocator.empty_cache()
         return _layout(replay)
@@ -152,7 +152,7 @@ def needs_of(trace: Trace, card: CardMemory | None, config: AllocatorConfig, rel
         limit = min(card.usable_bytes, int(config.per_process_memory_fraction * card.total_bytes))
         fits = required <= limit
         if not fits and counters.allocated_bytes_peak <= limit:  # perhaps by giving the cache back
-            limited = TraceReplay(trace, card, config, release)
+            limited = TraceReplay(trace, card, config, release, counts=False)
             limited.skip()
             fits = limited.timeline.first_oom is None
     return Needs(required, fits, counters.allocated_bytes_peak)
@@ -192,7 +192,7 @@ def _bounds(trace: Trace, config: AllocatorConfig, release: Release) -> StreamBo
         return None
     most: list[int] = []
     for completion in (Completion.IMMEDIATE, Completion.AT_SYNC):
-        replay = TraceReplay(trace, None, config, release, completion)
+        replay = TraceReplay(trace, None, config, release, completion, counts=False)
         replay.skip()
         most.append(replay.allocator.counters.reserved_bytes_peak)
     return StreamBounds(*most)

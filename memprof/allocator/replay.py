@@ -125,6 +125,9 @@ class TraceReplay:
 
     Storages of other devices and empty ones change nothing. The card's limit is lifted at the first out-of-memory
     error; without a card there is none.
+
+    Args:
+        counts: False for who wants to know where blocks are, what is reserved and whether it fits, and nothing else.
     """
 
     def __init__(
@@ -134,9 +137,13 @@ class TraceReplay:
         config: AllocatorConfig | None = None,
         release: Release = LATEST,
         completion: Completion = Completion.ORDERED,
+        *,
+        counts: bool = True,
     ) -> None:
         self.driver = SimulatedDriver(None) if card is None else SimulatedDriver(card.total_bytes, card.context_bytes)
-        self.allocator = CachingAllocator(self.driver.total_bytes, config, release, self.driver, completion=completion)
+        self.allocator = CachingAllocator(
+            self.driver.total_bytes, config, release, self.driver, completion=completion, counts=counts
+        )
         self.allocator.device = card_index(trace.device)
         self.trace = trace
         self.timeline = Timeline()

@@ -81,7 +81,7 @@ def _latest_without(context: Context, lent: set[int]) -> int:
         event for event in trace.events if not (event.kind is EventKind.USE and trace.uses[event.ref].storage in lent)
     ]
     changed = dataclasses.replace(trace, events=events)
-    replay = TraceReplay(changed, None, run.config, run.release, Completion.AT_SYNC)
+    replay = TraceReplay(changed, None, run.config, run.release, Completion.AT_SYNC, counts=False)
     replay.skip()
     return replay.allocator.counters.reserved_bytes_peak
 

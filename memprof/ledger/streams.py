@@ -50,7 +50,7 @@ class StreamMemory:
         numbers = sorted({segment.stream for segment in segments})
         if len(numbers) < 2 and run.bounds is None:
             return None
-        replay = TraceReplay(_on_one_stream(trace), None, run.config, run.release)
+        replay = TraceReplay(_on_one_stream(trace), None, run.config, run.release, counts=False)
         replay.skip()
         return cls(
             streams=tuple(_share(number, [one for one in segments if one.stream == number]) for number in numbers),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memprof.allocator import parse_config
+from memprof.allocator import TraceReplay, parse_config
 from memprof.trace.events import GPU, HOST, NONE, Event, EventKind, Storage, Trace
+from tests.lanes import examples
+from tests.unit.allocator.compiled.programs import CARD, SETTINGS, program
 from tests.unit.allocator.replaying import replay, replay_trace
 
 MIB = 1 << 20
@@ -115,3 +117,18 @@ def test_columns_are_what_the_counters_say(text, sizes, order):
     peak = timeline.peak_reserved
     assert peak.num_bytes == max(timeline.reserved, default=0)
     assert peak.event == (list(timeline.reserved).index(peak.num_bytes) if requests else -1)
+
+
+@pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
+@settings(max_examples=examples(20), deadline=None)
+@given(seed=st.integers(0, 1 << 32), limited=st.booleans())
+def test_decisions_do_not_depend_on_what_is_counted(text, seed, limited):
+    trace, outcomes = program(seed), []
+    for counts in (True, False):
+        replay = TraceReplay(trace, CARD if limited else None, parse_config(text), counts=counts)
+        replay.skip()
+        counters, oom = replay.allocator.counters, replay.timeline.first_oom
+        places = [(ref, block.address, block.size) for ref, block in replay.live.items()]
+        reserved = (counters.reserved_bytes, counters.reserved_bytes_peak)
+        outcomes.append((places, reserved, replay.allocator.segments(), None if oom is None else oom.event))
+    assert outcomes[0] == outcomes[1]
