@@ -92,8 +92,8 @@ def _kept_folder() -> Path | None:
     if folder is None:
         return None
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for own in (folder, folder.parent, folder.parent.parent):
+        for own in (folder.parent.parent, folder.parent, folder):
+            own.mkdir(parents=True, exist_ok=True, mode=0o700)
             status = own.stat()
             if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & _OTHERS_WRITE):
                 return None

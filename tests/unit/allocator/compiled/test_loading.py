@@ -116,6 +116,15 @@ def test_the_folder_is_the_users_own(monkeypatch, folder):
     assert loading._kept_folder() is None and not is_kept()
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="folders have no modes here")
+def test_folders_that_are_made_are_for_their_owner_alone(folder):
+    before = os.umask(0o002)
+    try:
+        assert loading._kept_folder() is not None
+    finally:
+        os.umask(before)
+
+
 def test_a_file_where_the_folder_would_be(folder):
     folder.write_text("")
     assert loading._kept_folder() is None and not is_kept()
