@@ -258,7 +258,7 @@ def _hugging_face(
     stored = of_checkpoint or asked_format(spec)
     notes += attention.check(spec, name, task, config)
     if spec.vocab_size is not None:
-        if "vocab_size" not in config:
+        if config.get("vocab_size") is None:  # speech encoders have null there until a tokenizer is known
             raise UsageError("--vocab-size does not apply: the model has no vocabulary", value=name)
         notes.append(f"Vocabulary of {spec.vocab_size:,} instead of {config['vocab_size']:,}.")
         config = {**config, "vocab_size": spec.vocab_size}

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memprof.errors import MemprofError
+from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import from_config
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
@@ -50,3 +50,11 @@ def test_no_entry_ends_in_a_traceback(tmp_path, data) -> None:
         find_source(TargetSpec(model=str(file))).build()
     with contextlib.suppress(MemprofError):
         from_config(file)
+
+
+@pytest.mark.parametrize("entry", [{}, {"vocab_size": None}], ids=["left out", "null"])
+def test_a_vocabulary_cannot_be_replaced_where_there_is_none(tmp_path, entry) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "wav2vec2-bert", "architectures": ["Wav2Vec2BertForCTC"], **entry}))
+    with pytest.raises(UsageError, match="no vocabulary"):
+        find_source(TargetSpec(model=str(file), vocab_size=300))
