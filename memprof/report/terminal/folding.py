@@ -66,6 +66,16 @@ def shown_stages(document: Document) -> list[ShownStage]:
     return result
 
 
+def row_of_peak(document: Document, rows: Sequence[ShownStage]) -> int | None:
+    """The place in `rows` of the one that the run's peak is in, as the report says below them. What comes after it
+    begins with as much."""
+    peak = document.peak
+    reached = [place for place, row in enumerate(rows) if row.peak_allocated_bytes == peak.allocated_bytes]
+    stacks = {row.stack for row in document.stages if row.name == peak.stage and row.stack}
+    own = [place for place in reached if rows[place].name == peak.stage or rows[place].stack in stacks]
+    return max(own or reached, default=None)
+
+
 def _step(rows: list[Stage]) -> Iterator[ShownStage]:
     peaks: dict[int, int] = {}
     for row in rows:

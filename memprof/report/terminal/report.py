@@ -18,7 +18,7 @@ from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.cards import render_cards
 from memprof.report.terminal.cells import Unit, shape_text, unit_for
 from memprof.report.terminal.console import bar, dim, heading, indented, section, table
-from memprof.report.terminal.folding import shown_stages, shown_step
+from memprof.report.terminal.folding import row_of_peak, shown_stages, shown_step
 from memprof.report.terminal.ladder import render_ladder
 from memprof.report.terminal.limit import headline, render_limit
 from memprof.report.terminal.next_step import next_step, render_next
@@ -194,9 +194,7 @@ def _stages(document: Document) -> RenderableType:
         drop=_LEAST_NEEDED,
     )
     rows = shown_stages(document)
-    peak = max(
-        (i for i, row in enumerate(rows) if row.peak_allocated_bytes == document.peak.allocated_bytes), default=None
-    )
+    peak = row_of_peak(document, rows)
     for position, row in enumerate(rows):
         fits = usable is None or (row.peak_allocated_bytes <= usable and not row.oom)
         if usable is not None and row.peak_allocated_bytes > usable:

@@ -160,3 +160,39 @@ def test_layers_that_take_turns_are_averaged() -> None:
     b.leave()
     b.phase(PhaseKind.BACKWARD, 1)
     assert "layers 0-11 x12, 20.00 on average" in text_of(view(document(b)))
+
+
+def test_the_peak_is_marked_where_it_was_reached() -> None:
+    """What follows begins with as much, and only gives back."""
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    for _ in range(2):
+        b.phase(PhaseKind.FORWARD, 1)
+        b.enter("", "Model", ModuleRole.ROOT)
+        b.enter("head", "Linear", ModuleRole.HEAD)
+        logits = b.new(100 * MIB)
+        b.leave()
+        b.leave()
+        b.free(logits)
+    text = text_of(view(document(b)))
+    marked = [line.split()[0] for line in text.splitlines() if "<- peak" in line]
+    assert "in logits of step 1" in text and marked == ["logits"]
+
+
+def test_the_peak_is_marked_in_the_row_of_its_layers() -> None:
+    b = Builder()
+    b.parameter("weight", 64 * MIB)
+    b.phase(PhaseKind.FORWARD, 1)
+    b.enter("", "Model", ModuleRole.ROOT)
+    kept = []
+    for number in range(12):
+        b.enter(f"layers.{number}", "Layer", ModuleRole.LAYER)
+        kept.append(b.new(8 * MIB))
+        b.leave()
+    b.enter("norm", "LayerNorm", ModuleRole.NORM)
+    b.free(kept[0])
+    b.new(2 * MIB)
+    b.leave()
+    b.leave()
+    marked = [line for line in text_of(view(document(b))).splitlines() if "<- peak" in line]
+    assert len(marked) == 1 and marked[0].split()[:2] == ["layers", "0-11"]
