@@ -163,6 +163,8 @@ def capture_run(
         )
     if outcome.ended is Ended.REFUSED and device == "virtual":
         trace.assumptions.append(BEYOND)
+    if outcome.ended is Ended.EXIT and not _learned(trace):
+        trace.trains = False  # gradients were on, and nobody ever asked for any
     found = trace.facts.rank
     if channel is not None:
         found = dataclasses.replace(found or RankFacts(), rank=channel.rank, world_size=channel.size)
@@ -187,11 +189,16 @@ def capture_run(
 def _training_steps(trace: Trace, ended: Ended) -> int:
     """How many were begun; calls of a model from which nothing is learned are no training, whatever step they are shown
     in."""
-    learns = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
-    learned = [phase.step for phase in trace.phases if phase.kind in learns]
+    learned = _learned(trace)
     if learned and ended is Ended.EXIT:
         return max(learned)  # what it called after the last was for its output alone, with gradients or without
     return max((phase.step for phase in trace.phases), default=0) if learned or trace.trains else 0
+
+
+def _learned(trace: Trace) -> list[int]:
+    """The steps in which there was something to learn."""
+    learns = (PhaseKind.BACKWARD, PhaseKind.OPTIMIZER_STEP)
+    return [phase.step for phase in trace.phases if phase.kind in learns]
 
 
 class _LateSettings(SettingsInForce):

@@ -170,6 +170,19 @@ def test_forwards_alone_are_no_training(memprof, script):
     assert "train.py: ran to its end, no training steps\n" in memprof("run", name).stdout
 
 
+def test_forwards_with_gradients_that_nobody_asks_for_are_no_training(memprof, script):
+    name = script(
+        """
+        import torch
+        model = torch.nn.Sequential(torch.nn.Embedding(50, 64), torch.nn.Linear(64, 50)).eval().cuda()
+        for _ in range(3):
+            print(model(torch.randint(0, 50, (8, 9), device="cuda")).argmax(-1).shape)
+        """
+    )
+    shown = memprof("run", name).stdout
+    assert "train.py: ran to its end, no training steps\n" in shown and "\n output " in shown and "\n loss" not in shown
+
+
 FIXABLE = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
