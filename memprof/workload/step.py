@@ -17,6 +17,7 @@ from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
 from memprof.workload import adapters, generate, npt_layers, quantization
+from memprof.workload.chance import same_chance
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.layers import find_layers
@@ -138,6 +139,18 @@ class Workload:
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
+        with same_chance():
+            self._step(device, model, base, feeder, progress)
+        if feeder.sequence_lengths:
+            self.context_length = max(feeder.sequence_lengths)
+        for sentence in feeder.assumptions:
+            device.assume(sentence)
+
+    def _step(
+        self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, progress: Callable[[str], None]
+    ) -> None:
+        """Every step."""
+        spec = self.spec
         if spec.mode is Mode.INFERENCE:
             model.eval()
             for step in range(1, spec.steps + 1):
@@ -168,10 +181,6 @@ class Workload:
                     model.zero_grad(set_to_none=spec.zero_grad == "none")
                 if spec.evaluate:
                     self._evaluate(device, model, feeder, step)
-        if feeder.sequence_lengths:
-            self.context_length = max(feeder.sequence_lengths)
-        for sentence in feeder.assumptions:
-            device.assume(sentence)
 
     def _build(self, device: str) -> tuple[nn.Module, nn.Module]:
         """The model to call, and the model itself, which an adapter wraps."""

@@ -1,0 +1,53 @@
+"""What a model leaves to chance: the same in every run, and nothing that the caller draws afterwards is changed."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy
+import pytest
+import torch
+
+import memprof
+from memprof.virtual import repeat
+from memprof.workload.chance import same_chance
+
+DROPS_LAYERS = {
+    "model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 16, "intermediate_size": 32,
+    "num_hidden_layers": 9, "num_attention_heads": 2, "conv_dim": [8, 8], "conv_stride": [5, 4],
+    "conv_kernel": [10, 4], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "layerdrop": 0.4, "vocab_size": 32,
+}  # fmt: skip
+
+
+def drawn() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(numpy.random.random())
+
+
+def test_it_begins_at_the_same_number_and_leaves_no_trace() -> None:
+    before = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
+    with same_chance():
+        one = drawn()
+    after = drawn()
+    torch.default_generator.set_state(before[0])
+    random.setstate(before[1])
+    numpy.random.set_state(before[2])
+    assert drawn() == after != one
+    with same_chance():
+        assert drawn() == one
+
+
+@pytest.mark.parametrize("repeats", ["on", "off"])
+def test_layers_that_are_dropped_are_the_same_in_every_run(tmp_path, monkeypatch, repeats) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DROPS_LAYERS))
+    spec = memprof.TargetSpec(model=str(tmp_path), steps=2)
+    monkeypatch.setenv(repeat.VARIABLE, "off")
+    first, _ = memprof.profile(spec)
+    torch.rand(7)
+    monkeypatch.setenv(repeat.VARIABLE, repeats)
+    second, _ = memprof.profile(spec)
+    assert second.events == first.events and second.storages == first.storages
+    called = [event.ref for event in first.events if event.kind.name == "ENTER"]
+    layers = [at for at, module in enumerate(first.modules) if module.role.name == "LAYER"]
+    assert any(called.count(layer) < 2 for layer in layers)
