@@ -1,7 +1,8 @@
-"""Generation: a prompt, then one token after another through the model's own KV cache.
+"""Generation: a prompt, then one token after another through the model's own KV cache, or its state.
 
 A decode step differs from the one before only in the length of the cache, and what it needs grows with that length. So
-the first steps and the last ones are run, and the cache is made as long as it would have become in between.
+the first steps and the last ones are run, and the cache is made as long as it would have become in between. A state
+(Mamba's, RWKV's) has one size.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from memprof.workload.device import Device
 
 EDGE_STEPS = 3
 """Decode steps run on each side of such a point."""
+_STATES = ("cache_params", "state")
+_CACHES = ("past_key_values", *_STATES)
+"""What models call what they keep, in what they return as in what they are given; `generate` looks for the same."""
 
 
 def generate(
@@ -36,10 +40,11 @@ def generate(
     if "logits_to_keep" in parameters:
         # generate() asks for the last position's logits alone.
         arguments["logits_to_keep"] = 1
+    name = next((name for name in _CACHES if name in parameters), _CACHES[0])
     with device.phase(PhaseKind.FORWARD, *at):
         outputs = model(**batch, **arguments)
         token = outputs.logits[:, -1:].argmax(-1)
-        cache = outputs.past_key_values
+        cache = getattr(outputs, name, None)
         del outputs
     if cache is None:
         raise UsageError("--new-tokens needs a model with a KV cache", value=type(base).__name__)
@@ -47,15 +52,21 @@ def generate(
         # The prompt's forward has given the first token.
         done, since_jump = 1, 0
         while done < new_tokens:
-            outputs = model(input_ids=token, past_key_values=cache, **arguments)
+            outputs = model(input_ids=token, **{name: cache}, **arguments)
             token = outputs.logits[:, -1:].argmax(-1)
-            cache = outputs.past_key_values
+            cache = getattr(outputs, name)
             del outputs
             done, since_jump = done + 1, since_jump + 1
             jump = _alike_steps(cache, new_tokens - done)
-            if since_jump >= 2 * EDGE_STEPS and jump > 0 and _grow(device, cache, jump):
+            if since_jump < 2 * EDGE_STEPS or jump <= 0:
+                continue
+            if name in _STATES:
+                device.assume("Decode steps that are alike were not all run: what the model keeps has one size.")
+            elif _grow(device, cache, jump):
                 device.assume("Decode steps that differ in the length of the KV cache alone were not all run.")
-                done, since_jump = done + jump, 0
+            else:
+                continue
+            done, since_jump = done + jump, 0
 
 
 def _alike_steps(cache: Any, remaining: int) -> int:

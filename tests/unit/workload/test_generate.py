@@ -71,3 +71,32 @@ def test_the_cache_has_its_true_size(tmp_path):
     # While a layer's keys or values grow, the old ones are there too.
     step = 2 * 2 * 301 * 16 * 4
     assert cache - step <= document.peak.categories["KV cache"] <= cache + step + 3 * 2 * 512
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "state_size": 4},
+        {"model_type": "rwkv", "architectures": ["RwkvForCausalLM"], "attention_hidden_size": 64},
+    ],
+    ids=["Mamba", "RWKV"],
+)
+def test_a_state_of_one_size_is_kept_from_token_to_token(tmp_path, monkeypatch, config):
+    short = run(tmp_path, 8, 2, **config)
+    skipping = run(tmp_path, 8, 30, **config)
+    assert any("one size" in sentence for sentence in skipping.assumptions)
+    monkeypatch.setattr(generate, "EDGE_STEPS", 1000)
+    whole = run(tmp_path, 8, 30, **config)
+    assert not any("one size" in sentence for sentence in whole.assumptions)
+    rows = [next(row for row in one.stages if row.name == "decode") for one in (skipping, whole)]
+    assert rows[0].peak_allocated_bytes == rows[1].peak_allocated_bytes
+    assert skipping.peak.categories["KV cache"] == whole.peak.categories["KV cache"] > 0
+    assert short.peak.categories["KV cache"] <= whole.peak.categories["KV cache"]
+
+
+def test_a_state_has_its_true_size(tmp_path):
+    document = run(tmp_path, 2, 12, model_type="mamba", architectures=["MambaForCausalLM"], state_size=64)
+    # Layers x batch x inner width x (the convolution's columns and the state's) x 4 bytes.
+    state = 3 * 2 * 128 * (4 + 64) * 4
+    of_one_layer = 2 * 128 * 64 * 4
+    assert state - of_one_layer <= document.peak.categories["KV cache"] <= state + of_one_layer + 3 * 2 * 512
