@@ -118,6 +118,7 @@ class GrowthWatch:
 
     def _step_ended(self) -> None:
         # A step may have several optimizers, and an optimizer may be interrupted by its closure: one look a step.
+        self._search.step_ended()
         step = self._recorder.phase.step
         if self._loop_begin == NONE or step == self._ended:
             return

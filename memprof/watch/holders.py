@@ -76,12 +76,20 @@ class Search:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._step_begins: list[int] = []
-        """Autograd's sequence number where each step begins: what a program computes after its optimizer's step of the
-        outputs that it still has is of the same step as they."""
+        """Autograd's sequence number where each step is seen to begin (its first call of a model), and in `_step_ends`
+        where its optimizers were done. What a program computes between two steps, of the outputs that it still has or
+        for the next call, is of no step by itself."""
+        self._step_ends: list[int] = []
 
     def step_began(self) -> None:
         """A step begins."""
         self._step_begins.append(torch._C._autograd._get_sequence_nr())
+        self._step_ends.append(_IN_FORWARD_ORDER)
+
+    def step_ended(self) -> None:
+        """An optimizer has stepped: the step's last one, as far as is known."""
+        if self._step_ends:
+            self._step_ends[-1] = torch._C._autograd._get_sequence_nr()
 
     def holders_of(self, targets: Mapping[int, object]) -> list[Holder]:
         """Who keeps these storages (by index, with what their counterparts have in common), the fullest first.
@@ -149,9 +157,13 @@ class Search:
         return result
 
     def _steps_of(self, nodes: list[Any]) -> set[int]:
-        """The steps in which these nodes were made."""
-        numbers = [node._sequence_nr() for node in nodes]
-        return {bisect.bisect_right(self._step_begins, n) for n in numbers if n < _IN_FORWARD_ORDER}
+        """The steps in which these nodes were made, but for those that were made between two."""
+        found = set()
+        for number in (node._sequence_nr() for node in nodes):
+            step = bisect.bisect_right(self._step_begins, number)
+            if step and number < min(self._step_ends[step - 1], _IN_FORWARD_ORDER):
+                found.add(step)
+        return found
 
     def _holder(self, found: _Found, storages: set[int], roots: list[torch.Tensor], variables: _Variables) -> Holder:
         held = found.held

@@ -132,6 +132,25 @@ def test_graphs_are_counted() -> None:
     assert only(run(in_one_tensor)).nodes == 0
 
 
+def differentiates_what_it_prepares(*, sums: bool) -> None:
+    """A node of each step is made before its model is called, as with coordinates that need a gradient."""
+    model, optimizer = parts()
+    places = torch.rand(512, 32, device="cuda", requires_grad=True)
+    total = 0
+    for _ in range(4):
+        loss = model(torch.cat([places, places], 1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = total + loss if sums else 0
+
+
+def test_what_is_prepared_for_a_step_is_not_of_the_one_before() -> None:
+    assert not run(lambda: differentiates_what_it_prepares(sums=False)).holders
+    holder = only(run(lambda: differentiates_what_it_prepares(sums=True)))
+    assert (holder.name, holder.node_steps) == ("total", 2)
+
+
 def test_what_each_step_lets_go_of_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise AssertionError("searched")
