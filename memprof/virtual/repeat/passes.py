@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from memprof.trace.events import NONE
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.repeat.alike import Comparison, layout_of, spied
 from memprof.virtual.repeat.backward import Backwards, Node, RunAgain
+from memprof.virtual.repeat.leaves import applied_functions, ends_in_leaf
 from memprof.virtual.repeat.slices import Begun, Call, Slice, UnknownError, write
 from memprof.watch.caches import tensors_in
 from memprof.watch.forward import Place
@@ -112,6 +113,7 @@ class Pass:
         assumptions: how many there are.
         root: the model.
         members: the layers of the stack.
+        trained_between: whether anything outside the model's stacks is trained.
     """
 
     def __init__(
@@ -121,9 +123,11 @@ class Pass:
         assumptions: Callable[[], int],
         root: nn.Module,
         members: list[nn.Module],
+        trained_between: Callable[[], bool],
     ) -> None:
         self._machine = machine
         self._assumptions = assumptions
+        self._trained_between = trained_between
         self._next = 0
         self._is_on = True
         self._has_grad = torch.is_grad_enabled()
@@ -263,7 +267,7 @@ class Pass:
             if value.requires_grad and self._has_grad:
                 if self._next > 1:
                     raise _OddError
-                self._is_given_leaf |= _ends_in_leaf(value)
+                self._is_given_leaf |= ends_in_leaf(value, self._trained_between)
             return index, layout_of(value), value._version
         if kind in (tuple, list):
             return kind, [self._described(part, met) for part in value]
@@ -320,7 +324,7 @@ class Pass:
         call.first_event, call.first_storage = begun.first_event, begun.first_storage
         watched: AbstractContextManager[list[type]] = nullcontext([])
         if self._is_given_leaf and not place:
-            watched = _applied()
+            watched = applied_functions()
         with watched as applied, spied(layer, self._comparison.numbers if len(group.places) > 1 else set()) as is_used:
             try:
                 result = original(layer, *args, **kwargs)
@@ -384,45 +388,6 @@ def _one_tensor(result: Any) -> torch.Tensor:
     return (
         result if isinstance(result, torch.Tensor) else next(part for part in result if isinstance(part, torch.Tensor))
     )
-
-
-@contextmanager
-def _applied() -> Iterator[list[type]]:
-    """Inside, autograd functions written in Python that are applied.
-
-    The graph itself is not looked through for them: a node that Python has seen is let go of in another order.
-    """
-    functions: list[type] = []
-    kept = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        functions.append(cls)
-        return kept.__func__(cls, *args, **kwargs)
-
-    setattr(torch.autograd.Function, "apply", classmethod(apply))  # noqa: B010 - mypy takes it for a method
-    try:
-        yield functions
-    finally:
-        setattr(torch.autograd.Function, "apply", kept)  # noqa: B010
-
-
-def _ends_in_leaf(tensor: torch.Tensor) -> bool:
-    """Whether there is a tensor at the end of a graph that is no parameter, which the graph may be the last to hold."""
-    ends = [tensor] if tensor.is_leaf else [getattr(node, "variable", None) for node in _graph(tensor)]
-    return any(end is not None and not isinstance(end, nn.Parameter) for end in ends)
-
-
-def _graph(tensor: torch.Tensor) -> Iterator[Any]:
-    """Its nodes."""
-    met: set[Any] = {tensor.grad_fn}
-    left = list(met)
-    while left:
-        node = left.pop()
-        if node is not None:
-            yield node
-            new = {following for following, _ in node.next_functions} - met
-            met |= new
-            left.extend(new)
 
 
 def _hidden(index: int, machine: RecordingMode, value: Any) -> torch.Tensor:

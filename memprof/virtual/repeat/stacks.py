@@ -9,6 +9,7 @@ and nothing is repeated (`RunAgain`): a run tells nothing that it would not have
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,7 +85,8 @@ class Repeats:
             if root is not None and self._is_ordinary():
                 members = [member for ref in stack.members if (member := ref()) is not None]
                 if len(members) == len(stack.members):
-                    stack.running = Pass(self._machine, self._modules, self._assumptions, root, members)
+                    between = functools.partial(self._is_trained_between, stack.root)
+                    stack.running = Pass(self._machine, self._modules, self._assumptions, root, members, between)
                     self._owed = [one for one in self._owed if one.owes]
                     self._owed.append(stack.running)
         if stack.running is None:
@@ -94,6 +96,14 @@ class Repeats:
         result, repeated = stack.running.called(place, original, module, args, kwargs)
         self.times += repeated
         return result
+
+    def _is_trained_between(self, root: weakref.ref[nn.Module]) -> bool:
+        """Whether any of a model's parameters is trained that is in no layer of a stack."""
+        model = root()
+        layers = [layer for ref, _, _ in self._places.values() if (layer := ref()) is not None]
+        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        parameters = [] if model is None else list(model.parameters())
+        return any(parameter.requires_grad and id(parameter) not in inside for parameter in parameters)
 
     def _is_ordinary(self) -> bool:
         """Whether nothing is going on that has effects which are not looked at."""

@@ -67,6 +67,13 @@ def test_ways_to_use_a_model(model, way):
     check_same(TargetSpec(**asked))
 
 
+@pytest.mark.nightly
+def test_the_graph_before_a_stack_is_let_go_of_as_ever():
+    """Adapters alone are trained, and the input of the first layer was made of a leaf that its graph alone holds."""
+    asked = {"quantize": "nf4", "adapter": "lora", "lora_targets": "all-linear", "activation_checkpointing": True}
+    check_same(TargetSpec(model="whisper-medium", context_length=2, batch_size=2, steps=1, **asked))
+
+
 def test_deepseek_runs_seven_of_its_layers(monkeypatch):
     """Three are dense; of the 58 with experts the first two and the last two are run."""
     counted, settle = [], Repeats.settle
