@@ -29,6 +29,8 @@ MOST_BEFORE_A_LEAF = 40
 """Layers of a stack that is given a leaf. A graph is let go of from its end, each node within the one before it, and
 Python puts off what is nested deeper than 50 objects (Py_TRASHCAN, Objects/object.c): what is freed then is freed
 later. A node that stands for a layer is such an object, and so are autograd functions of libraries."""
+_FEWEST_ALIKE = 3
+"""Layers of a group of which one may be repeated."""
 _LAST = 2
 """Layers of a group that are run, with gradients, for their backward."""
 _NoTorchFunction = torch._C.DisableTorchFunction
@@ -140,6 +142,8 @@ class Pass:
         """The layer before, if it was run."""
         self._output = NONE
         """What the layer before has returned."""
+        self._given_with_graph: list[torch.Tensor] = []
+        """What the first layer is given that needs a gradient, until that is looked into."""
         self._is_given_leaf = False
         """Whether the first layer is given a tensor that only the graph holds, and at its very end."""
         self._backwards = Backwards(
@@ -187,10 +191,16 @@ class Pass:
             try:
                 given = self._given(place, (args, kwargs))
             except _OddError:
+                self._given_with_graph.clear()
                 self.stop()
                 return None, None
             if place == 0:
                 self._groups = self._grouped()
+                made, self._given_with_graph = self._given_with_graph, []
+                if all(len(group.places) < _FEWEST_ALIKE for group in self._groups):
+                    self.stop()
+                    return None, None
+                self._is_given_leaf = any(ends_in_leaf(one, self._trained_between) for one in made)
             group = self._groups[place]
             pattern = self._pattern(group, place)
             if pattern is None or given != pattern.given or place not in self._repeatable(group, pattern):
@@ -267,7 +277,7 @@ class Pass:
             if value.requires_grad and self._has_grad:
                 if self._next > 1:
                     raise _OddError
-                self._is_given_leaf |= ends_in_leaf(value, self._trained_between)
+                self._given_with_graph.append(value)
             return index, layout_of(value), value._version
         if kind in (tuple, list):
             return kind, [self._described(part, met) for part in value]

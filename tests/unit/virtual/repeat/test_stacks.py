@@ -328,3 +328,40 @@ def test_a_gradient_asked_for_twice_is_run_again():
         loss.backward()
 
     run_again(plain, use)
+
+
+def test_no_graph_is_looked_through_for_layers_of_which_none_is_like_another(monkeypatch):
+    """What is given is not kept for it, either."""
+    monkeypatch.setattr("memprof.virtual.repeat.passes.ends_in_leaf", lambda *_: pytest.fail("looked through"))
+
+    def hooked():
+        model = plain()
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: None)
+        return model
+
+    assert check_same(hooked, train) == 0
+
+
+class TakesMore(nn.Module):
+    """Layers that are given a list of objects, which is not looked into."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, WIDTH)
+        self.blocks = nn.ModuleList(Given(number) for number in range(LAYERS))
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden, [object()])
+        return hidden.float().square().mean()
+
+
+class Given(Block):
+    def forward(self, hidden, more):
+        return super().forward(hidden)
+
+
+def test_what_is_not_looked_into_is_not_kept():
+    assert check_same(TakesMore, train) == 0
