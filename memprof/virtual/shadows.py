@@ -89,8 +89,8 @@ class Shadow:
         return self._make is None
 
     def is_like(self, other: Shadow) -> bool:
-        """Whether as much is there, and as much left to be computed."""
-        mine, its = ((one.is_made, one.num_bytes, one.steps, one.is_awaited) for one in (self, other))
+        """Whether as much is there, and as much left to be computed. Who is to read it changes none of its numbers."""
+        mine, its = ((one.is_made, one.num_bytes, one.steps) for one in (self, other))
         return mine == its
 
     def flat(self) -> torch.Tensor | None:

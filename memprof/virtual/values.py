@@ -71,6 +71,16 @@ class Values:
         """Whether something is known of the storage at `address`."""
         return address in self._shadows or address in self._uniform or address in self._shares
 
+    def held_for(self, address: int) -> int:
+        """Bytes that are held for the storage at `address`."""
+        shadow = self._shadows.get(address)
+        return 0 if shadow is None else shadow.num_bytes
+
+    def hold_until_it_dies(self, address: int, num_bytes: int) -> None:
+        """Of what `repeat` says is held, so much goes with the storage at `address`, of which nothing is known."""
+        if num_bytes:
+            self._shadows[address] = Shadow(num_bytes, None)
+
     def flat(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """What the whole of `storage` holds, in memory of its own; None if that is not known."""
         return self._seen(self._flat(storage))

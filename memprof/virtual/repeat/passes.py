@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +16,10 @@ from memprof.trace.events import NONE
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.repeat.alike import Comparison, layout_of, spied
 from memprof.virtual.repeat.backward import Backwards, Node, RunAgain
+from memprof.virtual.repeat.casts import Cast, Casts, OddError
 from memprof.virtual.repeat.leaves import applied_functions, ends_in_leaf
 from memprof.virtual.repeat.slices import Begun, Call, Slice, UnknownError, write
+from memprof.virtual.repeat.uses import uses_of_new
 from memprof.watch.caches import tensors_in
 from memprof.watch.forward import Place
 from memprof.watch.modules import ModuleTracker
@@ -36,10 +37,6 @@ _LAST = 2
 _NoTorchFunction = torch._C.DisableTorchFunction
 _storage_use_count = torch._C._storage_Use_Count
 _forbid_data = torch._C._set_throw_on_mutable_data_ptr
-
-
-class _OddError(Exception):
-    """A layer is given or returns something that is not looked into."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +80,7 @@ class _Done:
     given: Any
     result: _Result
     slice: Slice
+    casts: tuple[Cast, ...]
     keeps_input: bool | None = None
     """Whether its graph does; known when the next layer is called."""
     call: Call = field(compare=False, kw_only=True)
@@ -146,14 +144,15 @@ class Pass:
         """What the first layer is given that needs a gradient, until that is looked into."""
         self._is_given_leaf = False
         """Whether the first layer is given a tensor that only the graph holds, and at its very end."""
+        self._casts = Casts(machine)
         self._backwards = Backwards(
             machine, assumptions, self._layers, lambda one, other: self._are_alike(one, other, numbers=True)
         )
 
     @property
     def owes(self) -> bool:
-        """Whether a layer that was repeated forward is yet to be repeated backward."""
-        return bool(self._backwards.owed)
+        """Whether a layer that was repeated forward is yet to be repeated backward, or was not what was thought."""
+        return bool(self._backwards.owed) or self._casts.is_wrong
 
     def stop(self) -> None:
         """From here on every layer of this pass is run."""
@@ -190,7 +189,7 @@ class Pass:
                 self._before = None
             try:
                 given = self._given(place, (args, kwargs))
-            except _OddError:
+            except OddError:
                 self._given_with_graph.clear()
                 self.stop()
                 return None, None
@@ -253,30 +252,30 @@ class Pass:
         """What a layer is given, to be compared: the result of the one before it, and what all are given.
 
         Raises:
-            _OddError: more than is looked into.
+            OddError: more than is looked into.
         """
         met = [0]
         described = self._described(given, met)
         if place and met[0] != 1:
-            raise _OddError
-        return described
+            raise OddError
+        return described, self._casts.setting()
 
     def _described(self, value: Any, met: list[int]) -> Any:
         kind = type(value)
         if issubclass(kind, torch.Tensor):
             index = self._machine.recorder.index_of(value)
             if kind not in (torch.Tensor, nn.Parameter) or not value.is_meta or index == NONE:
-                raise _OddError
+                raise OddError
             if index == self._output:
                 met[0] += 1
                 if vars(value):
-                    raise _OddError
+                    raise OddError
                 if self._machine.values.knows(value.untyped_storage()._cdata):
                     return object()  # what is done may depend on it: like nothing else
                 return "hidden", layout_of(value)[1:6], value.requires_grad
             if value.requires_grad and self._has_grad:
                 if self._next > 1:
-                    raise _OddError
+                    raise OddError
                 self._given_with_graph.append(value)
             return index, layout_of(value), value._version
         if kind in (tuple, list):
@@ -285,13 +284,13 @@ class Pass:
             return list(value), [self._described(part, met) for part in value.values()]
         if value is None or kind in (bool, int, float, str, torch.dtype):
             return kind, value
-        raise _OddError
+        raise OddError
 
     def _result(self, result: Any, call: Call, made: Slice) -> _Result:
         """What a layer returned.
 
         Raises:
-            _OddError: more than is looked into.
+            OddError: more than is looked into.
         """
         form, place = (list(result), 0) if type(result) in (tuple, list) else ([result], 0)
         tensors = [at for at, part in enumerate(form) if isinstance(part, torch.Tensor)]
@@ -299,7 +298,7 @@ class Pass:
             part is None or type(part) in (bool, int, float, str) for at, part in enumerate(form) if at not in tensors
         )
         if len(tensors) != 1 or not plain:
-            raise _OddError
+            raise OddError
         place = tensors[0]
         tensor, form[place] = form[place], None
         storage = tensor.untyped_storage()
@@ -313,10 +312,10 @@ class Pass:
             or tensor.storage_offset()
             or (tensor.requires_grad and (tensor.output_nr or not self._has_grad))
             # What keeps it beside the program would be its own graph.
-            or _storage_use_count(storage._cdata) > _uses_of_new()
+            or _storage_use_count(storage._cdata) > uses_of_new()
             or number not in made.alive
         ):
-            raise _OddError
+            raise OddError
         whole = type(result)(form) if isinstance(result, (tuple, list)) else None
         return _Result(
             whole, place, tensor.size(), tensor.stride(), tensor.dtype, storage.nbytes(), tensor.requires_grad, number,
@@ -332,6 +331,7 @@ class Pass:
         call = Call(self._ranges[place], self._output)
         begun = Begun(self._machine, self._assumptions)
         call.first_event, call.first_storage = begun.first_event, begun.first_storage
+        casts = self._casts.begin()
         watched: AbstractContextManager[list[type]] = nullcontext([])
         if self._is_given_leaf and not place:
             watched = applied_functions()
@@ -348,19 +348,21 @@ class Pass:
             try:
                 made, is_clean = begun.end(call)
                 returned = self._result(result, call, made)
-            except (UnknownError, _OddError):
+                cast = self._casts.end(casts, layer, call) if place else ()
+            except (UnknownError, OddError):
                 group.last.clear()
                 self._output = NONE
                 self.stop()
                 return result
             self._output = call.first_storage + returned.storage
             if place and not is_used() and returned.is_all:
-                done = _Done(given, returned, made, call=call, place=place, is_clean=is_clean)
+                done = _Done(given, returned, made, cast, call=call, place=place, is_clean=is_clean)
                 group.last = [*group.last[-1:], done]
                 self._before = done
             if returned.requires_grad:
                 call.output = self._output
-                call.kept = frozenset(made.alive) - {returned.storage}
+                passing = {one.storage for one in cast if not one.is_kept}
+                call.kept = frozenset(made.alive) - {returned.storage} - passing
                 if self._is_given_leaf and (applied or len(self._layers) > MOST_BEFORE_A_LEAF):
                     self.stop()
                 self._backwards.run(place, group, call, _one_tensor(result))
@@ -385,6 +387,9 @@ class Pass:
                 tensor = Node.apply(hidden, node, result.make)
             else:
                 tensor = result.make()
+            layer = self._layers[place]()
+            if pattern.casts and layer is not None:
+                self._casts.repeat(pattern.casts, pattern.call, layer, base)
         _forbid_data(tensor)
         recorder.attach(tensor.untyped_storage(), self._output)
         if pattern.slice.first_place is not None:
@@ -404,10 +409,3 @@ def _hidden(index: int, machine: RecordingMode, value: Any) -> torch.Tensor:
     """The tensor in `value` that is storage number `index`."""
     found = [tensor for tensor in tensors_in(value) if machine.recorder.index_of(tensor) == index]
     return found[0]
-
-
-@functools.cache
-def _uses_of_new() -> int:
-    """References to the memory of a tensor that nobody else has."""
-    with _disable_current_modes():
-        return int(_storage_use_count(torch.empty(1, device="meta").untyped_storage()._cdata))

@@ -71,10 +71,10 @@ class Repeats:
         """The run is over.
 
         Raises:
-            RunAgain: of a layer that was repeated there was no backward.
+            RunAgain: of a layer that was repeated there was no backward, or it was another one.
         """
         if any(one.owes for one in self._owed):
-            raise RunAgain("a graph was not differentiated")
+            raise RunAgain("a graph was not differentiated, or a copy of a weight lived longer than was thought")
 
     def _called(
         self, stack: _Stack, place: int, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -111,7 +111,7 @@ class Repeats:
             return (
                 self._machine.recorder.is_plain
                 and not self._machine.cards.several
-                and not torch.is_autocast_enabled("cuda")
+                and (torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"))
                 and not torch.is_autocast_enabled("cpu")
                 and not torch.is_inference_mode_enabled()
                 and not torch.is_anomaly_enabled()

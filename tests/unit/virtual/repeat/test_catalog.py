@@ -15,6 +15,7 @@ from memprof.workload.step import Workload
 DAYS = ("gpt2", "gemma-3-1b")
 """Of two groups of layers; and of one."""
 CARD = find_gpu("h100-80gb")
+LEAN = {"fixes": ("chunked-loss", "activation-checkpointing")}
 WAYS = {
     "training": {},
     "inference": {"mode": "inference"},
@@ -24,6 +25,9 @@ WAYS = {
     "LoRA, checkpointing": {"adapter": "lora", "activation_checkpointing": True},
     "QLoRA, checkpointing": {"adapter": "lora", "quantize": "nf4", "activation_checkpointing": True},
     "autocast": {"amp": "bfloat16"},
+    "autocast, lean": {"amp": "bfloat16", **LEAN},
+    "QLoRA, lean": {"amp": "bfloat16", "adapter": "lora", "quantize": "nf4", **LEAN},
+    "QLoRA under autocast": {"amp": "bfloat16", "adapter": "lora", "quantize": "nf4", "gradient_accumulation": 2},
     "accumulation": {"gradient_accumulation": 2},
     "gradients zeroed": {"zero_grad": "zero"},
     "generation": {"mode": "inference", "new_tokens": 3},
@@ -55,6 +59,13 @@ def check_same(spec):
 )
 def test_a_model_of_the_catalog(model):
     check_same(TargetSpec(model=model, context_length=64, batch_size=2))
+
+
+def test_qlora_as_recommend_runs_it(monkeypatch):
+    counted, settle = [], Repeats.settle
+    monkeypatch.setattr(Repeats, "settle", lambda self: (counted.append(self.times), settle(self))[1])
+    check_same(TargetSpec(model="llama-3.2-1b", context_length=64, **WAYS["QLoRA, lean"]))
+    assert counted == [2 * (16 - 5)]
 
 
 @pytest.mark.nightly

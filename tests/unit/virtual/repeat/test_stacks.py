@@ -161,14 +161,13 @@ def in_half():
     return plain().to(torch.bfloat16)
 
 
-def train(model, device, *, accumulate=1, set_to_none=True, clip=False, autocast=False, kind=torch.optim.AdamW):
+def train(model, device, *, accumulate=1, set_to_none=True, clip=False, kind=torch.optim.AdamW):
     optimizer = kind([one for one in model.parameters() if one.requires_grad], lr=1e-3)
     for step in range(1, STEPS + 1):
         for batch in range(1, accumulate + 1):
             with device.phase(PhaseKind.FORWARD, step, batch):
                 ids = torch.arange(40, device="cuda").reshape(2, 20)
-                with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                    loss = model(ids)
+                loss = model(ids)
             with device.phase(PhaseKind.BACKWARD, step, batch):
                 (loss[0] if isinstance(loss, tuple) else loss).backward()
             del loss
@@ -298,10 +297,6 @@ def test_checkpointing_repeats_forwards_unless_tensors_are_saved_by_hooks(kind, 
 
 def test_hidden_states_that_are_returned_live_as_long():
     check_same(functools.partial(plain, keeps=True), train)
-
-
-def test_autocast_runs_every_layer():
-    assert check_same(plain, functools.partial(train, autocast=True)) == 0
 
 
 def test_a_last_layer_whose_backward_is_another_is_run_again():
