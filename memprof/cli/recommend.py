@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -193,6 +194,7 @@ def _kept(place: Place) -> tuple[Recommendation, float] | None:
 
 
 def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommendation:
+    _begin_imports(spec, request)
     if request.goal is None:
         from memprof.flows.recommend.largest import recommend_models
 
@@ -216,6 +218,20 @@ def _answer(spec: TargetSpec, request: Request, progress: Progress) -> Recommend
     if request.lengths is not None:
         return recommend_for_data(spec, question, progress, request.lengths, request.lengths_column, request.batches)
     return search(spec, question, progress)[0]
+
+
+def _begin_imports(spec: TargetSpec, request: Request) -> None:
+    """torch's libraries are loaded beside what needs no torch; what eager runs on one card can do without is not."""
+    from memprof.catalog import has_model
+    from memprof.watch.loading import torch_loads
+
+    is_known = request.model is None or spec.model_is_size or has_model(spec.model)
+    if is_known and spec.gpus == 1:
+        from memprof.watch.postponed import postpone
+
+        postpone(rules=True)
+    with torch_loads():
+        importlib.import_module(f"memprof.flows.recommend.{'largest' if request.goal is None else 'search'}")
 
 
 def _print(answer: Recommendation, request: Request) -> None:

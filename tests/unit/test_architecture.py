@@ -24,6 +24,9 @@ except SystemExit as done:
 """
 
 
+SILENT = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1)"
+
+
 def _modules(code: str) -> set[str]:
     """Everything that a fresh interpreter has imported after `code`."""
     report = "\nimport json, sys\nsys.stderr.write(json.dumps(sorted(sys.modules)))"
@@ -111,7 +114,17 @@ def test_a_command_imports_no_other():
 def test_an_eager_profile_imports_no_compiler():
     """Nor what only the compiler needs, nor what reads every file of transformers."""
     profile = '"profile", "--model", "gpt2", "--context-length", "64", "--no-cache", "--quiet"'
-    modules = _modules("import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1)" + HELP.replace('"--help"', profile))
+    _check_eager(_modules(SILENT + HELP.replace('"--help"', profile)))
+
+
+@pytest.mark.slow
+def test_nor_does_a_search_over_eager_runs():
+    words = '"recommend", "--model", "gpt2", "--mode", "inference", "--context-length", "64", "--gpu-vram", "8"'
+    search = HELP.replace('"--help"', f'{words}, "--no-cache", "--quiet"')
+    _check_eager(_modules(f"{SILENT}; os.environ['MEMPROF_PROCESSES'] = '1'{search}"))
+
+
+def _check_eager(modules):
     compiler = ("torch._dynamo", "torch._inductor", "sympy", "mpmath", "torch.onnx", "torch.distributed.fsdp")
     assert not {name for name in modules if name.startswith(tuple(f"{package}." for package in compiler))}
     assert not modules & {"torch.distributed.tensor._ops._pointwise_ops", "huggingface_hub.hf_api"}
