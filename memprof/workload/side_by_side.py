@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -60,7 +60,9 @@ def _most() -> int:
 
 
 def side_by_side(
-    works: Sequence[Callable[[], _Answer]], progress: Callable[[str], None] = lambda doing: None
+    works: Sequence[Callable[[], _Answer]],
+    progress: Callable[[str], None] = lambda doing: None,
+    long: Collection[int] = (),
 ) -> list[_Answer | MemprofError]:
     """What each of `works` returns, or the MemprofError that it raises, in their order.
 
@@ -68,13 +70,14 @@ def side_by_side(
         works: what they return can be pickled; what they change is changed in their own process alone, or, where they
             run here after all, in this one.
         progress: told how many are done.
+        long: which take longest and are begun first, so that at the end no core waits for one of them.
     """
     most = min(number_of_processes(), len(works))
     if most < 2:
         return [tried(work) for work in works]
     answers: dict[int, Any] = {}
     running: dict[Connection, tuple[int, int]] = {}
-    left = list(enumerate(works))
+    left = sorted(enumerate(works), key=lambda work: work[0] not in long)
     try:
         while left or running:
             while left and len(running) < most:

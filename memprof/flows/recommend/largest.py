@@ -82,7 +82,9 @@ def recommend_models(spec: TargetSpec, progress: Callable[[str], None]) -> Recom
     if kinds:
         runs.warm(max((one for _, one in kinds), key=lambda one: (one.quantize is not None, one.adapter is not None)))
     works = [functools.partial(_largest, spec=spec, task=task, context_length=context_length) for task, _ in kinds]
-    rows = runs.searches(works)
+    # Weights that are quantized are loaded one by one, and PEFT wraps a layer at a time.
+    long = [place for place, (_, one) in enumerate(kinds) if one.quantize is not None or one.adapter is not None]
+    rows = runs.searches(works, long)
     return Recommendation(
         device=device_facts(gpu, spec.host_memory_bytes),
         context_length=context_length,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -116,11 +116,12 @@ class Simulator:
             works = [functools.partial(self._run, *key) for key in left]
             self._ahead |= zip(left, _side_by_side(works, self._progress), strict=True)
 
-    def searches(self, works: Sequence[Callable[[Simulator], Answer]]) -> list[Answer]:
+    def searches(self, works: Sequence[Callable[[Simulator], Answer]], long: Collection[int] = ()) -> list[Answer]:
         """What each of `works` finds with this simulator, as if they were asked in their order.
 
         Args:
             works: none of them needs what another finds. They run at once, each with what is known now, on all cores.
+            long: as in `side_by_side`.
 
         Raises:
             MemprofError: one of them does.
@@ -128,7 +129,8 @@ class Simulator:
         if len(works) < 2 or not _several_at_once():
             return [work(self) for work in works]
         answers = []
-        for found in _side_by_side([functools.partial(_searched, work, self) for work in works], self._progress):
+        searching = [functools.partial(_searched, work, self) for work in works]
+        for found in _side_by_side(searching, self._progress, long):
             if isinstance(found, MemprofError):
                 raise found
             self._known |= found.known
@@ -228,8 +230,8 @@ def _several_at_once() -> bool:
 
 
 def _side_by_side(
-    works: Sequence[Callable[[], Answer]], progress: Callable[[str], None]
+    works: Sequence[Callable[[], Answer]], progress: Callable[[str], None], long: Collection[int] = ()
 ) -> list[Answer | MemprofError]:
     from memprof.workload.side_by_side import side_by_side
 
-    return side_by_side(works, progress)
+    return side_by_side(works, progress, long)

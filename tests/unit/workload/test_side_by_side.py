@@ -61,6 +61,20 @@ def test_answers_come_in_order_from_other_processes():
     assert children() == before
 
 
+def test_long_ones_are_begun_first(tmp_path):
+    begun = tmp_path / "begun"
+
+    def work(number):
+        with begun.open("a") as file:
+            file.write(str(number))
+        while len(begun.read_text()) < 2:  # until both processes have begun
+            time.sleep(0.001)
+        return number
+
+    assert side_by_side([functools.partial(work, number) for number in range(4)], long=[2, 3]) == [0, 1, 2, 3]
+    assert sorted(begun.read_text()[:2]) == ["2", "3"]
+
+
 def test_errors_for_the_user_come_back_in_their_place():
     first, error, last = side_by_side(
         [functools.partial(here, 1), functools.partial(fails, 2), functools.partial(here, 3)]
