@@ -109,9 +109,9 @@ class Workload:
                 stack.enter_context(quiet_sharding())
             if self.spec.sdpa_backend is not None:
                 stack.enter_context(sdpa_kernel(_SDPA_BACKENDS[self.spec.sdpa_backend]))
-            self._run(device, progress)
+            self._build_and_run(device, progress)
 
-    def _run(self, device: Device, progress: Callable[[str], None]) -> None:
+    def _build_and_run(self, device: Device, progress: Callable[[str], None]) -> None:
         spec = self.spec
         for note in (*self.source.notes, *quantization.assumptions(self.source.stored, spec)):
             device.assume(note)
@@ -140,13 +140,13 @@ class Workload:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
         with same_chance():
-            self._step(device, model, base, feeder, progress)
+            self._run(device, model, base, feeder, progress)
         if feeder.sequence_lengths:
             self.context_length = max(feeder.sequence_lengths)
         for sentence in feeder.assumptions:
             device.assume(sentence)
 
-    def _step(
+    def _run(
         self, device: Device, model: nn.Module, base: nn.Module, feeder: Feeder, progress: Callable[[str], None]
     ) -> None:
         """Every step."""

@@ -7,7 +7,6 @@ nobody else may write, named by all that it was made of: numba itself looks at a
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import sys
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memprof.cache.store import COMPILED, cache_folder
 from memprof.device.ceiling import left_bytes
 
 FEWEST_EVENTS = 100_000
@@ -77,6 +75,10 @@ def is_kept() -> bool:
 
 def _folder() -> Path | None:
     """Where code is kept; its name says what it was made of, beside numba and the processor, which numba asks for."""
+    import hashlib  # these are for few runs, and no library of C is to be loaded beside torch's
+
+    from memprof.cache.store import COMPILED, cache_folder
+
     folder = cache_folder()
     if folder is None:
         return None
