@@ -46,14 +46,22 @@ class Patches:
             for owner, name, value in reversed(now):
                 _put(owner, name, value)
 
-    def undo(self) -> None:
-        """Put everything back, also in modules that were imported meanwhile and took a replacement for the original."""
+    def undo(self, but_below: str = "") -> None:
+        """Put everything back, also in modules that were imported meanwhile and took a replacement for the original.
+
+        Args:
+            but_below: modules whose file lies below this folder keep what they took; none if it is empty.
+        """
         originals: dict[int, Any] = {}
         for _, _, before, value in self._undo:
             if callable(value) and before is not _MISSING and getattr(value, "__module__", None) != "builtins":
                 originals[id(value)] = originals.get(id(before), before)
         for module in [sys.modules[name] for name in sys.modules.keys() - self._modules] if originals else []:
-            for name, value in list(vars(module).items()) if isinstance(module, ModuleType) else ():
+            if not isinstance(module, ModuleType):
+                continue
+            if but_below and str(getattr(module, "__file__", "")).startswith(but_below):
+                continue
+            for name, value in list(vars(module).items()):
                 if id(value) in originals:
                     vars(module)[name] = originals[id(value)]
         while self._undo:

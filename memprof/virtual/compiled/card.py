@@ -29,6 +29,8 @@ def patches(cards: Cards, properties: Any, drivers: list[tuple[Any, str, Any]]) 
 
     # Streams of an accelerator are asked for wherever there is one.
     yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")
+    # torch built for CUDA would ask a driver that is not there which of its devices is current.
+    yield torch._C, "_accelerator_getAccelerator", returning(None)
     for name in ("exchange_device", "maybe_exchange_device"):
         yield torch.cuda, f"_{name}", lambda device: cards.select(device)
         yield device_interface.CudaInterface, name, staticmethod(cards.select)

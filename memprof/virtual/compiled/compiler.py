@@ -363,7 +363,7 @@ class Compiler:
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 yield
         finally:
-            own.undo()
+            own.undo(but_below=self._folder)  # what was generated runs on, with what stands for the driver
             _forget_triton()
 
 

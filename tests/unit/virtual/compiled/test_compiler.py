@@ -80,6 +80,22 @@ def test_a_forward_takes_the_buffers_of_its_wrapper(gpu: VirtualGpu) -> None:
     assert not eager_lines(gpu)
 
 
+def test_torch_that_is_built_for_cuda_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the login node of a cluster: what asks the driver is there, and fails."""
+
+    def no_driver(*args: object) -> None:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    for name in ("_cuda_getCurrentRawStream", "_cuda_getDevice", "_accelerator_getDeviceIndex"):
+        monkeypatch.setattr(torch._C, name, no_driver, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    with VirtualGpu(CARD) as gpu:
+        model = torch.compile(Block().cuda())
+        model(batch()).sum().backward()
+    assert not eager_lines(gpu)
+    assert torch._C._cuda_getCurrentRawStream is no_driver  # type: ignore[comparison-overlap]
+
+
 def test_a_step_is_compiled_once_and_keeps_what_its_backward_needs(gpu: VirtualGpu) -> None:
     compiled = torch.compile(Block(dropout=0.1).cuda())
     optimizer = torch.optim.AdamW(compiled.parameters())
