@@ -37,13 +37,24 @@ def loops(trace: Trace, wanted: Callable[[Forward], bool]) -> list[list[Forward]
 
 def made_in(context: Context, begin: int, end: int) -> list[int]:
     """Storages on the card that were made from `begin` to before `end`, without a role and no KV cache."""
-    ledger, births = context.ledger, context.lives.births
+    ledger = context.ledger
     return [
         index
-        for index, storage in enumerate(ledger.trace.storages)
-        if begin <= births[index] < end
-        and storage.device == ledger.trace.device
-        and not storage.hidden
-        and index not in ledger.trace.owners
-        and ledger.categories[index] is not Category.KV_CACHE
+        for index in _made_on_card(context, begin, end)
+        if index not in ledger.trace.owners and ledger.categories[index] is not Category.KV_CACHE
+    ]
+
+
+def caches_of(context: Context, begin: int, end: int) -> list[int]:
+    """Keys and values on the card that were made from `begin` to before `end`."""
+    categories = context.ledger.categories
+    return [index for index in _made_on_card(context, begin, end) if categories[index] is Category.KV_CACHE]
+
+
+def _made_on_card(context: Context, begin: int, end: int) -> list[int]:
+    trace, births = context.ledger.trace, context.lives.births
+    return [
+        index
+        for index, storage in enumerate(trace.storages)
+        if begin <= births[index] < end and storage.device == trace.device and not storage.hidden
     ]

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import bisect
 
-from memprof.findings.calls import loops, made_in, training_times
-from memprof.findings.evidence import file_and_line, percent, plural
+from memprof.findings.calls import caches_of, loops, made_in, training_times
+from memprof.findings.evidence import (
+    file_and_line,
+    format_shape,
+    module_pattern,
+    percent,
+    plural,
+    tensor_evidence,
+)
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
-from memprof.findings.growth import by_holder, holder_evidence, kept_by, piles, piles_evidence
-from memprof.trace.events import NONE, Forward
+from memprof.findings.growth import Pile, by_holder, holder_evidence, kept_by, piles, piles_evidence
+from memprof.trace.events import NONE, Forward, Holder
 from memprof.units import format_bytes
 
 MIN_BYTES = 64 << 10
-"""That are kept at their most."""
+"""That are kept at their most; and per call, of what is kept without a graph: less is a decoder's tokens."""
 
 WARNING_SHARE = 0.05
 """Of the peak: what is less is a note."""
@@ -74,7 +81,7 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     grown = piles(
         context, made_in(context, longest[0].begin, longest[-1].end), [forward.end - 1 for forward in longest]
     )
-    groups = by_holder(trace, grown)
+    groups = _told(by_holder(trace, grown))
     title = (
         f"Evaluation with gradients: {plural(len(calls), 'call')} of {name} in eval mode at {at}, which keep up to "
         f"{format_bytes(num_bytes)} ({share} of the peak) for a backward that never comes{kept_by(*groups)}"
@@ -83,10 +90,55 @@ def _finding(context: Context, certain: list[list[Forward]], num_bytes: int) -> 
     evidence = [
         Evidence(f"each call makes {plural(nodes, 'autograd node')}, and no backward reaches them", source=source)
     ]
-    if grown:
-        evidence.append(Evidence("it piles up from call to call, for the outputs are kept with their graph:"))
-        evidence += map(holder_evidence, groups)
-        evidence += piles_evidence(trace, grown, "call")
+    evidence += _growth(context, longest, groups)
     evidence.append(Evidence(f"fix: call it under torch.no_grad() or torch.inference_mode() at {at}", source=source))
     severity = Severity.WARNING if num_bytes >= WARNING_SHARE * context.ledger.peak_bytes else Severity.NOTE
     return Finding("evaluation-with-gradients", severity, title, num_bytes, tuple(evidence), ())
+
+
+def _told(groups: dict[Holder | None, list[Pile]]) -> dict[Holder | None, list[Pile]]:
+    """What is to be told of by itself: a holder of tensors without a graph keeps those alone, be they tokens."""
+    return {
+        holder: group
+        for holder, group in groups.items()
+        if holder is None or holder.nodes or sum(pile.per_round for pile in group) >= MIN_BYTES
+    }
+
+
+def _growth(context: Context, loop: list[Forward], groups: dict[Holder | None, list[Pile]]) -> list[Evidence]:
+    """What piles up from call to call, and whose graph keeps it."""
+    trace = context.ledger.trace
+    evidence = []
+    for holder, group in groups.items():
+        if holder is None and (cache := _cache(context, loop)) is not None:
+            evidence.append(
+                Evidence("it piles up from call to call, for the KV cache keeps keys and values with their graph:")
+            )
+            evidence.append(cache)
+        elif holder is None:
+            evidence.append(Evidence("it piles up from call to call; what keeps its graph was not seen:"))
+        else:
+            why = "for the outputs are kept with their graph" if holder.nodes else "kept without a graph"
+            evidence += [Evidence(f"it piles up from call to call, {why}:"), holder_evidence(holder)]
+        evidence += piles_evidence(trace, group, "call")
+    return evidence
+
+
+def _cache(context: Context, loop: list[Forward]) -> Evidence | None:
+    """The largest of the keys and values that these calls made and that are there after the last.
+
+    None if those of the last call alone are: a cache that is kept without its graph leaves no older ones.
+    """
+    trace, lives = context.ledger.trace, context.lives
+    there = lives.at(loop[-1].end - 1, caches_of(context, loop[0].begin, loop[-1].end)).storages
+    if all(lives.births[index] >= loop[-1].begin for index in there):
+        return None
+    shown = max(there, key=lambda index: (trace.storages[index].num_bytes, index))
+    storage = trace.storages[shown]
+    num_bytes = lives.sum_bytes(there)
+    text = (
+        f"{format_shape(storage.shape)} {storage.dtype} by {trace.op(storage)} in {module_pattern(trace, storage)} at "
+        f"{file_and_line(trace.source_line(storage))}: the largest of {plural(len(there), 'tensor')} of keys and "
+        f"values that are alive after the last call, {format_bytes(num_bytes)} together"
+    )
+    return tensor_evidence(trace, shown, text, num_bytes=num_bytes)

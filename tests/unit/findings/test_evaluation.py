@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -162,6 +163,59 @@ def test_losses_that_keep_the_graphs_of_evaluation() -> None:
     (finding,) = found(program)
     assert finding.id == "evaluation-with-gradients" and finding.num_bytes == 5 * 2 * 512 * 256 * 4
     assert any("list `losses`, filled at" in line.text for line in finding.evidence)
+
+
+class Server:
+    """Decodes with a KV cache, and has forgotten torch.no_grad()."""
+
+    def __init__(self) -> None:
+        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(**shape, num_key_value_heads=4, vocab_size=1000)
+        self.model = transformers.LlamaForCausalLM(config).cuda().eval()
+
+    def answer(self, steps: int) -> torch.Tensor:
+        given = answer = torch.randint(0, 1000, (4, 128), device="cuda")
+        past = None
+        for _ in range(1 + steps):
+            out = self.model(input_ids=given, past_key_values=past, use_cache=True)
+            past, given = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            answer = torch.cat([answer, given], 1)
+        return answer
+
+
+def test_a_cache_of_keys_and_values_that_keeps_the_graph_of_every_token() -> None:
+    """The tokens pile up too, and are kept by a variable: they have no graph that could keep anything."""
+    (finding,) = found(lambda: Server().answer(16))
+    assert finding.id == "evaluation-with-gradients" and "17 calls of LlamaForCausalLM" in finding.title
+    assert "kept by" not in finding.title
+    texts = [line.text for line in finding.evidence]
+    place = texts.index("it piles up from call to call, for the KV cache keeps keys and values with their graph:")
+    assert texts[place + 1].startswith("[4 x 4 x 144 x 32] float32 by aten.cat in model.layers.*.self_attn at ")
+    assert not any("int64" in text or "`answer`" in text or "outputs are kept" in text for text in texts)
+
+
+def test_a_cache_that_is_let_go_of_after_each_request_does_not_pile_up() -> None:
+    def program() -> None:
+        server, answers = Server(), []
+        for _ in range(4):
+            answers.append(server.answer(4))  # noqa: PERF401
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-with-gradients" and "kept by" not in finding.title
+    assert not any("piles up" in line.text or "int64" in line.text for line in finding.evidence)
+
+
+def test_predictions_that_pile_up_beside_gradients_have_no_graph() -> None:
+    def program() -> None:
+        net, masks = model(), []
+        for x in batches(5):
+            masks.append(net(x).detach() > 0)  # noqa: PERF401
+
+    (finding,) = found(program)
+    assert finding.id == "evaluation-with-gradients" and "kept by list `masks`" in finding.title
+    texts = [line.text for line in finding.evidence]
+    assert "it piles up from call to call, kept without a graph:" in texts
+    assert not any("with their graph" in text for text in texts)
 
 
 class TestSilentOn:
