@@ -9,7 +9,6 @@ from rich.text import Text
 
 from memprof.findings import Evidence, Finding, Severity
 from memprof.ledger.caught import CaughtError
-from memprof.ledger.ledger import LiveTensor
 from memprof.ledger.stages import at_stage
 from memprof.remedy_catalog import REMEDIES
 from memprof.report.documents.report import Document, Verdict
@@ -26,6 +25,7 @@ from memprof.report.terminal.on_card import against_card, card_columns
 from memprof.report.terminal.ranks import render_ranks
 from memprof.report.terminal.steps import render_steps
 from memprof.report.terminal.streams import render_streams
+from memprof.report.terminal.tensors import origin, told_apart
 from memprof.report.terminal.timeline import Timeline
 from memprof.spec import Mode
 from memprof.trace.events import FailureKind, short_source
@@ -391,21 +391,10 @@ def _workspaces(document: Document) -> list[RenderableType]:
 def _tensors(document: Document) -> RenderableType:
     unit = _unit(document)
     made = table(f">{unit.name}", ">x", "|shape", "~what it is", drop=("shape", "x"))
-    for tensor in document.peak.tensors[:MAX_TENSORS]:
+    for tensor in told_apart(document.peak.tensors)[:MAX_TENSORS]:
         shape = f"{shape_text(tensor.shape)} {tensor.dtype}"
-        made.add_row(unit.amount(tensor.num_bytes), str(tensor.count), shape, _origin(tensor))
+        made.add_row(unit.amount(tensor.num_bytes), str(tensor.count), shape, origin(tensor))
     return section("Largest tensors alive at the peak", made, below=1)
-
-
-def _origin(tensor: LiveTensor) -> Text:
-    text = Text(tensor.category)
-    where = tensor.name or tensor.module
-    if where:
-        text.append(f" {where}")
-    text.append(f" {tensor.op.removeprefix('aten.')}", style="dim")
-    if tensor.source and not tensor.name:
-        text.append(f" {short_source(tensor.source)}", style="dim")
-    return text
 
 
 def _findings(document: Document) -> RenderableType:

@@ -1,0 +1,40 @@
+"""The largest tensors, as rows of which no two say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rich.text import Text
+
+from memprof.ledger.ledger import LiveTensor
+from memprof.trace.events import short_source
+
+
+def told_apart(tensors: Iterable[LiveTensor]) -> list[LiveTensor]:
+    """Those of which a row says the same are one: forward and backward each have a workspace of cuBLAS."""
+    found: dict[tuple[object, ...], LiveTensor] = {}
+    for one in tensors:
+        where = one.name or (one.module, one.source)
+        key = one.num_bytes, one.shape, one.dtype, one.category, one.op, where
+        known = found.get(key)
+        found[key] = (
+            one
+            if known is None
+            else replace(
+                known, count=known.count + one.count, allocated_bytes=known.allocated_bytes + one.allocated_bytes
+            )
+        )
+    return sorted(found.values(), key=lambda tensor: (-tensor.num_bytes, -tensor.count))
+
+
+def origin(tensor: LiveTensor) -> Text:
+    """Where it comes from."""
+    text = Text(tensor.category)
+    where = tensor.name or tensor.module
+    if where:
+        text.append(f" {where}")
+    text.append(f" {tensor.op.removeprefix('aten.')}", style="dim")
+    if tensor.source and not tensor.name:
+        text.append(f" {short_source(tensor.source)}", style="dim")
+    return text
