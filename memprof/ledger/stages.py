@@ -77,8 +77,12 @@ def spans(trace: Trace) -> list[Span]:
         else:
             name = _WHOLE_PHASE[phase.kind]
             span = Span(name, phase.kind, phase.step, phase.micro_batch, begin, end)
-            if phase.kind is PhaseKind.OTHER and result and not _has(trace, span, EventKind.ALLOC):
+            if result and (
                 # What a function's return frees belongs to the stage that the function did.
+                (phase.kind is PhaseKind.OTHER and not _has(trace, span, EventKind.ALLOC))
+                # A model is built, an optimizer made for it, and then the model moved to the card.
+                or (phase.kind is PhaseKind.MODEL and result[-1].name == name and result[-1].step == phase.step)
+            ):
                 result[-1] = replace(result[-1], end=end)
             else:
                 result.append(span)

@@ -80,3 +80,25 @@ def test_a_last_evaluation_is_no_training_step(tmp_path: Path) -> None:
     script.write_text(EVALUATION_WITH_GRADIENTS)
     document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
     assert document.program is not None and document.program.steps == 1
+
+
+MOVED_LAST = """
+import torch
+from torch import nn
+
+model = nn.GRU(64, 64)
+optimizer = torch.optim.Adam(model.parameters())
+model.cuda()
+for step in range(2):
+    model(torch.randn(8, 4, 64, device="cuda"))[0].sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_an_optimizer_made_before_the_model_is_moved_leaves_one_row_of_parameters(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MOVED_LAST)
+    document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
+    (row,) = (stage for stage in document.stages if stage.name == "parameters")
+    assert row.delta_bytes >= 4 * 2 * 3 * 64 * (64 + 1)  # weights and biases, of the input and of the state
