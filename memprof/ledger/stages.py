@@ -222,13 +222,29 @@ class _ForwardSpans:
         self._begin = end
         self._saw_norm = False
 
+    def _extend(self, end: int) -> None:
+        """The last stage goes on up to here."""
+        self.spans[-1] = replace(self.spans[-1], end=end)
+        self._begin = end
+
+    def _goes_on_with(self, module: Module) -> bool:
+        """Whether `module` is of the list whose module was called last."""
+        if module.role is ModuleRole.CHILD:
+            return bool(self.spans) and self.spans[-1].name.removeprefix(_EVALUATION) == self._child_name(module)
+        return module.stack == self._seen_layer
+
+    def _child_name(self, module: Module) -> str:
+        """A child by its path and class; what is in a list of several kinds by those of the list."""
+        path = module.stack or module.path
+        kind = next((one.class_name for one in self._trace.modules if one.path == path), "") if module.stack else ""
+        return f"{path} {kind or module.class_name}"
+
     def _gap(self, end: int, following: Module | None) -> None:
         """Code between layers and head, named after where it lies."""
         over = self._seen_head or self._left_root
-        if not over and following is not None and following.stack and following.stack == self._seen_layer:
+        if not over and following is not None and following.stack and self._goes_on_with(following):
             # Between two layers of a stack the old hidden states are let go: still the layer's doing.
-            self.spans[-1] = replace(self.spans[-1], end=end)
-            self._begin = end
+            self._extend(end)
             return
         if over and self._phase.step == 0 and self._phase.kind is not PhaseKind.EVALUATION:
             name = "output"  # between steps: without gradients
@@ -254,8 +270,7 @@ class _ForwardSpans:
         last = self.spans[-1] if self.spans else None
         frees = name == "own code" and not self._allocates(end)  # what a child is done with
         if last is not None and (frees or last.name.removeprefix(_EVALUATION) == name):
-            self.spans[-1] = replace(last, end=end)
-            self._begin = end
+            self._extend(end)
         else:
             self._add(name, end)
 
@@ -285,13 +300,15 @@ class _ForwardSpans:
             self._seen_head = True
             self._add("logits", end)
         elif module.role is ModuleRole.CHILD:
-            self._add(f"{module.path} {module.class_name}", end)
+            if module.stack and self._goes_on_with(module):
+                self._extend(end)
+            else:
+                self._add(self._child_name(module), end)
         else:
             index = module.number
             last = self.spans[-1] if self.spans else None
             if self._seen_layer and last is not None and (last.stack, last.index) == (module.stack, index):
-                self.spans[-1] = replace(last, end=end)  # a layer of several modules
-                self._begin = end
+                self._extend(end)  # a layer of several modules
                 return
             self._seen_layer = module.stack
             self._add(f"{self._stack_name(module.stack)}layer {index}", end, module.stack, index)

@@ -90,7 +90,7 @@ class ModuleRole(enum.StrEnum):
     ROOT = "root"
     EMBEDDING = "embedding"
     LAYER = "layer"
-    CHILD = "child"  # a direct child of a root that has no stack of layers
+    CHILD = "child"  # a direct child of a root that has no stack of layers, or what is in a child that is a bare list
     NORM = "norm"
     HEAD = "head"
 
@@ -103,7 +103,8 @@ class Module(NamedTuple):
     class_name: str
     role: ModuleRole
     stack: str
-    """For a layer: the path of the list that it is in, such as `model.layers`."""
+    """The path of the list that it is in: of a layer, such as `model.layers`; of a child, if the list holds modules of
+    several kinds and is not called itself."""
 
     @property
     def number(self) -> int:

@@ -17,6 +17,9 @@ from torch import nn
 
 from memprof.trace.events import NONE, EventKind, Module, ModuleRole
 
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""Are not called; what is in them is."""
+
 
 class _Here(threading.local):
     """What one thread runs."""
@@ -141,6 +144,8 @@ class ModuleTracker:
         reads_tokens = reads_tokens and any(isinstance(module, nn.Embedding) for module in root.modules())
         head = _head(root, stacks, reads_tokens=reads_tokens)
         layers = {path: stack for stack, modules in stacks.items() for path in _layers(stack, modules)}
+        in_lists: dict[str, str] = {}
+        """What is called of children that are bare lists, which are not: by path, the list's."""
         above = {
             "",
             *_wrapped(root),
@@ -165,11 +170,16 @@ class ModuleTracker:
                 role = ModuleRole.LAYER
             elif path.rpartition(".")[0] in above and path not in above and not (stacks and reads_tokens):
                 role = ModuleRole.CHILD
+                if isinstance(module, _LISTS):
+                    in_lists |= dict.fromkeys(_layers(path, module), path)
+            elif path in in_lists and not isinstance(module, nn.Embedding):
+                role = ModuleRole.CHILD
             elif isinstance(module, nn.Embedding):
                 role = ModuleRole.EMBEDDING
             elif "norm" in type(module).__name__.lower():
                 role = ModuleRole.NORM
-            self._add(module, path, role, layers.get(path, "") if role is ModuleRole.LAYER else "")
+            stack = {ModuleRole.LAYER: layers, ModuleRole.CHILD: in_lists}.get(role, {}).get(path, "")
+            self._add(module, path, role, stack)
 
 
 def own_name(path: str) -> str:
@@ -213,7 +223,7 @@ def _are_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _layers(path: str, stack: nn.Module) -> Iterator[str]:
     """What is called of a stack: its members, or what is in them where they are bare lists of modules."""
     for name, member in stack.named_children():
-        if isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(member, _LISTS):
             yield from _layers(f"{path}.{name}", member)
         else:
             yield f"{path}.{name}"

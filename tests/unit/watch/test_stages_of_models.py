@@ -61,6 +61,32 @@ class Painter(nn.Module):
         return through(self.up, self.middle(through(self.down, self.first(x)))) * 2
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+class Mixed(nn.Module):
+    """Layers, and between them a list of modules of several kinds, with code of the model's own between its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.down = nn.ModuleList(Block() for _ in range(2))
+        self.mid = nn.ModuleList([Block(), nn.ModuleList([Scale(), nn.Linear(64, 64)]), Block()])
+        self.up = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = through(self.down, self.first(x))
+        before, (scale, linear), after = self.mid
+        x = after(x + linear(scale(before(x))))
+        return through(self.up, x) * 2
+
+
 class Gated(nn.Module):
     """A language model that has a Linear beside its head, called before its layers."""
 
@@ -136,6 +162,12 @@ def test_a_model_of_images_has_its_own_modules_for_stages() -> None:
         "first Linear", "down layer 0", "down layer 1", "middle Sequential", "up layer 0", "up layer 1", "own code",
         "loss",
     ]  # fmt: skip
+
+
+def test_a_list_of_several_kinds_of_modules_is_one_stage() -> None:
+    layers = [[f"{stack} layer {number}" for number in range(2)] for stack in ("down", "up")]
+    stages = forward_stages(Mixed(), tokens=False)
+    assert stages == ["first Linear", *layers[0], "mid ModuleList", *layers[1], "own code", "loss"]
 
 
 def test_the_head_has_an_output_for_each_word() -> None:
