@@ -31,9 +31,11 @@ def _selecting(card: Card, of_host: Callable[..., Any]) -> Callable[..., Any]:
     """native/Convolution.cpp, `_select_conv_backend`, as far as layouts go."""
     backends = torch._C._ConvBackend  # type: ignore[attr-defined]
 
-    def select(data: torch.Tensor, weight: torch.Tensor, **rest: Any) -> Any:
+    def select(*args: Any, **named: Any) -> Any:
+        rest = dict(zip(("input", "weight"), args, strict=False)) | named  # releases differ in which have names
+        data, weight = rest["input"], rest["weight"]
         if data.device.type != "cuda":
-            return of_host(data, weight, **rest)
+            return of_host(*args, **named)
         transposed = rest["transposed"]
         too_big = transposed and padding_too_big(rest["stride"], rest["output_padding"])
         if not uses_cudnn(card, data, weight, too_big):
