@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from memprof.catalog import Gpu
 from memprof.device.context import CONTEXT_BYTES
@@ -16,6 +17,7 @@ from memprof.virtual.repeat import RunAgain
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, MemoryStatistics
 from memprof.watch.collection import no_collection
 from memprof.watch.failure import measured_failure
+from memprof.workload.chance import kept_chance
 from memprof.workload.custom_code import may_not_leave
 from memprof.workload.step import Workload
 
@@ -52,7 +54,7 @@ def capture_virtual(
         repeats=repeats,
     )
     try:
-        with no_collection(), device, may_not_leave("the model"), telling(lambda: _layer(device.trace)):
+        with _as_before(), device, may_not_leave("the model"), telling(lambda: _layer(device.trace)):
             workload.run(device, progress)
             if device.repeats is not None:
                 device.repeats.settle()
@@ -73,6 +75,13 @@ def capture_virtual(
         raised.trace = trace
         raise raised from error
     return device.trace
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Around a run: garbage is not looked for, and what it draws at random is drawn by nobody else."""
+    with no_collection(), kept_chance():
+        yield
 
 
 _LOOKED_BACK = 20_000
@@ -103,7 +112,7 @@ def capture_measured(
     """
     device = MeasuredDevice(name, Outside() if name == "cuda" else None, detail=detail)
     try:
-        with no_collection(), device, may_not_leave("the model"):
+        with _as_before(), device, may_not_leave("the model"):
             workload.run(device, progress)
         if device.error is not None:
             raise device.error

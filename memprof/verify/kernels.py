@@ -32,6 +32,7 @@ COMPILER = (
     "torch.distributed.tensor.experimental", "torch.utils.cpp_extension", "sympy.physics.units", "sympy.tensor.tensor",
 )  # fmt: skip
 """What the first graph that is compiled imports."""
+_CPP = ".cpp"
 _NO_KERNEL = 'extern "C" void kernel() {}'
 
 _HEAD = """
@@ -151,7 +152,7 @@ class _Together:
 def _files(builder: Any) -> tuple[str, str]:
     """The file of C++, and the library that is made of it."""
     target: str = builder.get_target_file_path()
-    return str(Path(target).with_suffix(".cpp")), target
+    return str(Path(target).with_suffix(_CPP)), target
 
 
 def _compile(builders: list[Any]) -> None:
@@ -161,7 +162,7 @@ def _compile(builders: list[Any]) -> None:
     # A folder of its own: what is interrupted leaves no half a library where Inductor looks for a whole one.
     beside = Path(next(iter(targets))).parent
     with tempfile.TemporaryDirectory(prefix="memprof-", dir=beside, ignore_cleanup_errors=True) as folder:
-        path = Path(folder, "kernels.cpp")
+        path = Path(folder, "kernels").with_suffix(_CPP)
         path.write_text(_text(targets))
         option = builders[0]._build_option
         all_of_them = cpp_builder.CppBuilder("kernels", str(path), option, output_dir=folder)

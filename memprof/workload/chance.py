@@ -9,34 +9,29 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+
+def begin_chance() -> None:
+    """Let the generators of Python, numpy and torch's host begin at a fixed number."""
+    torch.default_generator.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 @contextlib.contextmanager
-def same_chance() -> Iterator[None]:
-    """Inside, the generators of Python, numpy and torch's host begin at a fixed number; afterwards they go on as if
-    nothing had been drawn."""
+def kept_chance() -> Iterator[None]:
+    """Afterwards those generators go on as if nothing had been drawn inside.
+
+    Around a device: the state of torch's is a tensor, and none of the run's.
+    """
     numpy = sys.modules.get("numpy")
-    with _beside_the_run():
-        of_torch = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(0)
-    of_python = random.getstate()
-    random.seed(0)
-    if numpy is not None:
-        of_numpy = numpy.random.get_state()
-        numpy.random.seed(0)
+    of_torch, of_python = torch.default_generator.get_state(), random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
-        with _beside_the_run():
-            torch.default_generator.set_state(of_torch)
+        torch.default_generator.set_state(of_torch)
         random.setstate(of_python)
         if numpy is not None:
             numpy.random.set_state(of_numpy)
-
-
-@contextlib.contextmanager
-def _beside_the_run() -> Iterator[None]:
-    """Inside, tensors are not the run's."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield

@@ -17,7 +17,7 @@ from memprof.errors import UsageError
 from memprof.spec import Mode, TargetSpec
 from memprof.trace.events import PhaseKind
 from memprof.workload import adapters, generate, npt_layers, quantization
-from memprof.workload.chance import same_chance
+from memprof.workload.chance import begin_chance
 from memprof.workload.device import Device
 from memprof.workload.inputs import Feeder
 from memprof.workload.layers import find_layers
@@ -139,8 +139,8 @@ class Workload:
         if spec.dataset_batches is not None:
             with device.phase(PhaseKind.INPUTS):
                 feeder.build_dataset(spec.dataset_batches)
-        with same_chance():
-            self._run(device, model, base, feeder, progress)
+        begin_chance()
+        self._run(device, model, base, feeder, progress)
         if feeder.sequence_lengths:
             self.context_length = max(feeder.sequence_lengths)
         for sentence in feeder.assumptions:

@@ -11,7 +11,7 @@ import torch
 
 import memprof
 from memprof.virtual import repeat
-from memprof.workload.chance import same_chance
+from memprof.workload.chance import begin_chance, kept_chance
 
 DROPS_LAYERS = {
     "model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "hidden_size": 16, "intermediate_size": 32,
@@ -27,14 +27,16 @@ def drawn() -> tuple[float, float, float]:
 
 def test_it_begins_at_the_same_number_and_leaves_no_trace() -> None:
     before = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
-    with same_chance():
+    with kept_chance():
+        begin_chance()
         one = drawn()
     after = drawn()
     torch.default_generator.set_state(before[0])
     random.setstate(before[1])
     numpy.random.set_state(before[2])
     assert drawn() == after != one
-    with same_chance():
+    with kept_chance():
+        begin_chance()
         assert drawn() == one
 
 
