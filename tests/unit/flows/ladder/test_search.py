@@ -95,6 +95,7 @@ def test_what_compiles_waits_for_the_first_that_does(monkeypatch):
     assert set(ahead._made) == set(both)
 
 
+@pytest.mark.slow
 def test_what_compiles_is_run_beside_what_is_tried_before_it(monkeypatch):
     pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
     spec = TargetSpec(model="pythia-70m", batch_size=8, context_length=1024, vocab_size=512)
