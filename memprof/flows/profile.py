@@ -119,7 +119,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
         importlib.import_module(COMPILER)
         look_through_no_more()  # garbage is looked for when something has been compiled
     failed: RunFailedError | None = None
-    repeats = not (source.own_code or compiles(spec)) and repeat.is_on()
+    repeats = not (source.own_code or spec.compile) and repeat.is_on()
     while True:
         workload = Workload(spec, source, switch_on, built)
         try:

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import NONE
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.repeat.alike import Comparison, layout_of, spied
+from memprof.virtual.repeat.alike import Comparison, layout_of
 from memprof.virtual.repeat.backward import Backwards, Node, RunAgain
 from memprof.virtual.repeat.casts import Cast, Casts, OddError
 from memprof.virtual.repeat.leaves import applied_functions, ends_in_leaf
 from memprof.virtual.repeat.slices import Begun, Call, Slice, UnknownError, write
+from memprof.virtual.repeat.spies import Spies
 from memprof.virtual.repeat.uses import uses_of_new
 from memprof.watch.caches import tensors_in
 from memprof.watch.forward import Place
@@ -114,6 +115,7 @@ class Pass:
         root: the model.
         members: the layers of the stack.
         trained_between: whether anything outside the model's stacks is trained.
+        spies: of the run.
     """
 
     def __init__(
@@ -124,10 +126,12 @@ class Pass:
         root: nn.Module,
         members: list[nn.Module],
         trained_between: Callable[[], bool],
+        spies: Spies,
     ) -> None:
         self._machine = machine
         self._assumptions = assumptions
         self._trained_between = trained_between
+        self._spies = spies
         self._next = 0
         self._is_on = True
         self._has_grad = torch.is_grad_enabled()
@@ -153,6 +157,11 @@ class Pass:
     def owes(self) -> bool:
         """Whether a layer that was repeated forward is yet to be repeated backward, or was not what was thought."""
         return bool(self._backwards.owed) or self._casts.is_wrong
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the backward of a layer is being run."""
+        return self._backwards.is_open
 
     def stop(self) -> None:
         """From here on every layer of this pass is run."""
@@ -335,7 +344,8 @@ class Pass:
         watched: AbstractContextManager[list[type]] = nullcontext([])
         if self._is_given_leaf and not place:
             watched = applied_functions()
-        with watched as applied, spied(layer, self._comparison.numbers if len(group.places) > 1 else set()) as is_used:
+        numbers = self._comparison.numbers if len(group.places) > 1 else set()
+        with watched as applied, self._spies.posted(layer, numbers) as is_used:
             try:
                 result = original(layer, *args, **kwargs)
             except Exception as error:
