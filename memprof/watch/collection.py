@@ -6,9 +6,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-_left_out_before = False
-"""Whether anything was left out before, so that runs may have left garbage since."""
-
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
@@ -23,12 +20,13 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def look_through_no_more() -> None:
+def look_through_no_more(*, after_runs: bool = False) -> None:
     """Where the collector is off, as in memprof's own commands: what is there now is left out of every later search
-    for garbage. Torch and the libraries are half a million objects that live for good."""
-    global _left_out_before
+    for garbage. Torch and the libraries are half a million objects that live for good.
+
+    `after_runs`: but for garbage, which is let go of first. Imports leave none that is worth the search.
+    """
     if not gc.isenabled():
-        if _left_out_before:  # imports alone leave no garbage that is worth the search
+        if after_runs:
             gc.collect()
         gc.freeze()
-        _left_out_before = True
