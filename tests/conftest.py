@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
-from tests.lanes import LANE
+from tests.lanes import LANE, examples
 
 if TYPE_CHECKING:
     from memprof.allocator.compiled.loading import Compiled
@@ -93,6 +94,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported."""
     os.environ[LANE] = config.getoption("--lane")
+    settings.register_profile("lane", max_examples=examples(settings.default.max_examples))
+    settings.load_profile("lane")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

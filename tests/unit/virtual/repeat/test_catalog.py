@@ -65,6 +65,7 @@ def test_a_model_of_the_catalog(model):
     check_same(TargetSpec(model=model, context_length=64, batch_size=2))
 
 
+@pytest.mark.slow
 def test_qlora_as_recommend_runs_it(monkeypatch):
     counted, settle = [], Repeats.settle
     monkeypatch.setattr(Repeats, "settle", lambda self: (counted.append(self.times), settle(self))[1])
