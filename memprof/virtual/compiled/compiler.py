@@ -281,11 +281,11 @@ class Compiler:
         run, compile_graph = dynamo_utils.run_node, output_graph.OutputGraph.call_user_compiler
         whole, inner = compile_fx.compile_fx, compile_fx.compile_fx_inner
 
-        def build_guards(manager: Any, code: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
+        def build_guards(manager: Any, code: Any, output_graph: Any = None, *args: Any, **kwargs: Any) -> None:
             # They are checked where the program runs, in what it sees of torch.
             with lifted.put_back():
-                build(manager, code, graph, *args, **kwargs)
-            self._spies.compiled(guard.name for guard in graph.guards)
+                build(manager, code, output_graph, *args, **kwargs)
+            self._spies.compiled([str(guard.name) for guard in output_graph.guards])
 
         def run_node(*args: Any, **kwargs: Any) -> Any:
             with made():
