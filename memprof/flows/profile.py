@@ -102,6 +102,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
     from memprof.virtual import repeat
+    from memprof.watch.model_names import unread
     from memprof.workload.models import find_source
     from memprof.workload.step import Workload
 
@@ -125,7 +126,8 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
     failed: RunFailedError | None = None
     repeats = not (source.own_code or spec.compile) and repeat.is_on()
     while True:
-        workload = Workload(spec, source, switch_on, built)
+        with unread():  # libraries that take part are imported
+            workload = Workload(spec, source, switch_on, built)
         try:
             if spec.device == "virtual":
                 trace = capture_virtual(

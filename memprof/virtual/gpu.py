@@ -31,7 +31,6 @@ from memprof.virtual.edges import (
     generation,
     hub_kernels,
     loaders,
-    model_names,
     native,
     processes,
     threads,
@@ -52,7 +51,7 @@ from memprof.virtual.torch_cuda import pools
 from memprof.virtual.torch_cuda.driver import nvml_patches
 from memprof.virtual.torch_cuda.facade import AllocatorSettings, Memory, MemoryStatistics, UnusedSettings, cuda_facade
 from memprof.virtual.values import Values
-from memprof.watch import sharding
+from memprof.watch import model_names, sharding
 from memprof.watch.failure import describe, ended_by_refusal, refusal
 from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports

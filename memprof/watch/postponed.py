@@ -13,7 +13,7 @@ An eager run needs none of it, but it is asked for at these places:
   value is a `sympy.Basic`, which nothing can be before sympy is there; torch/utils/flop_counter.py asks the same of
   Triton's `JITFunction`.
 * transformers takes functions and classes from accelerate and from torch's FSDP and distributed checkpoints, which it
-  calls where a model is spread or loaded, and from the hub's client, where one is downloaded (`_CALLED`).
+  calls where a model is spread or loaded, and from the hub's client, where one is downloaded, as PEFT does (`_CALLED`).
 * torch.distributed.tensor, whose classes transformers asks about, begins with the rules of all operators for tensors
   that are spread over a mesh of devices. They are run when the first mesh is made.
 * inspect finds the module of a frame among the real paths of all that were imported, and torch asks for that for each
@@ -197,6 +197,10 @@ _LOADING = tuple(
         "loss.loss_for_object_detection", "loss.loss_rt_detr", "loss.loss_grounding_dino",
     )
 )  # fmt: skip
+_DOWNLOADING = (
+    "transformers.utils.hub", "transformers.safetensors_conversion",
+    "peft.peft_model", "peft.utils.loftq_utils", "peft.utils.other", "peft.utils.save_and_load",
+)  # fmt: skip
 _CALLED = {
     **dict.fromkeys(("accelerate", "accelerate.utils", "accelerate.utils.modeling", "accelerate.hooks"), _LOADING),
     "torch.distributed._composable": ("transformers.distributed.fsdp",),
@@ -205,8 +209,8 @@ _CALLED = {
     "torch.distributed.checkpoint": ("transformers.distributed.checkpoint",),
     "torch.distributed.checkpoint.hf_storage": ("transformers.distributed.checkpoint",),
     **{
-        f"huggingface_hub.{name}": ("transformers.utils.hub", "transformers.safetensors_conversion")
-        for name in ("hf_api", "community", "repocard", "repocard_data", "_snapshot_download")
+        f"huggingface_hub.{name}": _DOWNLOADING
+        for name in ("hf_api", "community", "repocard", "repocard_data", "_snapshot_download", "hf_file_system")
     },
 }
 """Modules of which somebody, when it is imported, takes what it will call or what values are instances of, and who."""

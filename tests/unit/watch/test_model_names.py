@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.nightly
 def test_names_are_read_when_one_is_asked_for():
     code = """
     import sys
-    from memprof.virtual.edges import model_names
+    from memprof.watch import model_names
     from memprof.watch.imports import watch_imports
     from memprof.watch.patches import Patches
 
@@ -59,6 +59,43 @@ def test_names_are_read_when_one_is_asked_for():
             raise AssertionError
     """
     _run(code)
+
+
+@pytest.mark.nightly
+def test_the_folder_by_whose_name_one_begins_defines_it_alone():
+    _run("""
+    import transformers
+    from memprof.watch.model_names import _package_of
+
+    found = 0
+    for name, module in transformers._class_to_module.items():
+        package = _package_of(name)
+        if package is not None:
+            path = f"{package.__name__}.{package._class_to_module[name]}"
+            assert path.endswith(module) or path == f"transformers.{module}", (name, path, module)
+            found += 1
+    assert found > 3000, found
+    assert _package_of("BloomPreTrainedModel") is transformers.models.bloom
+    assert _package_of("PreTrainedModel") is None and _package_of("Llama") is None and _package_of("") is None
+    """)
+
+
+@pytest.mark.nightly
+def test_a_name_is_had_without_reading_the_others():
+    _run("""
+    from memprof.watch.model_names import unread
+
+    with unread():
+        from transformers import AutoModelForCausalLM, BloomPreTrainedModel
+        import transformers
+    assert "_unread" in vars(transformers) and "_unread" in vars(transformers.models)
+    from transformers.models.bloom import modeling_bloom
+    assert BloomPreTrainedModel is modeling_bloom.BloomPreTrainedModel
+    import transformers.utils.import_utils as utils
+    assert "memprof" not in utils.define_import_structure.__module__ and "memprof" not in utils._LazyModule.__module__
+    assert "LlamaForCausalLM" in dir(transformers) and "_unread" not in vars(transformers)
+    assert AutoModelForCausalLM is transformers.AutoModelForCausalLM
+    """)
 
 
 @pytest.mark.nightly

@@ -3,11 +3,12 @@
 `import transformers` reads every file of its models to learn what they define, and `import transformers.models` does so
 again (`define_import_structure` in utils/import_utils.py): half of what importing one model's module takes. Only
 somebody who asks the packages themselves for a name needs it, as `from transformers import AutoModel` does; a model's
-own module is found by its path.
+own module is found by its path. And most names begin with that of the folder that defines them, which is read alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -16,7 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from memprof.watch.patches import Patch
+from memprof.watch.imports import watch_imports
+from memprof.watch.patches import Patch, Patches
+
+_UTILS = "transformers.utils.import_utils"
 
 
 class _Unread(dict[Any, Any]):
@@ -25,6 +29,20 @@ class _Unread(dict[Any, Any]):
     def __init__(self, read: Callable[[], dict[Any, Any]]) -> None:
         super().__init__({frozenset(): {}})
         self.read = read
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[None]:
+    """Inside, where no run has put these patches in place yet, they are."""
+    if _UTILS in sys.modules:
+        yield
+        return
+    own = Patches()
+    try:
+        with watch_imports({_UTILS: lambda: own.set_all(patches(sys.modules[_UTILS]))}):
+            yield
+    finally:
+        own.undo()
 
 
 def patches(import_utils: ModuleType) -> Iterator[Patch]:
@@ -72,6 +90,9 @@ def _postponing(plain: type) -> type:
                 path = os.path.join(os.path.dirname(self.__file__), name)
                 if os.path.isfile(path + ".py") or os.path.isfile(os.path.join(path, "__init__.py")):
                     return importlib.import_module(f"{self.__name__}.{name}")
+                package = _package_of(name)
+                if package is not None:
+                    return getattr(package, name)
                 self._read()
             return super().__getattr__(name)
 
@@ -84,3 +105,17 @@ def _postponing(plain: type) -> type:
 
     LazyModule.__name__, LazyModule.__qualname__, LazyModule.__module__ = "_LazyModule", "_LazyModule", plain.__module__
     return LazyModule
+
+
+def _package_of(name: str) -> ModuleType | None:
+    """The package of the model by whose name `name` begins, if that is defined there and can be had."""
+    models = importlib.import_module("transformers.models")
+    lower, folders = name.lower(), os.listdir(models.__path__[0])
+    found = [folder for folder in folders if lower.startswith(folder.replace("_", ""))]
+    if not found:
+        return None
+    package = importlib.import_module(f"{models.__name__}.{max(found, key=len)}")
+    known = name in getattr(package, "_class_to_module", ()) and name not in getattr(
+        package, "_object_missing_backend", (name,)
+    )
+    return package if known else None
