@@ -144,6 +144,11 @@ class Values:
         """Whether all elements are known to be alike."""
         return tensor.untyped_storage()._cdata in self._uniform
 
+    def uniform_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The number that all elements are known to be, to be compared and not handed out; None if they are not."""
+        address = tensor.untyped_storage()._cdata
+        return None if self.tokens.knows(address) or address in self._shares else self._uniform.get(address)
+
     def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
         """All elements of `tensor`, which owns its whole storage, are known to be `value`."""
         if tensor.numel():
