@@ -1,10 +1,10 @@
 """What a layer keeps for later tokens: its own entry in a cache that every layer is given.
 
 A cache is an object with one list, in which each layer has an entry: an object of plain values and tensors. A layer
-finds its own by its number. That it looks at nothing else of the list is seen while it runs (`_Watched`), so that what it
-does depends on its own entry alone, and changes it alone. Entries are compared as everything else is that a layer is
-given; of a layer that is repeated, the entry is left as the run of a layer like it has left its own: with tensors that
-stand for what was written into the record.
+finds its own by its number. That it looks at nothing else of the list is seen while it runs (`_Watched`): what it does
+depends on its own entry alone, and changes it alone. Entries are compared as everything else is that a layer is given;
+of a layer that is repeated, the entry is left as the run of a layer like it has left its own, with tensors that stand
+for what was written into the record.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memprof.trace.events import NONE, Event, EventKind
+from memprof.trace.events import GPU, NONE, Event, EventKind
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.repeat.alike import Spy, has_slots, layout_of
 from memprof.virtual.repeat.backward import RunAgain
@@ -26,7 +26,7 @@ from memprof.virtual.repeat.casts import OddError
 from memprof.virtual.repeat.slices import Call, From
 from memprof.virtual.repeat.uses import uses_of_new
 
-PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 _FEW = 8
 """Numbers in host memory that are compared."""
 _storage_use_count = torch._C._storage_Use_Count
@@ -78,18 +78,19 @@ class Entries:
         self._cache: Any = None
         self._name = ""
         """Of the list."""
-        self._entry: Any = None
+        self._entry: Callable[[], Any] = lambda: None
+        """Neither it nor what is in it is kept alive: a layer may let go of it."""
         self._place = 0
         self._others: Any = ()
         """What the cache has beside the list."""
         self._before: dict[str, tuple[weakref.ref[torch.Tensor], int] | None] = {}
-        """Names in the entry; of a tensor, that and its version. It is not kept alive: a layer may let go of it."""
+        """Names in the entry; of a tensor, that and its version."""
         self.held: tuple[int, ...] = ()
         """Storages of the tensors in the entry, as they were before the layer."""
 
     def forget(self) -> None:
         """The layer has returned: no more is kept of the cache than the program keeps."""
-        self._cache = self._entry = None
+        self._cache, self._entry = None, lambda: None
         self._others, self._before, self.held = (), {}, ()
 
     @property
@@ -123,14 +124,12 @@ class Entries:
         entry = entries[place]
         if sum(one is entry for one in entries) != 1:
             raise OddError
-        self._cache, self._name, self._entry, self._place = cache, lists[0], entry, place
+        self._cache, self._name, self._place = cache, lists[0], place
+        self._entry = weakref.ref(entry)
         self._others = self._beside_the_list()
         held: dict[int, int] = {}
         values = [self._value(value, held) for value in vars(entry).values()]
-        self._before = {
-            name: (weakref.ref(value), value._version) if isinstance(value, torch.Tensor) else None
-            for name, value in vars(entry).items()
-        }
+        self._before = {name: _named(value) for name, value in vars(entry).items()}
         if known in held:
             raise OddError
         self.held = tuple(held)
@@ -138,16 +137,16 @@ class Entries:
 
     def _beside_the_list(self) -> Any:
         found = [(name, type(value), value) for name, value in vars(self._cache).items() if name != self._name]
-        if any(kind not in PLAIN and not issubclass(kind, type) for _, kind, _ in found):
+        if any(kind not in _PLAIN and not issubclass(kind, type) for _, kind, _ in found):
             raise OddError
         return found
 
     def _value(self, value: Any, held: dict[int, int]) -> Any:
         """What is in an entry, to be compared; `held`: storages of the entry, and their numbers."""
         kind = type(value)
-        if kind in PLAIN:
+        if kind in _PLAIN:
             return kind, value
-        if kind is not torch.Tensor or vars(value) or value.layout is not torch.strided or value.requires_grad:
+        if not _is_ordinary(value):
             raise OddError
         if not value.is_meta:
             if value.numel() > _FEW:
@@ -183,14 +182,17 @@ class Entries:
         parts, name = vars(self._cache), self._name
         entries = parts[name]
         parts[name] = watched = _Watched(entries)
-        watched.place = self._place
+        watched.place, watched.original = self._place, entries
         try:
             yield lambda: watched.is_used
         finally:
             if parts.get(name) is watched:
                 parts[name] = entries
-                if watched.is_changed:
-                    entries[:] = list.__getitem__(watched, slice(None))
+            entry = self._entry()
+            for held in (parts, {} if entry is None else vars(entry)):
+                for key in [key for key, value in held.items() if type(value) is Spy]:
+                    held[key] = held[key].value
+                    watched.is_used = True
 
     def end(self, call: Call) -> Left:
         """What the layer has left in its entry.
@@ -200,29 +202,31 @@ class Entries:
         """
         if self._cache is None:
             return NOTHING
-        entries = vars(self._cache).get(self._name)
-        names = list(vars(self._entry))
+        entries, entry = vars(self._cache).get(self._name), self._entry()
+        names = [] if entry is None else list(vars(entry))
         if (
-            type(entries) is not list
+            entry is None
+            or type(entries) is not list
             or len(entries) <= self._place
-            or entries[self._place] is not self._entry
+            or entries[self._place] is not entry
             or self._beside_the_list() != self._others
             or names[: len(self._before)] != list(self._before)
         ):
             raise OddError
-        left = Left(tuple((name, self._left(name, value, call)) for name, value in vars(self._entry).items()))
+        left = Left(tuple((name, self._left(name, value, call)) for name, value in vars(entry).items()))
         if len(left.storages) != sum(isinstance(value, Made) for _, value in left.values):
             raise OddError
         return left
 
     def _left(self, name: str, value: Any, call: Call) -> Any:
         kind = type(value)
-        if kind in PLAIN:
+        if kind in _PLAIN:
             return kind, value
-        if kind is not torch.Tensor or vars(value) or value.layout is not torch.strided or value.requires_grad:
+        if not _is_ordinary(value):
             raise OddError
         before = self._before.get(name)
-        if before is not None and before[0]() is value:
+        is_kept = before is not None and before[0]() is value
+        if before is not None and is_kept:
             if before[1] != value._version:
                 raise OddError
             return None
@@ -233,9 +237,8 @@ class Entries:
         if (
             not 0 <= number < call.storages
             or known is _UNEQUAL
-            or whole.storage_offset()
-            or (whole.dtype, type(whole)) != (value.dtype, torch.Tensor)
-            or self._machine.device_of(value) != self._machine.recorder.trace.storages[number + call.first_storage].device
+            or not (_is_ordinary(whole) and _is_whole(whole) and whole.dtype is value.dtype)
+            or self._machine.device_of(value) != GPU
             # What keeps it beside the entry would not be seen.
             or _storage_use_count(storage._cdata) > uses_of_new() + (viewed is not None)
         ):
@@ -253,7 +256,7 @@ class Entries:
         Raises:
             RunAgain: somebody else has it, too.
         """
-        recorder, index, parts = self._machine.recorder, self.held[number], vars(self._entry)
+        recorder, index, parts = self._machine.recorder, self.held[number], vars(self._entry())
         for name in self._before:
             if isinstance(parts[name], torch.Tensor) and recorder.index_of(parts[name]) == index:
                 parts[name] = None
@@ -266,13 +269,13 @@ class Entries:
         Raises:
             RunAgain: it would not be.
         """
-        events = self._machine.recorder.trace.events
+        events, parts = self._machine.recorder.trace.events, vars(self._entry())
         count = len(events)
         for name, value in left.values:
             if isinstance(value, Made):
-                vars(self._entry)[name] = self._made(value, base + value.storage)
+                parts[name] = self._made(value, base + value.storage)
             elif value is not None:
-                vars(self._entry)[name] = value[1]
+                parts[name] = value[1]
         if len(events) != count:
             raise RunAgain("an entry of a cache died that others keep")
 
@@ -292,6 +295,29 @@ class Entries:
 _UNEQUAL = object()
 
 
+def _named(value: Any) -> tuple[weakref.ref[torch.Tensor], int] | None:
+    return (weakref.ref(value), value._version) if isinstance(value, torch.Tensor) else None
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Whether it is a tensor that holds nothing but its numbers, and comes from no graph."""
+    return (
+        type(value) is torch.Tensor
+        and not vars(value)
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and not value.is_inference()
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether its memory is what a new tensor like it would have."""
+    most = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    return not tensor.storage_offset() and tensor.untyped_storage().nbytes() == most * tensor.itemsize
+
+
 def _is_seen(value: Any) -> bool:
     """Whether an object holds nothing but what is in its dictionary."""
     return hasattr(value, "__dict__") and not isinstance(value, type) and not has_slots(type(value))
@@ -301,7 +327,8 @@ class _Watched(list[Any]):
     """The list of a cache, while a layer runs; notes whether it is used for more than to get the layer's own entry."""
 
     place = 0
-    is_used = is_changed = False
+    is_used = False
+    original: list[Any]
 
     def __getitem__(self, key: Any) -> Any:
         if type(key) is Spy and key.value == self.place:
@@ -310,11 +337,13 @@ class _Watched(list[Any]):
         return list.__getitem__(self, key)
 
 
-def _passed_on(name: str, *, changes: bool) -> Callable[..., Any]:
+def _passed_on(name: str) -> Callable[..., Any]:
     def method(self: _Watched, *args: Any, **kwargs: Any) -> Any:
         self.is_used = True
-        self.is_changed |= changes
-        return getattr(list, name)(self, *args, **kwargs)
+        result = getattr(self.original, name)(*args, **kwargs)
+        if result is self.original or name in _WRITTEN:
+            list.__init__(self, self.original)
+        return self if result is self.original else result
 
     return method
 
@@ -327,7 +356,6 @@ _WRITTEN = (
     "__setitem__", "__delitem__", "__iadd__", "__imul__", "append", "extend", "insert", "pop", "remove", "clear",
     "reverse", "sort",
 )  # fmt: skip
-for _names, _changes in ((_READ, False), (_WRITTEN, True)):
-    for _name in _names:
-        setattr(_Watched, _name, _passed_on(_name, changes=_changes))
-del _names, _changes, _name
+for _name in (*_READ, *_WRITTEN):
+    setattr(_Watched, _name, _passed_on(_name))
+del _name

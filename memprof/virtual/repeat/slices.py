@@ -86,7 +86,7 @@ class Slice:
     first_place: tuple[tuple[bool, int], int, int] | None = None
     """Of the first operator: module as seen from the layer, source, and the event in the slice before which it ran."""
     joined: tuple[tuple[int, int], ...] = ()
-    """Of what the layer's entry in a cache had before: what was joined to new, and how many storages it had made then."""
+    """What was joined to new of what the layer's entry in a cache had before, and the storages that were made then."""
     lets_go: bool = field(compare=False, default=False)
     """Of a backward: whether it was the last to hold what was made before its layer ran, which is freed and not in
     `events`. The first layers of a group hold all that is given to every one of it, and are never repeated."""
