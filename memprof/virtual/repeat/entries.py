@@ -269,6 +269,8 @@ class Entries:
         Raises:
             RunAgain: it would not be.
         """
+        if self._cache is None:
+            return
         events, parts = self._machine.recorder.trace.events, vars(self._entry())
         count = len(events)
         for name, value in left.values:

@@ -1,7 +1,6 @@
-"""Layers that are given a cache: what they keep in it is what the layers that are run keep, and the record is the same."""
+"""Layers that are given a cache: what they keep in it is what layers that are run keep, and the record is the same."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -279,14 +278,12 @@ def described(entry, device):
     found = {}
     for name, value in vars(entry).items():
         if isinstance(value, torch.Tensor):
-            index = device.recorder.index_of(value)
-            on_card = index >= 0 and value.device.type == "cuda"
-            known = (
-                value.tolist() if value.numel() < 9 and (not on_card or device.recording.values.get(value)) else None
-            )
+            index, base = device.recorder.index_of(value), value._base
+            is_few = value.numel() < 9 and (index < 0 or device.recording.values.get(value) is not None)
             value = (
-                index, value.device, value.size(), value.stride(), value.dtype, value.storage_offset(), value._is_view(),
-                value.untyped_storage().nbytes(), value._base is None or value._base.size(), value.requires_grad, known,
+                index, value.device, value.size(), value.stride(), value.dtype, value.storage_offset(),
+                value.untyped_storage().nbytes(), None if base is None else (base.size(), base.stride()),
+                value._is_view(), value.requires_grad, value.tolist() if is_few else None,
             )  # fmt: skip
         found[name] = type(value), value
     return list(found.items())
@@ -308,8 +305,8 @@ def check_same(kind, make, **asked):
     ids=["theirs", "own", "sliding", "alternating", "views at first"],
 )
 def test_layers_that_grow_a_cache_are_repeated(make, times):
-    """A window of 12 tokens is full from the third step on. Layers that are alike with entries that are not are run, and
-    those that leave keys and values that are views of one tensor."""
+    """A window of 12 tokens is full from the third step on. Layers that are alike with entries that are not are run,
+    and those that leave keys and values that are views of one tensor."""
     assert check_same(Attention, make) == times
 
 
