@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import GPU, NONE, Event, EventKind
@@ -44,6 +45,7 @@ class Made:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    version: int
     viewed: tuple[torch.Size, tuple[int, ...]] | None
     """Size and stride of the tensor that it is a view of."""
     value: Any
@@ -245,8 +247,9 @@ class Entries:
             raise OddError
         of_view = None if viewed is None else (viewed.size(), viewed.stride())
         return Made(
-            number, storage.nbytes(), value.size(), value.stride(), value.storage_offset(), value.dtype, of_view, known
-        )
+            number, storage.nbytes(), value.size(), value.stride(), value.storage_offset(), value.dtype, value._version,
+            of_view, known,
+        )  # fmt: skip
 
     # -- of a layer that is repeated --------------------------------------------------------------------------------
 
@@ -291,6 +294,8 @@ class Entries:
         self._machine.recorder.attach(storage, index)
         if one.value is not None:
             self._machine.values.set_uniform(tensor, one.value[1])
+        for _ in range(one.version):
+            increment_version(tensor)
         return tensor if one.viewed is None else tensor.as_strided(one.size, one.stride, one.offset)
 
 

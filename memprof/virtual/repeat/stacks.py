@@ -21,6 +21,7 @@ from torch.nn.modules import module as hooks_of_torch
 from memprof.virtual.engine import in_backward
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.repeat.backward import RunAgain
+from memprof.virtual.repeat.functions import Functions
 from memprof.virtual.repeat.passes import FEWEST, Pass
 from memprof.watch.modules import ModuleTracker
 
@@ -48,6 +49,12 @@ class Repeats:
         self.times = 0
         """How often a layer was not run."""
         self._owed: list[Pass] = []
+        self.functions = Functions(machine, assumptions, self._is_ordinary)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was repeated."""
+        return bool(self.times or self.functions.times)
 
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run."""

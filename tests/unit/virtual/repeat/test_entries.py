@@ -93,6 +93,15 @@ class CountsItself(Attention):
         return super().keep(cache, keys + 0 if entry.times > 2 else keys, values)
 
 
+class ChangesItsKeys(Attention):
+    """Writes to what it keeps."""
+
+    def keep(self, cache, keys, values):
+        found = super().keep(cache, keys, values)
+        cache.layers[self.layer_idx].keys.mul_(0.5).add_(1)
+        return found
+
+
 class KeepsItsNumber(Attention):
     def keep(self, cache, keys, values):
         cache.layers[self.layer_idx].number = self.layer_idx
@@ -283,7 +292,7 @@ def described(entry, device):
             value = (
                 index, value.device, value.size(), value.stride(), value.dtype, value.storage_offset(),
                 value.untyped_storage().nbytes(), None if base is None else (base.size(), base.stride()),
-                value._is_view(), value.requires_grad, value.tolist() if is_few else None,
+                value._is_view(), value._version, value.requires_grad, value.tolist() if is_few else None,
             )  # fmt: skip
         found[name] = type(value), value
     return list(found.items())
@@ -311,7 +320,15 @@ def test_layers_that_grow_a_cache_are_repeated(make, times):
 
 
 @pytest.mark.parametrize(
-    ("kind", "times"), [(CountsItself, MOST), (KeepsAScale, MOST), (KeepsOne, MOST), (Slices, MOST), (KeepsBoth, 0)]
+    ("kind", "times"),
+    [
+        (CountsItself, MOST),
+        (ChangesItsKeys, MOST),
+        (KeepsAScale, MOST),
+        (KeepsOne, MOST),
+        (Slices, MOST),
+        (KeepsBoth, 0),
+    ],
 )
 def test_what_else_is_in_an_entry(kind, times):
     assert check_same(kind, full) == times
