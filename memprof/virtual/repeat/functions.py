@@ -135,9 +135,9 @@ class Functions:
             return None
         modes = tuple((type(mode), str(getattr(mode, "device", ""))) for mode in _get_current_function_mode_stack())
         return (
-            signature, layout_of(tensor), tuple(given.arguments), tuple(plain), modes, recorder.modules.current,
-            recorder.phase_index, recorder.is_noted, torch.is_grad_enabled(), torch.get_default_dtype(),
-            torch.is_autocast_enabled("cuda"), torch._C._current_graph_task_id(),
+            signature, layout_of(tensor), tuple(given.arguments), tuple((type(one), one) for one in plain), modes,
+            recorder.modules.current, recorder.phase_index, recorder.is_noted, torch.is_grad_enabled(),
+            torch.get_default_dtype(), torch.is_autocast_enabled("cuda"), torch._C._current_graph_task_id(),
         )  # fmt: skip
 
     def _run(self, key: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
