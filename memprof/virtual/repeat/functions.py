@@ -7,6 +7,7 @@ again around tensors that stand for what is written.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import GPU, NONE
@@ -108,47 +110,50 @@ class Functions:
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             with _NoTorchFunction():
-                key = self._key(signature, args, kwargs) if self._is_ordinary() else None
-                if key is not None and key in self._patterns:
+                tensor, key = self._key(signature, args, kwargs) if self._is_ordinary() else (None, None)
+                if key in self._patterns:
                     return self._repeat(self._patterns[key])
-            if key is None:
+            if tensor is None:
                 return original(*args, **kwargs)
-            return self._run(key, original, args, kwargs)
+            return self._run(key, tensor, lambda: original(*args, **kwargs))
 
         return call
 
-    def _key(self, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
-        """All that decides what a call does; None: it is not known."""
+    def _key(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, Any]:
+        """The tensor that a call is given, and all that decides what it does; None: it is not known."""
         machine, recorder = self._machine, self._machine.recorder
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError:
-            return None
+            return None, None
         tensor, *others = given.args
         plain = [*others, *given.kwargs.values()]
         if not _is_plain_tensor(tensor) or any(type(one) not in _PLAIN for one in plain) or machine.caches.looks:
-            return None
+            return None, None
         address = tensor.untyped_storage()._cdata
         if machine.device_of(tensor) != GPU or recorder.index_of(tensor) == NONE or machine.values.knows(address):
-            return None
-        modes = tuple((type(mode), str(getattr(mode, "device", ""))) for mode in _get_current_function_mode_stack())
-        return (
-            signature, layout_of(tensor), tuple(given.arguments), tuple((type(one), one) for one in plain), modes,
-            recorder.modules.current, recorder.phase_index, recorder.is_noted, torch.is_grad_enabled(),
-            torch.get_default_dtype(), torch.is_autocast_enabled("cuda"), torch._C._current_graph_task_id(),
+            return None, None
+        modes = [mode for mode in _get_current_function_mode_stack() if type(mode) is not type(machine.function_mode)]
+        if any(type(mode) is not DeviceContext for mode in modes):
+            return None, None
+        return tensor, (
+            signature, layout_of(tensor), tuple(given.arguments), tuple((type(one), one) for one in plain),
+            tuple(str(mode.device) for mode in modes), recorder.modules.current, recorder.phase_index,
+            recorder.is_noted, torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cuda"),
+            torch._C._current_graph_task_id(),
         )  # fmt: skip
 
-    def _run(self, key: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, key: Any, tensor: torch.Tensor, original: Callable[[], Any]) -> Any:
         machine, recorder = self._machine, self._machine.recorder
         with _NoTorchFunction():
-            tensor = next(iter((*args, *kwargs.values())))
             call = Call(range(0), recorder.index_of(tensor))
             version = tensor._version
             begun = Begun(machine, self._assumptions)
             call.first_event, call.first_storage = begun.first_event, begun.first_storage
-        result = original(*args, **kwargs)
+        result = original()
         with _NoTorchFunction():
             call.storages = len(recorder.trace.storages) - call.first_storage
             try:

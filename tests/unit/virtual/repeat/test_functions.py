@@ -5,11 +5,16 @@ import dataclasses
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from memprof.catalog import find_gpu
+from memprof.flows.capture import capture_virtual
+from memprof.spec import TargetSpec
 from memprof.trace.events import PhaseKind
 from memprof.virtual import VirtualGpu
-from memprof.virtual.repeat import RunAgain
+from memprof.virtual.repeat import Repeats, RunAgain
+from memprof.workload.models import find_source
+from memprof.workload.step import Workload
 
 KEPT = []
 CALLS = 8
@@ -178,6 +183,41 @@ def test_other_arguments_are_another_function():
         call(weight, name="b")
         call(weight, 64)
     assert calls == [(64, "a"), (64, "a"), (32, "a"), (32, "a"), (64, "b")]
+
+
+def test_a_call_by_names_is_the_same_call():
+    def by_name(weight):
+        return call(size=64, weight=weight)
+
+    device = VirtualGpu(find_gpu("h100-80gb"), repeats=True)
+    with device, device.phase(PhaseKind.MODEL):
+        call = device.repeats.functions._wrapped(plain)
+        for _ in range(4):
+            by_name(weights(1))
+        assert device.repeats.functions.times == 2
+
+
+class Counting(TorchFunctionMode):
+    """Sees each function that is called inside."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_repeated_where_somebody_looks_on():
+    assert check_same(plain, around=Counting) == 0
+
+
+def test_the_weights_of_a_model_are_quantized_twice_each(monkeypatch):
+    """Four layouts in 16 layers: 7 matrices each."""
+    counted, settle = [], Repeats.settle
+    monkeypatch.setattr(Repeats, "settle", lambda self: (counted.append(self.functions.times), settle(self))[1])
+    spec = TargetSpec(model="llama-3.2-1b", quantize="nf4", dtype="bfloat16", mode="inference", context_length=8)
+    capture_virtual(Workload(spec, find_source(spec)), find_gpu("h100-80gb"), repeats=True)
+    assert counted == [16 * 7 - 9]
 
 
 def test_a_table_that_is_gone_is_run_again():
