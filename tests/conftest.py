@@ -11,10 +11,15 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
-from tests.lanes import LANE
+from tests.lanes import LANE, examples
+
+if TYPE_CHECKING:
+    from memprof.allocator.compiled.loading import Compiled
 
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
 if _workers:
@@ -89,6 +94,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported."""
     os.environ[LANE] = config.getoption("--lane")
+    settings.register_profile("lane", max_examples=examples(settings.default.max_examples))
+    settings.load_profile("lane")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -210,3 +217,15 @@ def shared_dir() -> Path:
     if not _SHARED.is_dir():
         pytest.skip(f"{_NO_SHARED}: {_SHARED} is not there")
     return _SHARED
+
+
+@pytest.fixture(scope="session")
+def compiled_rules(tmp_path_factory: pytest.TempPathFactory) -> Compiled | None:
+    """The allocator's rules as numba compiles them: once, for all workers, which takes four seconds."""
+    from memprof.allocator.compiled.loading import load
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if _workers else folder) / "compiled-rules"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMPROF_CACHE", str(folder))
+        return load()

@@ -83,6 +83,8 @@ def happened(
 
 COMPILER = "torch._inductor.compile_fx"
 """What is there once something was compiled."""
+_has_compiled = False
+"""Whether this process has, or the one that it was forked from."""
 
 
 def compiles(spec: TargetSpec) -> bool:
@@ -96,6 +98,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
     Raises:
         MemprofError: as `profile`.
     """
+    global _has_compiled
     # Here and not above: reading a capture and answering --help need no torch.
     from memprof.flows.capture import capture_measured, capture_virtual
     from memprof.virtual import repeat
@@ -117,9 +120,10 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
         importlib.import_module("torch._dynamo")
     if compiles(spec):
         importlib.import_module(COMPILER)
-        look_through_no_more()  # garbage is looked for when something has been compiled
+        look_through_no_more(after_runs=_has_compiled)  # garbage is looked for when something has been compiled
+        _has_compiled = True
     failed: RunFailedError | None = None
-    repeats = not (source.own_code or compiles(spec)) and repeat.is_on()
+    repeats = not (source.own_code or spec.compile) and repeat.is_on()
     while True:
         workload = Workload(spec, source, switch_on, built)
         try:

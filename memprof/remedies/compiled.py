@@ -70,6 +70,9 @@ def _has_triton() -> bool:
 class Compiled(Forward):
     """The forward of a module, compiled when it is first called; a copy compiles its own."""
 
+    DERIVED = ("_compiled",)
+    """Of what a layer has, which others of its kind may not have yet."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._compiled: Any = None

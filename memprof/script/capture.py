@@ -118,8 +118,10 @@ def capture_script(
     device.phases.on_step = seen.step
     device.phases.before_forward = lambda model: before_forward(model, device.phases.optimizers)
     # What memprof has imported lives for good: the program's own garbage is found as fast as without it.
+    is_frozen = gc.get_freeze_count() > 0  # by whoever called this: it stays so
     gc.collect()
-    gc.freeze()
+    if not is_frozen:
+        gc.freeze()
     error: BaseException | None = None
     try:
         device.__enter__()
@@ -140,7 +142,8 @@ def capture_script(
             patches.undo()
             device.__exit__(type(error), error, None if error is None else error.__traceback__)
     finally:
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
     if error is None and isinstance(device, MeasuredDevice) and device.error is not None:
         outcome = ScriptOutcome(Ended.ERROR, 1, device.error, kept=outcome.kept)
         error = device.error

@@ -45,6 +45,7 @@ from memprof.virtual.ranks.channel import Channel
 from memprof.virtual.ranks.together import Together
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.repeat import Repeats
+from memprof.virtual.repeat.spies import Spies
 from memprof.virtual.stand_ins import deepspeed, hub, requests, torchaudio, torchvision
 from memprof.virtual.stand_ins.finder import StandIns
 from memprof.virtual.torch_cuda import pools
@@ -57,6 +58,7 @@ from memprof.watch.growth import GrowthWatch
 from memprof.watch.imports import watch_imports
 from memprof.watch.postponed import imported_inside
 from memprof.watch.recorder import Recorder
+from memprof.watch.rounds import chosen_by
 from memprof.watch.source_lines import only_shows
 from memprof.watch.watch import Watch
 
@@ -259,10 +261,13 @@ class VirtualGpu(Watch):
 
     def _install(self) -> None:
         patches = self._patches
+        if self.repeats is not None:
+            self._stack.enter_context(chosen_by(self.repeats.rounds))
         self._stack.enter_context(imported_inside(patches.lifted, lambda: bool(self.recorder.trace.events)))
         function_mode = self._function_mode = DeviceMode(self.recording, registry.composites(self.recording))
         self.recording.function_mode = function_mode
-        self._compiler = Compiler(self.recording, function_mode, patches, self.assume, is_on=self._compiles)
+        spies = Spies() if self.repeats is None else self.repeats.spies
+        self._compiler = Compiler(self.recording, function_mode, patches, self.assume, spies, is_on=self._compiles)
         patches.set_all(python_functions.run_inside())
         patches.set_all(
             cuda_facade(

@@ -20,9 +20,13 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def look_through_no_more() -> None:
+def look_through_no_more(*, after_runs: bool = False) -> None:
     """Where the collector is off, as in memprof's own commands: what is there now is left out of every later search
-    for garbage. Torch and the libraries are half a million objects that live for good."""
+    for garbage. Torch and the libraries are half a million objects that live for good.
+
+    `after_runs`: but for garbage, which is let go of first. Imports leave none that is worth the search.
+    """
     if not gc.isenabled():
-        gc.collect()
+        if after_runs:
+            gc.collect()
         gc.freeze()

@@ -335,6 +335,13 @@ class Recorder:
         storage = ref()
         return (lambda: None) if storage is None else weakref.ref(storage)
 
+    def rename(self, index: int, other: int) -> None:
+        """A living storage is number `other` from here on, whose begin was written into the trace, and its own end."""
+        ref = self._refs.pop(index)
+        ref.index = other
+        self._refs[other] = ref
+        self.live[ref.address] = other
+
     def notes(self) -> int:
         """How many operators were noted forward."""
         return len(self._forward.places)

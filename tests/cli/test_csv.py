@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import Done, python
 
 REPORT = {"stages", "steps", "batches", "reserved", "categories", "tensors", "ledger", "findings", "evidence", "ladder"}
 SCRIPT = """
@@ -24,9 +24,8 @@ for _ in range(3):
 """
 
 
-def memprof(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "memprof", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def memprof(folder: Path, *arguments: str) -> Done:
+    return python("-m", "memprof", *arguments, folder=folder)
 
 
 def names(folder: Path) -> set[str]:
@@ -38,7 +37,7 @@ def captured(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("captured")
     (folder / "train.py").write_text(SCRIPT)
     done = memprof(folder, "run", "--json", "--csv", "tables/run", "--save", "run.memprof", "train.py")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     (folder / "run.json").write_text(done.stdout)
     return folder
 
@@ -62,13 +61,13 @@ def test_run_writes_them_where_it_was_started(captured):
 )
 def test_beside_what_is_printed(captured, command, tables):
     plain, both = memprof(captured, *command), memprof(captured, *command, "--csv", command[0])
-    assert (both.returncode, both.stdout) == (plain.returncode, plain.stdout)
+    assert (both.exit_code, both.stdout) == (plain.exit_code, plain.stdout)
     assert "Tables: " in both.stderr
     assert names(captured / command[0]) >= tables
 
 
 def test_a_file_in_the_way_is_said_before_the_run(captured):
     done = memprof(captured, "profile", "--model", "gpt2", "--csv", "train.py")
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.exit_code, done.stdout) == (2, "")
     assert "not a folder" in done.stderr
     assert len(done.stderr.splitlines()) == 3, done.stderr

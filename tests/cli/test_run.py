@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -198,6 +199,14 @@ def test_nothing_on_the_card(memprof, script):
     assert ran.stderr == "memprof: the script ended before anything was on the card: there is nothing to report\n"
     left = memprof("run", script("import sys; sys.exit(3)"))
     assert left.exit_code == 1 and "the script ended by itself with exit code 3 before anything was on" in left.stderr
+
+
+def test_what_the_process_has_frozen_stays_so(memprof, script):
+    """As pytest's process has the libraries: each search for garbage would go through them again."""
+    gc.freeze()
+    before = gc.get_freeze_count()
+    assert memprof("run", script("print('hello')")).exit_code == 0
+    assert gc.get_freeze_count() > before / 2
 
 
 @pytest.mark.parametrize(

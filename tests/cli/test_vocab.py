@@ -53,6 +53,7 @@ def test_counts_and_caps(memprof, corpus):
     assert f"99%: {cap_for(0.99):,} tokens cover 99.0" in text
 
 
+@pytest.mark.slow
 def test_what_a_cap_saves_is_what_profile_says(memprof, corpus):
     found = memprof("vocab", corpus, *SMALL, "--coverage", "90", "--json").json["savings"]
     assert found["source"] == "simulated"
@@ -73,6 +74,7 @@ def test_what_a_cap_saves_is_what_profile_says(memprof, corpus):
     assert before["logits_bytes"] - after["logits_bytes"] > 2 * 4 * 4 * 128 * fewer
 
 
+@pytest.mark.slow
 def test_with_a_tokenizer_before_is_the_model(memprof, corpus, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(5000)}, unk_token="w0"))

@@ -23,7 +23,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name", by_day(TRAINERS, "trainer", "sft"))
+@pytest.mark.parametrize("name", by_day(TRAINERS, "sft"))
 def test_it_runs(name, tmp_path):
     found = run_twice(name, *TRAINERS[name], folder=tmp_path)
     # More steps where each left more behind than the one before: then all four.

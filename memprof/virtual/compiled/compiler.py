@@ -29,6 +29,7 @@ from memprof.virtual.compiled.telling import Telling
 from memprof.virtual.compiled.traced import Traced, used
 from memprof.virtual.edges.compiled import BLOCK_MASK, block_mask, is_block_mask
 from memprof.virtual.machine import Machine
+from memprof.virtual.repeat.spies import Spies
 from memprof.virtual.stand_ins import in_graph
 from memprof.virtual.torch_cuda.driver import driver_patches
 from memprof.watch.patches import Patches
@@ -50,6 +51,8 @@ _INDUCTOR = {
     **dict.fromkeys(_TIMED, False),
 }
 """Settings of Inductor while it compiles, beside `reuse.settings`: nothing is kept for other processes, or timed."""
+_DYNAMO = {"run_gc_after_compile": False}
+"""All garbage is looked for once it has compiled, and not a part of it before."""
 _AOT = {
     "enable_autograd_cache": False,
     "enable_remote_autograd_cache": False,
@@ -69,16 +72,25 @@ class Compiler:
         function_mode: by which the program sees it.
         patches: of the run, lifted while torch compiles.
         assume: told what the run rests on.
+        spies: what stands for numbers in the program's layers.
         is_on: whether anything is compiled.
     """
 
     def __init__(
-        self, machine: Machine, function_mode: Any, patches: Patches, assume: Callable[[str], None], *, is_on: bool
+        self,
+        machine: Machine,
+        function_mode: Any,
+        patches: Patches,
+        assume: Callable[[str], None],
+        spies: Spies,
+        *,
+        is_on: bool,
     ) -> None:
         self._machine = machine
         self._function_mode = function_mode
         self._patches = patches
         self._assume = assume
+        self._spies = spies
         self._why_not = "" if is_on else ", as asked for"
         if is_on and "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
             self._why_not = ", for Triton is not installed"
@@ -227,7 +239,7 @@ class Compiler:
             outer, self._frame = self._frame, _named(frame.f_code)
             begun, is_left = dynamo_utils.counters["frames"]["total"], False
             try:
-                with self._timed(), self._lifted():
+                with self._timed(), self._lifted(), self._spies.withdrawn():
                     made = call(self_, frame, *args, **kwargs)
                 is_left = made.guarded_code is None and dynamo_utils.counters["frames"]["total"] == begun  # not traced
                 if made.frame_exec_strategy.cur_action.name == "RUN_ONLY":
@@ -269,10 +281,11 @@ class Compiler:
         run, compile_graph = dynamo_utils.run_node, output_graph.OutputGraph.call_user_compiler
         whole, inner = compile_fx.compile_fx, compile_fx.compile_fx_inner
 
-        def build_guards(*args: Any, **kwargs: Any) -> None:
+        def build_guards(manager: Any, code: Any, output_graph: Any = None, *args: Any, **kwargs: Any) -> None:
             # They are checked where the program runs, in what it sees of torch.
             with lifted.put_back():
-                build(*args, **kwargs)
+                build(manager, code, output_graph, *args, **kwargs)
+            self._spies.compiled([str(guard.name) for guard in output_graph.guards])
 
         def run_node(*args: Any, **kwargs: Any) -> Any:
             with made():
@@ -336,6 +349,7 @@ class Compiler:
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
         """What is in place while torch compiles."""
+        import torch._dynamo.config as dynamo
         import torch._functorch.config as functorch
         import torch._inductor.config as inductor
 
@@ -355,6 +369,7 @@ class Compiler:
             own.set_all(self._traced.patches(f"{self._properties} {self._machine.cards.named()}"))
             own.set(self._machine.values, "assume", self._traced.assume)
             with (
+                dynamo.patch(_known(dynamo, _DYNAMO)),
                 inductor.patch(_known(inductor, {**_INDUCTOR, **reuse.settings()})),
                 functorch.patch(_known(functorch, _AOT)),
                 warnings.catch_warnings(),

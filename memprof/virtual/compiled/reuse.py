@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from memprof.virtual.compiled.origins import Origins, origins_of
 
 _ORIGINS = "_memprof_origins"
@@ -92,6 +94,8 @@ def patches(card: str, origins: Origins, took: Callable[[float], None]) -> Itera
 
     yield codecache, "compiled_fx_graph_hash", longer_hash
     yield codecache.CacheBase, "get_system", staticmethod(lambda: {"hash": card})
+    # Of all of torch's files, which takes 0.2 seconds: here one torch writes and reads.
+    yield codecache, "torch_key", lambda: torch.__version__.encode()
     yield cache, "_get_tmp_dir", staticmethod(lambda: where)
     yield cache, "_save_graph", staticmethod(save_graph)
     yield compiled, "after_deserialization", after_deserialization

@@ -1,22 +1,22 @@
 """Whether two layers are the same but for the numbers in their weights: told from all that they hold, not from names.
 
 What their code does with it is seen when it runs. One thing is left that differs in each layer by its nature, its own
-number: that its code does not look at it is seen too (`Spy`).
+number: that its code does not look at it is seen too (spies.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from memprof.virtual.repeat.spies import Numbers
 from memprof.virtual.values import Values
 
 _HOOKS = (
@@ -30,8 +30,6 @@ _OF_STATE_DICTS = {
 """Called when weights are saved and loaded, which no layer does."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, torch.Size)
 _CODE = (type, FunctionType, BuiltinFunctionType, ModuleType)
-Numbers = set[tuple[str, str]]
-"""Attributes that hold a layer's own number: the path of a module below the layer, and the name."""
 
 
 class Comparison:
@@ -136,7 +134,10 @@ class Comparison:
 
     def _parts_alike(self, one: Any, other: Any) -> bool:
         mine, its = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
-        return list(mine) == list(its) and all(map(self._alike, mine.values(), its.values()))
+        derived = getattr(type(one), "DERIVED", ())
+        return list(mine) == list(its) and all(
+            self._alike(mine[name], its[name]) for name in mine if name not in derived
+        )
 
 
 def has_slots(kind: type) -> bool:
@@ -178,50 +179,3 @@ def _tensors(root: nn.Module) -> Iterator[torch.Tensor | None]:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-class Spy:
-    """Stands for a layer's own number, and notes whether anybody looks at it."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-        self.is_used = False
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
-        self.is_used = True
-        return int
-
-
-def _passed_on(name: str) -> Callable[..., Any]:
-    def method(self: Spy, *args: Any) -> Any:
-        self.is_used = True
-        return getattr(self.value, name)(*args)
-
-    return method
-
-
-for _name in dir(int):
-    if callable(getattr(int, _name)) and _name not in {
-        "__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__getattribute__", "__setattr__",
-        "__delattr__", "__dir__", "__getstate__", "__reduce__", "__reduce_ex__", "__sizeof__", "__getnewargs__",
-    }:  # fmt: skip
-        setattr(Spy, _name, _passed_on(_name))
-del _name
-
-
-@contextlib.contextmanager
-def spied(layer: nn.Module, numbers: Numbers) -> Iterator[Callable[[], bool]]:
-    """Inside, what is given says whether anybody has looked at the layer's own number."""
-    spies = []
-    for path, module in layer.named_modules() if numbers else ():
-        held = vars(module)
-        for name in held.keys() & {name for where, name in numbers if where == (f".{path}" if path else "")}:
-            spies.append((held, name, Spy(held[name])))
-            held[name] = spies[-1][2]
-    try:
-        yield lambda: any(spy.is_used for _, _, spy in spies)
-    finally:
-        for held, name, spy in spies:
-            if held.get(name) is spy:
-                held[name] = spy.value

@@ -25,6 +25,8 @@ _forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _BY_DEATH = frozenset({From.INPUT, From.GRADIENT})
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, int]
 """Size, stride and dtype of a tensor at the begin of its memory, and the bytes of that."""
+Memory = tuple[From, int]
+"""The n-th storage that the layer's backward makes; or its forward, whose code has the backward use it again."""
 
 
 class RunAgain(BaseException):
@@ -37,11 +39,11 @@ class Backward:
 
     slice: Slice
     arrived: Layout
-    gradients: list[tuple[Layout | None, Layout | int | None]]
-    """Of each parameter before and after; a number: of the storage that was made for it, whose layout is in `made`."""
-    made: dict[int, Layout]
-    handed_on: int | None
-    """Number of the storage of the input's gradient; None: it is in that of the one that arrived."""
+    gradients: list[tuple[Layout | None, Layout | Memory | None]]
+    """Of each parameter before and after; a memory: what it is made in, whose layout is in `made`."""
+    made: dict[Memory, Layout]
+    handed_on: Memory | None
+    """Where the input's gradient is; None: in the memory of the one that arrived."""
     layout: Layout
     """Of the input's gradient."""
     place: int = field(compare=False)
@@ -121,6 +123,11 @@ class Backwards:
         """What was written to be free, and is held by the engine until the node has run."""
         self._repeats = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the backward of a layer is being run."""
+        return self._open is not None
+
     def run(self, place: int, group: Any, call: Call, result: torch.Tensor) -> None:
         """A layer was run, and has returned this."""
         self._groups[place], self._calls[place] = group, call
@@ -194,29 +201,36 @@ class Backwards:
         numbers = {index: number for number, index in enumerate(indices) if index != NONE}
         made, is_clean = opened.begun.end(call, arrived=opened.arrived, gradients=numbers)
         base = opened.begun.first_storage
-        gradients: list[tuple[Layout | None, Layout | int | None]] = []
-        new: dict[int, Layout] = {}
+
+        def memory(index: int) -> Memory:
+            if index >= base:
+                return From.HERE, index - base
+            if index - call.first_storage in call.kept:
+                return From.FORWARD, index - call.first_storage
+            raise UnknownError("a gradient is in memory that was there before")
+
+        gradients: list[tuple[Layout | None, Layout | Memory | None]] = []
+        new: dict[Memory, Layout] = {}
         for (index, before), (now, after) in zip(opened.before, self._gradients(opened.place), strict=True):
-            if now >= base:
-                assert after is not None
-                new[now - base] = after
-                gradients.append((before, now - base))
-            elif now == index:
+            if now == index:
                 gradients.append((before, after))
-            else:
+                continue
+            where = memory(now)
+            if after is None or where in new:
                 raise UnknownError("a parameter has another's gradient")
+            new[where] = after
+            gradients.append((before, where))
         freed = {number for kind, origin, number in made.events if kind is EventKind.FREE and origin is From.FORWARD}
-        if not call.kept <= freed:
-            raise UnknownError("a graph keeps what it was made for")
-        number = None if handed_on == opened.arrived else handed_on - base
-        if number is not None and number < 0:
-            raise UnknownError("a gradient is handed on that was there before")
-        alive = set(new) | ({number} if number is not None else set())
-        if set(made.alive) != alive or len(new) != sum(type(after) is int for _, after in gradients) or number in new:
+        at = None if handed_on == opened.arrived else memory(handed_on)
+        left = set(new) | ({at} if at is not None else set())
+        if at in new or {number for origin, number in left if origin is From.HERE} != set(made.alive):
             raise UnknownError("a backward leaves more than gradients")
-        if (number is None) == any(origin is From.ARRIVED for _, origin, _ in made.events):
+        kept = {number for origin, number in left if origin is From.FORWARD}
+        if kept & freed or not call.kept <= freed | kept:
+            raise UnknownError("a graph keeps what it was made for")
+        if (at is None) == any(origin is From.ARRIVED for _, origin, _ in made.events):
             raise UnknownError("a gradient is kept")
-        return Backward(made, opened.layout, gradients, new, number, layout, opened.place), is_clean
+        return Backward(made, opened.layout, gradients, new, at, layout, opened.place), is_clean
 
     def _gradients(self, place: int) -> list[tuple[int, Layout | None]]:
         """Storage and layout of each parameter's gradient."""
@@ -274,11 +288,12 @@ class Backwards:
                 raise RunAgain(str(error)) from None
             events = len(recorder.trace.events)
             layer.kept = None  # where the others' is held on to by somebody else
+            starts = {From.HERE: base, From.FORWARD: layer.call.first_storage}
             for parameter, (_, after) in zip(parameters, pattern.gradients, strict=True):
-                if type(after) is int:
-                    parameter.grad = self._made(pattern.made[after], base + after)
+                if after in pattern.made:
+                    parameter.grad = self._made(pattern.made[after], starts[after[0]] + after[1])
             if pattern.handed_on is not None:
-                arrived = base + pattern.handed_on
+                arrived = starts[pattern.handed_on[0]] + pattern.handed_on[1]
                 gradient = self._made(pattern.layout, arrived)
             if len(recorder.trace.events) != events:
                 raise RunAgain("a tensor died that others keep")

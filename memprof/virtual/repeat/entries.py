@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import GPU, NONE, Event, EventKind
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.repeat.alike import Spy, has_slots, layout_of
+from memprof.virtual.repeat.alike import has_slots, layout_of
 from memprof.virtual.repeat.backward import RunAgain
 from memprof.virtual.repeat.casts import OddError
 from memprof.virtual.repeat.slices import Call, From
+from memprof.virtual.repeat.spies import Spies, Spy
 from memprof.virtual.repeat.uses import uses_of_new
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -73,10 +74,12 @@ class Entries:
 
     Args:
         machine: it runs on this.
+        spies: of the run.
     """
 
-    def __init__(self, machine: RecordingMode) -> None:
+    def __init__(self, machine: RecordingMode, spies: Spies) -> None:
         self._machine = machine
+        self._spies = spies
         self._cache: Any = None
         self._name = ""
         """Of the list."""
@@ -117,7 +120,8 @@ class Entries:
             if cache is not self._cache:
                 raise OddError
             return "the cache"
-        if not _is_seen(cache):
+        # Compiled code asks of which type the list is, before it is run.
+        if not _is_seen(cache) or self._spies.have_compiled:
             raise OddError
         lists = [name for name, value in vars(cache).items() if type(value) is list]
         entries = vars(cache)[lists[0]] if len(lists) == 1 else []
@@ -185,9 +189,17 @@ class Entries:
         entries = parts[name]
         parts[name] = watched = _Watched(entries)
         watched.place, watched.original = self._place, entries
+
+        def withdraw() -> None:
+            watched.is_used = True
+            if parts.get(name) is watched:
+                parts[name] = entries
+
+        self._spies.before_compiling, before = withdraw, self._spies.before_compiling
         try:
             yield lambda: watched.is_used
         finally:
+            self._spies.before_compiling = before
             if parts.get(name) is watched:
                 parts[name] = entries
             entry = self._entry()

@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import NONE
 from memprof.virtual.recording import RecordingMode
-from memprof.virtual.repeat.alike import Comparison, layout_of, spied
+from memprof.virtual.repeat.alike import Comparison, layout_of
 from memprof.virtual.repeat.backward import Backwards, Node, RunAgain
 from memprof.virtual.repeat.casts import Cast, Casts, OddError
 from memprof.virtual.repeat.entries import Entries, Left
 from memprof.virtual.repeat.leaves import applied_functions, ends_in_leaf
 from memprof.virtual.repeat.slices import Begun, Call, From, Slice, UnknownError, write
+from memprof.virtual.repeat.spies import Spies
 from memprof.virtual.repeat.uses import uses_of_new
 from memprof.watch.caches import tensors_in
 from memprof.watch.forward import Place
@@ -118,6 +119,7 @@ class Pass:
         root: the model.
         members: the layers of the stack.
         trained_between: whether anything outside the model's stacks is trained.
+        spies: of the run.
     """
 
     def __init__(
@@ -128,10 +130,12 @@ class Pass:
         root: nn.Module,
         members: list[nn.Module],
         trained_between: Callable[[], bool],
+        spies: Spies,
     ) -> None:
         self._machine = machine
         self._assumptions = assumptions
         self._trained_between = trained_between
+        self._spies = spies
         self._next = 0
         self._is_on = True
         self._has_grad = torch.is_grad_enabled()
@@ -149,7 +153,7 @@ class Pass:
         self._is_given_leaf = False
         """Whether the first layer is given a tensor that only the graph holds, and at its very end."""
         self._casts = Casts(machine)
-        self._entries = Entries(machine)
+        self._entries = Entries(machine, spies)
         self._backwards = Backwards(
             machine, assumptions, self._layers, lambda one, other: self._are_alike(one, other, numbers=True)
         )
@@ -158,6 +162,11 @@ class Pass:
     def owes(self) -> bool:
         """Whether a layer that was repeated forward is yet to be repeated backward, or was not what was thought."""
         return bool(self._backwards.owed) or self._casts.is_wrong
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the backward of a layer is being run."""
+        return self._backwards.is_open
 
     def stop(self) -> None:
         """From here on every layer of this pass is run."""
@@ -352,7 +361,7 @@ class Pass:
         if self._is_given_leaf and not place:
             watched = applied_functions()
         numbers = self._comparison.numbers if len(group.places) > 1 else set()
-        with watched as applied, spied(layer, numbers) as is_used, self._entries.watched() as is_seen:
+        with watched as applied, self._spies.posted(layer, numbers) as is_used, self._entries.watched() as is_seen:
             try:
                 result = original(layer, *args, **kwargs)
             except Exception as error:

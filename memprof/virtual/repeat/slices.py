@@ -28,7 +28,7 @@ class From(enum.IntEnum):
 
     HERE = 0  # a storage: the n-th that the slice makes
     MODULE = 1  # a module: its place in the layer
-    FORWARD = 2  # in a backward, a storage: the n-th that the layer's forward made
+    FORWARD = 2  # a storage: the n-th of the layer's forward, in its backward; of the round before, in a loop
     INPUT = 3  # the layer's input
     ARRIVED = 4  # in a backward, the gradient of the layer's output
     GRADIENT = 5  # in a backward, what the n-th parameter's gradient was before
@@ -121,16 +121,24 @@ class Begun:
             len(trace.modules), len(trace.mismatches), len(trace.uses), len(trace.waits), len(trace.refused),
             len(trace.owners), len(trace.ops), len(trace.sources), len(trace.phases), len(machine.kept),
             machine.values.draws, machine.caches.changes, self._assumptions(), machine.recorder.phase_index,
-            random.getstate(), _drawn(),
+            trace.compiling, random.getstate(), _drawn(),
         )  # fmt: skip
 
-    def end(self, call: Call, *, arrived: int = NONE, gradients: dict[int, int] | None = None) -> tuple[Slice, bool]:
+    def end(
+        self,
+        call: Call,
+        *,
+        arrived: int = NONE,
+        gradients: dict[int, int] | None = None,
+        in_loop: bool = False,
+    ) -> tuple[Slice, bool]:
         """The slice, and whether it did nothing but what it says.
 
         Args:
-            call: the call that it is of; of a backward, its forward.
+            call: the call that it is of; of a backward, its forward; of a round of a loop, the round before.
             arrived: of a backward, the storage of the gradient that arrived.
             gradients: of a backward, storage -> number of the parameter whose gradient it was before.
+            in_loop: it is a round of a loop.
 
         Raises:
             UnknownError: it cannot be said in such words.
@@ -139,7 +147,8 @@ class Begun:
         trace = machine.recorder.trace
         first, base = self.first_event, self.first_storage
         in_backward = gradients is not None
-        of_forward = range(call.first_storage, call.first_storage + call.storages) if in_backward else range(0)
+        has_before = in_backward or in_loop
+        of_forward = range(call.first_storage, call.first_storage + call.storages) if has_before else range(0)
         events: list[tuple[EventKind, From, int]] = []
         others: list[int] = []
         alive = dict.fromkeys(range(len(trace.storages) - base))
@@ -183,7 +192,7 @@ class Begun:
                     *storage[:5],
                     _inside(storage.module, call.modules),
                     storage.source,
-                    _moment(storage.forward_event, call, first, moment),
+                    _moment(storage.forward_event, call, first, moment, anywhere=in_loop),
                     storage.hidden,
                 )
             )
@@ -209,14 +218,19 @@ def _inside(module: int, modules: range) -> tuple[bool, int]:
     return (True, module - modules.start) if module in modules else (False, module)
 
 
-def _moment(event: int, call: Call, first: int, moment: Callable[[int], int]) -> tuple[int, int]:
-    """When an operator ran forward: in the slice itself (recomputed), in the layer's forward, or never."""
+def _moment(event: int, call: Call, first: int, moment: Callable[[int], int], *, anywhere: bool) -> tuple[int, int]:
+    """When an operator ran forward: in the slice itself (recomputed), in the layer's forward, or never.
+
+    `anywhere`: or at one moment that all have in common.
+    """
     if event == NONE:
         return 0, NONE
     if event >= first:
         return 1, moment(event)
     if call.first_event <= event <= call.first_event + call.events:
         return 2, event - call.first_event
+    if anywhere:
+        return 0, event
     raise UnknownError("differentiates what ran outside the layer")
 
 

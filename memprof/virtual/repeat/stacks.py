@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from torch.nn.modules import module as hooks_of_torch
 
 from memprof.virtual.engine import in_backward
 from memprof.virtual.recording import RecordingMode
+from memprof.virtual.repeat import rounds
 from memprof.virtual.repeat.backward import RunAgain
 from memprof.virtual.repeat.functions import Functions
 from memprof.virtual.repeat.passes import FEWEST, Pass
+from memprof.virtual.repeat.spies import Spies
 from memprof.watch.modules import ModuleTracker
 
 _GLOBAL_HOOKS = (
@@ -48,8 +50,10 @@ class Repeats:
         """By the `id` of a layer."""
         self.times = 0
         """How often a layer was not run."""
+        self.spies = Spies()
+        self._layers_inside = 0
         self._owed: list[Pass] = []
-        self.functions = Functions(machine, assumptions, self._is_ordinary)
+        self.functions = Functions(machine, assumptions, lambda: not self._is_inside and self._is_ordinary())
 
     @property
     def is_used(self) -> bool:
@@ -74,6 +78,24 @@ class Repeats:
 
         return call
 
+    def rounds(self, parts: Sequence[slice]) -> Iterator[slice]:
+        """Those of a loop's `parts` that need to be run.
+
+        Raises:
+            RunAgain: the others were not like these.
+        """
+        if len(parts) < rounds.FEWEST or torch.is_grad_enabled() or self._is_inside or not self._is_ordinary():
+            return iter(parts)
+        return rounds.run(parts, self._machine, self._assumptions, self._count)
+
+    def _count(self, rounds: int) -> None:
+        self.times += rounds
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether what is done now is being looked at as a layer's."""
+        return self._layers_inside > 0 or any(one.is_in_backward for one in self._owed)
+
     def settle(self) -> None:
         """The run is over.
 
@@ -93,14 +115,20 @@ class Repeats:
                 members = [member for ref in stack.members if (member := ref()) is not None]
                 if len(members) == len(stack.members):
                     between = functools.partial(self._is_trained_between, stack.root)
-                    stack.running = Pass(self._machine, self._modules, self._assumptions, root, members, between)
+                    stack.running = Pass(
+                        self._machine, self._modules, self._assumptions, root, members, between, self.spies
+                    )
                     self._owed = [one for one in self._owed if one.owes]
                     self._owed.append(stack.running)
         if stack.running is None:
             return original(module, *args, **kwargs)
         if not self._is_ordinary():
             stack.running.stop()
-        result, repeated = stack.running.called(place, original, module, args, kwargs)
+        self._layers_inside += 1
+        try:
+            result, repeated = stack.running.called(place, original, module, args, kwargs)
+        finally:
+            self._layers_inside -= 1
         self.times += repeated
         return result
 
@@ -118,11 +146,12 @@ class Repeats:
             return (
                 self._machine.recorder.is_plain
                 and not self._machine.cards.several
+                and not self.spies.are_known
                 and (torch.is_grad_enabled() or not torch.is_autocast_enabled("cuda"))
                 and not torch.is_autocast_enabled("cpu")
                 and not torch.is_inference_mode_enabled()
                 and not torch.is_anomaly_enabled()
-                and _saved_tensor_hooks(True) is None
+                and (_saved_tensor_hooks(True) is None or not torch.is_grad_enabled())
                 and torch._C._len_torch_dispatch_stack() == 1
                 and not torch._C._are_functorch_transforms_active()
                 and not any(getattr(hooks_of_torch, name, None) for name in _GLOBAL_HOOKS)

@@ -58,6 +58,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._missed: dict[str, str] = {}
         """Package -> the module of a library that was told that it is not there."""
         self._asks_others = False
+        self._is_found = False
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -68,7 +69,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 yield
         finally:
             sys.meta_path.remove(self)
-            for name, module in list(sys.modules.items()):
+            for name, module in list(sys.modules.items()) if self._is_found else ():
                 if getattr(getattr(module, "__spec__", None), "loader", None) is self:
                     del sys.modules[name]
             if self._chosen:
@@ -131,6 +132,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         parent = sys.modules.get(package)
         if parent is not None and getattr(parent.__spec__, "loader", None) is not self:
             return None  # a module that the installed package does not have
+        self._is_found = True
         return importlib.machinery.ModuleSpec(name, self, origin="memprof's stand-in", is_package=True)
 
     def _refuse(self, package: str) -> None:

@@ -12,6 +12,7 @@ from memprof.allocator.caching import CachingAllocator
 from memprof.allocator.driver import SimulatedDriver
 from memprof.allocator.messages import OutOfMemory
 from memprof.allocator.releases import LATEST
+from tests.lanes import examples
 from tests.unit.allocator.replaying import replay_trace
 from tests.unit.allocator.traces import MIB, Script
 
@@ -130,7 +131,7 @@ def test_a_run_that_ends_at_a_refusal_does_not_fit():
     assert not run.fits and run.first_oom.report.requested_bytes == 500 * MIB
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([700, 1 << 20, 3 * MIB, 11 * MIB, 90 * MIB, 333 * MIB]), max_size=60),
     drop=st.lists(st.integers(0, 200), max_size=60),

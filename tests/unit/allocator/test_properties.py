@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.allocator import CachingAllocator, Completion, OutOfMemory, parse_config
+from tests.lanes import examples
 from tests.unit.allocator.requests import SIZES, TOTAL
 
 SETTINGS = {
@@ -137,7 +138,7 @@ COUNTED = (
 
 @pytest.mark.parametrize("completion", list(Completion))
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_random_program(text, completion, seed):
     program = Program(text, completion, seed)

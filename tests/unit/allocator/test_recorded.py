@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from memprof.allocator import Completion, Recorded, parse_config, replay_snapshot
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
+from tests.lanes import examples
 from tests.unit.allocator.recorder import Recorder
 from tests.unit.allocator.requests import MIB, SIZES, TOTAL
 
@@ -50,7 +51,7 @@ def one(snapshot: Snapshot) -> Recorded:
 
 
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_whole_recording(text, seed):
     found = one(run(text, seed).snapshot())
@@ -62,7 +63,7 @@ def test_whole_recording(text, seed):
 
 
 @pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS.keys())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 1 << 32), part=st.floats(0, 1))
 def test_recording_that_begins_anywhere(text, seed, part):
     recorder = run(text, seed)
@@ -169,7 +170,7 @@ def test_devices_apart():
     assert all(recorded.exact for recorded in found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 1 << 32), text=st.sampled_from(sorted(SETTINGS.values())), data=st.data())
 def test_nonsense_is_never_a_traceback(seed, text, data):
     snapshot = run(text, seed, steps=40).snapshot()

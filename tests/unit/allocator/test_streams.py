@@ -12,6 +12,7 @@ from memprof.allocator import Completion, TraceReplay, replay_on_card
 from memprof.recording.from_trace import snapshot_of
 from memprof.trace.events import EventKind
 from memprof.trace.snapshot import Action
+from tests.lanes import examples
 from tests.unit.allocator.traces import MIB, StreamScript
 
 STREAMS = (0, 1, 7)
@@ -104,7 +105,7 @@ def random_program(seed: int) -> StreamScript:
     return program
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 1 << 30))
 def test_no_block_is_shared_and_the_sooner_the_less_is_held(seed: int) -> None:
     program = random_program(seed)

@@ -21,6 +21,7 @@ from memprof.estimate.table import (
     column_of,
 )
 from memprof.units import GIB
+from tests.lanes import examples
 
 
 def test_the_guides_weights():
@@ -42,7 +43,7 @@ def test_what_depends_on_the_shape_is_marked():
     assert not any(cell.derived for cell in build_estimate(from_model("gpt2")).cells.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.sampled_from(["gpt2", "pythia-1b", "llama-3.2-1b", "qwen3-4b", "gemma-2-2b", "phi-2"]),
     st.integers(1, 4),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import memprof
+from tests.lanes import by_day
 
 Train = Callable[[int], None]
 
@@ -156,7 +157,7 @@ def judged_after_the_step(steps: int) -> None:
         _, predicted = out.max(1)  # kept until the next step's  # noqa: RUF059
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4, 8])
+@pytest.mark.parametrize("steps", by_day([2, 3, 4, 8], 3, 8))
 @pytest.mark.parametrize(
     "train",
     [

@@ -17,6 +17,7 @@ from memprof.report.terminal.bridge import render_bridge
 from memprof.report.terminal.cells import unit_for
 from memprof.trace.events import CPU, HOST, Owner, Role, Sample
 from memprof.trace.facts import DeviceFacts, Facts, NvmlFacts, OtherProcess, RankFacts
+from tests.lanes import examples
 from tests.unit.allocator.traces import MIB, Script, outgrown_blocks
 
 CONTEXT = 426 * MIB
@@ -45,7 +46,7 @@ def random_traces(draw):
     return script.trace
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(random_traces(), st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:20"]))
 def test_the_steps_add_up_and_empty_cache_gives_back_what_is_said(trace, conf):
     bridge = bridge_of(trace, conf)

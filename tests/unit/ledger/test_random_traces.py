@@ -26,6 +26,7 @@ from memprof.trace.events import (
     Storage,
     Trace,
 )
+from tests.lanes import examples
 
 MIB = 1 << 20
 
@@ -93,7 +94,7 @@ def brute_force(trace: Trace) -> list[set[int]]:
     return result
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(traces())
 def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
     alive = brute_force(trace)
@@ -121,7 +122,7 @@ def test_rows_sum_to_the_peak_and_the_live_set_is_right(trace: Trace) -> None:
     assert len(ledger.categories) == len(trace.storages)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(traces())
 def test_stages_cover_every_birth_and_death_once(trace: Trace) -> None:
     moves = [t for t, event in enumerate(trace.events) if event.kind in (EventKind.ALLOC, EventKind.FREE)]

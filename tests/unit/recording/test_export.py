@@ -26,7 +26,7 @@ from memprof.trace.io import save_trace
 from memprof.trace.snapshot import Action
 from memprof.trace.snapshot_file import parse_snapshot, read_snapshot
 from tests.golden.test_report import training_run
-from tests.lanes import at_night
+from tests.lanes import at_night, examples
 from tests.unit.recording.builder import MIB, training
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:40", "roundup_power2_divisions:4")
@@ -51,7 +51,7 @@ def plain_trace(requests: list[tuple[int, int]]) -> Trace:
 
 
 @pytest.mark.parametrize("conf", SETTINGS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     requests=st.lists(
         st.tuples(

@@ -14,6 +14,7 @@ from memprof.recording.steps import find_leaks, find_steps
 from memprof.recording.what_if import what_if
 from memprof.report.documents.analysis_build import Origin, Question, build_analysis
 from memprof.trace.snapshot import Frame
+from tests.lanes import examples
 from tests.unit.recording.builder import (
     ACTIVATION,
     GRADIENT,
@@ -266,7 +267,7 @@ def test_what_if_keeps_empty_cache():
     assert result.before.final_reserved_bytes == 60 * MIB
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_a_trace_that_is_not_whole_is_analysed_all_the_same(data):
     """Events lost, in another order or with other figures: no exception, and amounts that add up."""

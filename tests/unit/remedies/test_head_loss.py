@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from memprof.remedies.head_loss import LogitsStep, Rows, row_losses
+from tests.lanes import examples
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 CAP = (LogitsStep("div", 5.0), LogitsStep("tanh"), LogitsStep("mul", 5.0))
@@ -77,7 +78,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=examples(250), deadline=None, derandomize=True)
 @example(
     {
         "rows": 5, "hidden": 4, "vocab": 7, "chunk": 2, "dtype": torch.float32, "bias": True, "cap": True,

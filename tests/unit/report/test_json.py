@@ -20,6 +20,7 @@ from memprof.report.documents.vocabulary import Vocabulary
 from memprof.spec import TargetSpec
 from memprof.trace.facts import DeviceFacts, Facts, ProgramFacts, Target
 from memprof.trace.plain import Plain
+from tests.lanes import examples
 from tests.unit.report.runs import traces
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -51,7 +52,7 @@ def test_golden_files_come_back_as_they_are(name: str) -> None:
     assert type(document).from_json(again) == document
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traces())
 def test_reports_come_back(trace) -> None:
     document = analyze(trace)

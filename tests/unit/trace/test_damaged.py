@@ -21,6 +21,7 @@ from memprof.report.terminal.report import view
 from memprof.trace.facts import DeviceFacts, Facts
 from memprof.trace.io import load_trace, save_trace
 from tests.golden.test_report import training_run
+from tests.lanes import examples
 
 _DEEP: list[Any] = []
 for _ in range(300):
@@ -58,7 +59,7 @@ def change(document: Any, data: st.DataObject) -> None:
         document.insert(key, below)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_change_ends_in_a_traceback(document, tmp_path, data) -> None:
     changed = copy.deepcopy(document)
@@ -73,7 +74,7 @@ def test_no_change_ends_in_a_traceback(document, tmp_path, data) -> None:
             use()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_bytes_that_were_changed(document, tmp_path, data) -> None:
     packed = bytearray(gzip.compress(json.dumps(document).encode(), 1))

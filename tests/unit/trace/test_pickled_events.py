@@ -17,6 +17,7 @@ from memprof.trace.columns import EventColumns
 from memprof.trace.pickled_events import load_events_apart
 from memprof.trace.pickles import NotRegular
 from memprof.trace.snapshot import Action, Snapshot, SnapshotEvent
+from tests.lanes import examples
 
 FRAMES = [{"filename": f"file{n}.py", "line": n, "name": f"call{n}"} for n in range(400)]
 NUMBERS = (0, 1, 255, 256, 65_535, 65_536, (1 << 31) - 1, 1 << 31, 1 << 32, 0x7F0000000000, (1 << 63) - 1, 1 << 63)
@@ -133,7 +134,7 @@ def _no_run_is_short(monkeypatch):
 
 
 @pytest.mark.usefixtures("_no_run_is_short")
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(_traces(), min_size=1, max_size=3), st.sampled_from([4, 5]))
 def test_any_events_are_read_as_the_unpickler_reads_them(traces, protocol):
     data = dumped(*traces, protocol=protocol)
@@ -141,7 +142,7 @@ def test_any_events_are_read_as_the_unpickler_reads_them(traces, protocol):
 
 
 @pytest.mark.usefixtures("_no_run_is_short")
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.data())
 def test_damage_is_found_as_the_unpickler_finds_it(data):
     whole = bytearray(dumped(training(3), training(1, shared=False)))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
+from tests.lanes import by_day
 from tests.unit.virtual.streams import Called, Functions, Layout, Op, Operators, again_on_fake_cuda
 
 
@@ -140,7 +141,14 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tens
 }
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(MODELS, HALF)), ids=lambda case: f"{case[0]} {case[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((name, dtype), marks=() if dtype == torch.bfloat16 else pytest.mark.nightly)
+        for name, dtype in itertools.product(MODELS, HALF)
+    ],
+    ids=lambda case: f"{case[0]} {case[1]}",
+)
 def run(request: pytest.FixtureRequest) -> tuple[torch.dtype, list[Called], list[Op], dict[str, Any]]:
     """One training step: calls of torch functions in the forward, all operators, dtypes of the gradients."""
     name, dtype = request.param
@@ -242,7 +250,7 @@ def test_float32_weights_get_float32_gradients(run: Any) -> None:
     assert set(run[3].values()) == {(torch.float32, torch.float32)}
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", by_day(HALF, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_call_runs_the_operators_of_torchs_own_autocast(name: str, dtype: torch.dtype) -> None:
     """Names, dtypes and shapes, casts included, in order. Weights are frozen: fake CUDA tensors have no gradient."""

@@ -101,6 +101,7 @@ def halved_(x: torch.Tensor) -> None:
 doubled.register_autograd(lambda ctx, gradient: doubled(gradient))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_an_operator_of_a_triton_kernel(gpu: VirtualGpu, is_compiled: bool) -> None:
     """It allocates what its Python does, launches nothing, and what the kernel would write is unknown."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from memprof.catalog import find_gpu
 from memprof.virtual import VirtualGpu
-from tests.lanes import by_day
+from tests.lanes import by_day, examples
 
 CARD = find_gpu("a100-80gb")
 
@@ -163,7 +163,7 @@ STEPS: list[Callable[[torch.Tensor, int], torch.Tensor]] = [
 ]
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(120), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     values=st.lists(st.integers(-9, 9), min_size=1, max_size=8),
     program=st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 4)), max_size=8),

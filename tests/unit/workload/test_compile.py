@@ -9,6 +9,7 @@ import pytest
 from memprof.errors import UsageError
 from memprof.flows.profile import profile
 from memprof.spec import TargetSpec
+from tests.lanes import by_day
 
 MODEL = """
 import torch
@@ -45,7 +46,7 @@ def model(tmp_path: Path) -> str:
     return f"{tmp_path / 'model.py'}:Model"
 
 
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("layers", by_day([False, True], False))
 def test_a_compiled_model_makes_fewer_tensors_and_they_are_of_its_modules(model: str, layers: bool) -> None:
     pytest.importorskip("triton", reason="Inductor writes no kernels for a card without it")
     asked = TargetSpec(model=model, batch_size=8, context_length=512)

@@ -16,6 +16,7 @@ from memprof.errors import MemprofError, UsageError
 from memprof.estimate.geometry import from_config
 from memprof.spec import TargetSpec
 from memprof.workload.models import find_source
+from tests.lanes import examples
 
 _SMALL = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
@@ -35,7 +36,7 @@ WRONG = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_entry_ends_in_a_traceback(tmp_path, data) -> None:
     config = copy.deepcopy(data.draw(st.sampled_from(BASES)))

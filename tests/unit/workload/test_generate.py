@@ -42,14 +42,16 @@ def run(tmp_path: Path, prompt: int, new_tokens: int, **config: object) -> Docum
 @pytest.mark.parametrize(
     "config",
     [
-        {},
-        {
-            "model_type": "mistral",
-            "architectures": ["MistralForCausalLM"],
-            "sliding_window": 24,
-        },
+        pytest.param({}, marks=pytest.mark.nightly, id="full"),
+        pytest.param(
+            {
+                "model_type": "mistral",
+                "architectures": ["MistralForCausalLM"],
+                "sliding_window": 24,
+            },
+            id="sliding",
+        ),
     ],
-    ids=["full", "sliding"],
 )
 def test_skipping_alike_steps_changes_no_figure(tmp_path, monkeypatch, config):
     skipping = run(tmp_path, 16, 60, **config)

@@ -153,13 +153,12 @@ def test_compiled_kept_and_loaded_again(folder):
 
 
 @pytest.mark.slow
-def test_as_plain_python_where_it_is_compiled():
-    found = load()
-    assert found is not None
+def test_as_plain_python_where_it_is_compiled(compiled_rules):
+    assert compiled_rules is not None
     for seed in range(8):
         trace = program(seed, steps=300)
         for text in SETTINGS.values():
-            with played_by(found) as lengths:
+            with played_by(compiled_rules) as lengths:
                 one = history(trace, text, None, [100], writes=True)
             with played_by(None):
                 two = history(trace, text, None, [100], writes=True)

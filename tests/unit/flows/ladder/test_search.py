@@ -33,6 +33,7 @@ def test_of_two_that_do_not_go_together_the_second_may_be_the_one_that_fits():
     assert document.ladder_left_out["optimizer-in-backward"].startswith("does not go with micro-batch: ")
 
 
+@pytest.mark.slow
 def test_the_next_rung_is_run_with_the_one_before_it(monkeypatch):
     """What is guessed changes no answer, and is what is asked for next."""
     spec = TargetSpec(model="pythia-70m", context_length=2048, gpu_vram_bytes=2 << 30)
@@ -63,6 +64,7 @@ def test_what_a_search_begins_with_is_run_beside_the_original(monkeypatch):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_a_climb_begins_elsewhere_while_the_compiler_is_imported(monkeypatch):
     spec = TargetSpec(model="pythia-70m", context_length=2048, gpu_vram_bytes=2 << 30)
     answers = []

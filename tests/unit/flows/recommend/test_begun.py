@@ -8,6 +8,7 @@ from memprof.flows.profile import happened
 from memprof.flows.recommend.begun import Begun, Run, requests_of
 from memprof.flows.recommend.plans import Goal, Plan, base_spec
 from memprof.spec import TargetSpec
+from tests.lanes import by_day
 
 BASE = TargetSpec(model="pythia-70m", context_length=32)
 LORA = Plan(Goal.LORA, "half", "bfloat16", "adamw").leanest().spec(base_spec(Goal.LORA, BASE), 1)
@@ -32,7 +33,7 @@ def fields(trace):
     return {field.name: getattr(trace, field.name) for field in dataclasses.fields(trace)}
 
 
-@pytest.mark.parametrize("spec", [LORA, QUANTIZED], ids=["lora", "quantized"])
+@pytest.mark.parametrize("spec", by_day([LORA, QUANTIZED], LORA), ids=["lora", "quantized"])
 def test_every_run_is_the_whole_run(begun, spec):
     others = [spec.edit(context_length=48), spec.edit(batch_size=2)]
     if spec is LORA:

@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memprof.flows.recommend.bisection import find_limit
+from tests.lanes import examples
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=80), st.integers(-5, 60000), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_finds_the_last_that_fits(rises, available, data):
     needs = [sum(rises[: place + 1]) for place in range(len(rises))]
     asked = []

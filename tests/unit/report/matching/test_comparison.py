@@ -19,9 +19,10 @@ from memprof.report.terminal.comparison import view
 from memprof.report.terminal.console import text_of
 from memprof.trace.facts import AllocatorFacts
 from tests.golden.test_report import training_run
+from tests.lanes import examples
 from tests.unit.report.runs import MIB, facts, on_cpu, report_of, run_of, traces
 
-RELAXED = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+RELAXED = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 EXACT = Tolerance()
 
 

@@ -10,6 +10,7 @@ from memprof.findings import Evidence
 from memprof.ledger.ledger import alive_at, build_ledger
 from memprof.report.page.moments import Moments, kinds_shown_by, moments_of
 from memprof.trace.events import PhaseKind
+from tests.lanes import examples
 from tests.unit.ledger.conftest import Builder
 from tests.unit.report.runs import traces
 
@@ -25,7 +26,7 @@ def categories_at(moments: Moments, event: int) -> Counter[str]:
     return sums
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(traces())
 def test_they_sum_to_the_ledger_at_its_peak_and_to_what_is_allocated_everywhere(trace):
     ledger = build_ledger(trace)

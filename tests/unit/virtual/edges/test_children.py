@@ -16,6 +16,7 @@ from memprof.errors import MemprofError
 from memprof.probe import no_card
 from memprof.trace.events import FailureKind
 from memprof.virtual import VirtualGpu
+from tests.lanes import by_day
 
 CARD = find_gpu("a100-80gb")
 CODE = "import sys; print([type(finder).__name__ for finder in sys.meta_path], file=open(sys.argv[1], 'w'))"
@@ -146,7 +147,7 @@ def main(queue, way):
 """
 
 
-@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+@pytest.mark.parametrize("way", by_day(["spawn", "forkserver"], "spawn"))
 def test_a_program_that_is_imported_again_finds_its_stand_ins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:

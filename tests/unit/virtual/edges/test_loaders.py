@@ -18,6 +18,7 @@ from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.virtual import VirtualGpu
 from memprof.virtual.edges.loaders import replica
+from tests.lanes import by_day
 
 CARD = find_gpu("a100-80gb")
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", by_day([False, True], True))
 @pytest.mark.parametrize("name", LOADERS)
 def test_batches_are_those_of_real_workers(name: str, persistent: bool) -> None:
     def make() -> Any:

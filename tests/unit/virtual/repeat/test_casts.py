@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -126,17 +127,26 @@ def check_same(kind, use):
     return times
 
 
-@pytest.mark.parametrize("kind", [Block, Recomputed, InFloat32, Adapted])
-@pytest.mark.parametrize(
-    "use",
-    [
-        train,
-        functools.partial(train, accumulate=3),
-        functools.partial(train, accumulate=2, set_to_none=False),
-        functools.partial(train, caches=False),
-    ],
-    ids=["plain", "three micro-batches", "gradients zeroed", "no cache"],
-)
+KINDS = (Block, Recomputed, InFloat32, Adapted)
+USES = {
+    "plain": train,
+    "three micro-batches": functools.partial(train, accumulate=3),
+    "gradients zeroed": functools.partial(train, accumulate=2, set_to_none=False),
+    "no cache": functools.partial(train, caches=False),
+}
+
+
+def _kinds_and_uses():
+    """Each kind and each use in every run, all pairs at night."""
+    return [
+        pytest.param(
+            kind, use, marks=() if name == "plain" or at == other else pytest.mark.nightly, id=f"{name}-{kind.__name__}"
+        )
+        for (at, kind), (other, (name, use)) in itertools.product(enumerate(KINDS), enumerate(USES.items()))
+    ]
+
+
+@pytest.mark.parametrize(("kind", "use"), _kinds_and_uses())
 def test_what_is_repeated_is_what_is_run(kind, use):
     accumulated = use.keywords.get("accumulate", 1) if isinstance(use, functools.partial) else 1
     assert check_same(kind, use) == MOST * accumulated

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from memprof.catalog import find_gpu
+from memprof.remedies.compiled import Compiled
 from memprof.trace.events import PhaseKind
 from memprof.virtual import VirtualGpu
 from memprof.virtual.repeat import RunAgain
@@ -402,6 +403,24 @@ def cropped(cache, step):
 )
 def test_what_the_program_does_between_two_steps(between, times):
     assert check_same(Attention, full, between=between) == times
+
+
+@pytest.mark.slow
+def test_layers_that_are_compiled_have_every_one_run():
+    """What torch compiles of them asks of which type the cache's list is."""
+
+    def compiled(number):
+        layer = Attention(number)
+        layer.forward = Compiled(layer)
+        return layer
+
+    run, _, states = recorded(compiled, of_transformers, repeats=False)
+    trace, times, others = recorded(compiled, of_transformers, repeats=True)
+    for field in dataclasses.fields(run):
+        if field.name != "compiling":
+            assert getattr(trace, field.name) == getattr(run, field.name), field.name
+    assert trace.compiling.kernels == run.compiling.kernels
+    assert (others, times) == (states, 0)
 
 
 def test_keys_that_somebody_keeps_are_run_again():
