@@ -61,7 +61,7 @@ def capture_virtual(
     except MemprofError:
         raise
     except Exception as error:
-        if device.repeats is not None and device.repeats.times:
+        if device.repeats is not None and device.repeats.is_used:
             raise RunAgain("a run failed in which layers were repeated") from error
         trace = device.trace
         failure = trace.failure

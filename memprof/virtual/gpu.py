@@ -229,6 +229,8 @@ class VirtualGpu(Watch):
         if not self._watches_quantized and quantized.is_loaded():
             self._watches_quantized = True
             self._patches.set_all(quantized.patches(self.assume))
+            if self.repeats is not None:
+                self._patches.set_all(self.repeats.functions.patches(sys.modules))
             self._function_mode.run_cuda_kernels_of(quantized.operators())
 
     def _written(self, tensor: torch.Tensor, by: str = "Triton kernels") -> None:

@@ -16,6 +16,7 @@ floating-point data is unknown, and reads of it follow a fixed policy, stated in
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -32,6 +33,31 @@ _aten = torch.ops.aten
 _Known = TypeVar("_Known")
 
 _TRIANGLES = frozenset({_aten.tril, _aten.triu})
+
+
+class Known:
+    """What is known of a storage. Equal to what is known of another if it is the same."""
+
+    __slots__ = ("shadow", "uniform")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, shadow: Shadow | None, uniform: torch.Tensor | None) -> None:
+        self.shadow = shadow
+        self.uniform = uniform
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Known):
+            return NotImplemented
+        pairs = (self.shadow, other.shadow), (self.uniform, other.uniform)
+        if any((one is None) is not (its is None) for one, its in pairs):
+            return False
+        if self.shadow is not None and other.shadow is not None and not self.shadow.is_like(other.shadow):
+            return False
+        numbers = [one.flat() if isinstance(one, Shadow) else one for pair in pairs for one in pair]
+        return all(
+            one is its or (one is not None and its is not None and one.dtype is its.dtype and torch.equal(one, its))
+            for one, its in (numbers[:2], numbers[2:])
+        )
 
 
 class Values:
@@ -144,6 +170,11 @@ class Values:
         """Whether all elements are known to be alike."""
         return tensor.untyped_storage()._cdata in self._uniform
 
+    def uniform_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The number that all elements are known to be, to be compared and not handed out; None if they are not."""
+        address = tensor.untyped_storage()._cdata
+        return None if self.tokens.knows(address) or address in self._shares else self._uniform.get(address)
+
     def set_uniform(self, tensor: torch.Tensor, value: Any) -> None:
         """All elements of `tensor`, which owns its whole storage, are known to be `value`."""
         if tensor.numel():
@@ -205,6 +236,22 @@ class Values:
         self._work += work
         self._held_bytes += held
         return True
+
+    def taken_down(self, address: int) -> Known | None:
+        """What is known of the storage at `address`, to be held for another; None: it is not to be had without work."""
+        shadow = self._shadows.get(address)
+        if address in self._shares or self.tokens.knows(address) or not (shadow is None or shadow.is_made):
+            return None
+        if shadow is not None:
+            shadow.is_awaited = True
+        return Known(shadow, self._uniform.get(address))
+
+    def hold_like(self, address: int, known: Known) -> None:
+        """Of what `repeat` says is held, this is of the storage at `address`."""
+        if known.shadow is not None:
+            self._shadows[address] = copy.copy(known.shadow)
+        if known.uniform is not None:
+            self._uniform[address] = known.uniform.clone()
 
     def are_same(self, one: torch.Tensor, other: torch.Tensor, *, only_known: bool = False) -> bool:
         """Whether as much is known of both, and it is equal; `only_known`: or would be computed in the same way."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -80,9 +80,9 @@ class Caches:
                 self._keep(index)
 
     @property
-    def changes(self) -> tuple[int, int, int]:
-        """What differs once anything was found."""
-        return len(self._joined), len(self._overwritten), self._times_kept
+    def changes(self) -> tuple[int, int]:
+        """What differs once anything was found, but for what is `joined`."""
+        return len(self._overwritten), self._times_kept
 
     @property
     def looks(self) -> bool:
@@ -100,13 +100,27 @@ class Caches:
 
     def joins(self, parts: list[torch.Tensor]) -> None:
         """`parts` are about to be joined to one tensor."""
-        trace = self._recorder.trace
         for part in parts:
             index = self._recorder.index_of(part)
-            if NONE < index < self._begins[-1] and trace.storages[index].module != NONE and _holds_numbers(part):
-                maker = bisect.bisect_right(self._begins, index) - 1
-                if maker >= 0 and self._roots[maker] == self._roots[-1]:
-                    self._joined.append((index, len(trace.storages)))
+            if self.is_older(index) and _holds_numbers(part):
+                self._joined.append((index, len(self._recorder.trace.storages)))
+
+    def is_older(self, index: int) -> bool:
+        """Whether a storage was made by an earlier call of the module that is called."""
+        if not self._begins or not NONE < index < self._begins[-1]:
+            return False
+        maker = bisect.bisect_right(self._begins, index) - 1
+        made = self._recorder.trace.storages[index]
+        return made.module != NONE and maker >= 0 and self._roots[maker] == self._roots[-1]
+
+    def joined(self, first: int = 0) -> list[tuple[int, int]]:
+        """In the call that is running, from the one of that number on: what was joined to new, and the storages made
+        before that."""
+        return self._joined[first:]
+
+    def join_again(self, joined: Iterable[tuple[int, int]]) -> None:
+        """The same of what is not run."""
+        self._joined.extend(joined)
 
     def _keep(self, index: int) -> None:
         self._times_kept += 1

@@ -350,6 +350,12 @@ class Recorder:
         """The first that was noted since there were so many."""
         return next(iter(self._forward.places[notes : notes + 1]), None)
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether an operator that runs now would not be the first to be noted of its autograd node."""
+        sequence = self._forward.sequence
+        return bool(sequence) and sequence[-1] >= _sequence_number()
+
     def note_repeated(self, place: Place) -> None:
         """As `note_forward`, of the first operator of what was written again and has one autograd node."""
         number, forward = _sequence_number(), self._forward

@@ -122,7 +122,7 @@ class Comparison:
         if issubclass(kind, functools.partial):
             return self._alike((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
         # An object of the program's own; what keeps nothing in a dictionary cannot be seen.
-        return hasattr(one, "__dict__") and not _has_slots(kind) and self._parts_alike(one, other)
+        return hasattr(one, "__dict__") and not has_slots(kind) and self._parts_alike(one, other)
 
     def _are_names(self, one: str, other: str) -> bool:
         """Whether two texts are the same path, each through its own layer."""
@@ -140,7 +140,7 @@ class Comparison:
         )
 
 
-def _has_slots(kind: type) -> bool:
+def has_slots(kind: type) -> bool:
     """Whether objects of `kind` hold anything beside their dictionary."""
     own = {"__dict__", "__weakref__"}
     return kind.__basicsize__ > _Plain.__basicsize__ or any(

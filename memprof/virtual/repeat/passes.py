@@ -17,8 +17,9 @@ from memprof.virtual.recording import RecordingMode
 from memprof.virtual.repeat.alike import Comparison, layout_of
 from memprof.virtual.repeat.backward import Backwards, Node, RunAgain
 from memprof.virtual.repeat.casts import Cast, Casts, OddError
+from memprof.virtual.repeat.entries import Entries, Left
 from memprof.virtual.repeat.leaves import applied_functions, ends_in_leaf
-from memprof.virtual.repeat.slices import Begun, Call, Slice, UnknownError, write
+from memprof.virtual.repeat.slices import Begun, Call, From, Slice, UnknownError, write
 from memprof.virtual.repeat.spies import Spies
 from memprof.virtual.repeat.uses import uses_of_new
 from memprof.watch.caches import tensors_in
@@ -35,6 +36,7 @@ _FEWEST_ALIKE = 3
 """Layers of a group of which one may be repeated."""
 _LAST = 2
 """Layers of a group that are run, with gradients, for their backward."""
+_BY_DEATH = frozenset({From.HELD})
 _NoTorchFunction = torch._C.DisableTorchFunction
 _storage_use_count = torch._C._storage_Use_Count
 _forbid_data = torch._C._set_throw_on_mutable_data_ptr
@@ -56,7 +58,7 @@ class _Result:
     """The number, of those that the layer made, of the tensor's."""
     is_all: bool
     """Whether a layer that returns this can be repeated: nothing is known of its elements, and without a graph nothing
-    else outlives the layer, as the workspace does that the first one takes."""
+    else outlives the layer but what it leaves in a cache, as the workspace does that the first one takes."""
 
     def make(self) -> torch.Tensor:
         """Such a tensor."""
@@ -82,6 +84,8 @@ class _Done:
     result: _Result
     slice: Slice
     casts: tuple[Cast, ...]
+    left: Left
+    """In its entry in a cache."""
     keeps_input: bool | None = None
     """Whether its graph does; known when the next layer is called."""
     call: Call = field(compare=False, kw_only=True)
@@ -149,6 +153,7 @@ class Pass:
         self._is_given_leaf = False
         """Whether the first layer is given a tensor that only the graph holds, and at its very end."""
         self._casts = Casts(machine)
+        self._entries = Entries(machine, spies)
         self._backwards = Backwards(
             machine, assumptions, self._layers, lambda one, other: self._are_alike(one, other, numbers=True)
         )
@@ -182,6 +187,14 @@ class Pass:
         self._next = place + 1
         if not self._is_on:
             return original(layer, *args, **kwargs), False
+        try:
+            return self._run_or_repeated(place, original, layer, args, kwargs)
+        finally:
+            self._entries.forget()
+
+    def _run_or_repeated(
+        self, place: int, original: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, bool]:
         given, pattern = self._told(place, args, kwargs)
         if not self._is_on:
             return original(layer, *args, **kwargs), False
@@ -293,9 +306,11 @@ class Pass:
             return list(value), [self._described(part, met) for part in value.values()]
         if value is None or kind in (bool, int, float, str, torch.dtype):
             return kind, value
-        raise OddError
+        if self._has_grad:
+            raise OddError
+        return self._entries.described(value, self._next - 1, self._output)
 
-    def _result(self, result: Any, call: Call, made: Slice) -> _Result:
+    def _result(self, result: Any, call: Call, made: Slice, left: Left) -> _Result:
         """What a layer returned.
 
         Raises:
@@ -328,7 +343,8 @@ class Pass:
         whole = type(result)(form) if isinstance(result, (tuple, list)) else None
         return _Result(
             whole, place, tensor.size(), tensor.stride(), tensor.dtype, storage.nbytes(), tensor.requires_grad, number,
-            not self._machine.values.knows(storage._cdata) and (tensor.requires_grad or made.alive == (number,)),
+            not self._machine.values.knows(storage._cdata)
+            and (tensor.requires_grad or set(made.alive) == {number, *left.storages}),
         )  # fmt: skip
 
     # -- run, or repeat ---------------------------------------------------------------------------------------------
@@ -337,7 +353,7 @@ class Pass:
         self, place: int, given: Any, original: Callable[..., Any], layer: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         recorder, group = self._machine.recorder, self._groups[place]
-        call = Call(self._ranges[place], self._output)
+        call = Call(self._ranges[place], self._output, held=self._entries.held)
         begun = Begun(self._machine, self._assumptions)
         call.first_event, call.first_storage = begun.first_event, begun.first_storage
         casts = self._casts.begin()
@@ -345,11 +361,11 @@ class Pass:
         if self._is_given_leaf and not place:
             watched = applied_functions()
         numbers = self._comparison.numbers if len(group.places) > 1 else set()
-        with watched as applied, self._spies.posted(layer, numbers) as is_used:
+        with watched as applied, self._spies.posted(layer, numbers) as is_used, self._entries.watched() as is_seen:
             try:
                 result = original(layer, *args, **kwargs)
             except Exception as error:
-                if self._comparison.numbers:
+                if self._comparison.numbers or self._entries.is_given:
                     raise RunAgain("a layer failed while its number was watched") from error
                 raise
         with _NoTorchFunction():
@@ -357,7 +373,8 @@ class Pass:
             call.storages = len(recorder.trace.storages) - call.first_storage
             try:
                 made, is_clean = begun.end(call)
-                returned = self._result(result, call, made)
+                left = self._entries.end(call)
+                returned = self._result(result, call, made, left)
                 cast = self._casts.end(casts, layer, call) if place else ()
             except (UnknownError, OddError):
                 group.last.clear()
@@ -365,8 +382,8 @@ class Pass:
                 self.stop()
                 return result
             self._output = call.first_storage + returned.storage
-            if place and not is_used() and returned.is_all:
-                done = _Done(given, returned, made, cast, call=call, place=place, is_clean=is_clean)
+            if place and not is_used() and not is_seen() and returned.is_all:
+                done = _Done(given, returned, made, cast, left, call=call, place=place, is_clean=is_clean)
                 group.last = [*group.last[-1:], done]
                 self._before = done
             if returned.requires_grad:
@@ -384,10 +401,10 @@ class Pass:
         recorder = machine.recorder
         call = Call(
             self._ranges[place], self._output, first_event=len(recorder.trace.events), events=pattern.call.events,
-            first_storage=len(recorder.trace.storages), storages=pattern.call.storages,
+            first_storage=len(recorder.trace.storages), storages=pattern.call.storages, held=self._entries.held,
         )  # fmt: skip
         try:
-            base = write(pattern.slice, machine, call)
+            base = write(pattern.slice, machine, call, by_death=_BY_DEATH, let_go=self._entries.let_go)
         except UnknownError as error:
             raise RunAgain(str(error)) from None
         self._output = call.output = base + result.storage
@@ -397,6 +414,7 @@ class Pass:
                 tensor = Node.apply(hidden, node, result.make)
             else:
                 tensor = result.make()
+            self._entries.repeat(pattern.left, base)
             layer = self._layers[place]()
             if pattern.casts and layer is not None:
                 self._casts.repeat(pattern.casts, pattern.call, layer, base)

@@ -32,6 +32,7 @@ class From(enum.IntEnum):
     INPUT = 3  # the layer's input
     ARRIVED = 4  # in a backward, the gradient of the layer's output
     GRADIENT = 5  # in a backward, what the n-th parameter's gradient was before
+    HELD = 6  # a storage: the n-th that the layer's entry in a cache had before
 
 
 def _drawn() -> bytes:
@@ -61,6 +62,8 @@ class Call:
     """Of the forward: how many."""
     kept: frozenset[int] = frozenset()
     """Numbers of those that outlive it, but for the result's: its graph keeps them."""
+    held: tuple[int, ...] = ()
+    """What the layer's entry in a cache has before."""
 
 
 @dataclass
@@ -82,6 +85,8 @@ class Slice:
     address is taken anew, by chance here or in another layer."""
     first_place: tuple[tuple[bool, int], int, int] | None = None
     """Of the first operator: module as seen from the layer, source, and the event in the slice before which it ran."""
+    joined: tuple[tuple[int, int], ...] = ()
+    """What was joined to new of what the layer's entry in a cache had before, and the storages that were made then."""
     lets_go: bool = field(compare=False, default=False)
     """Of a backward: whether it was the last to hold what was made before its layer ran, which is freed and not in
     `events`. The first layers of a group hold all that is given to every one of it, and are never repeated."""
@@ -105,6 +110,7 @@ class Begun:
         self._values = machine.values.begin_slice()
         self._looks = machine.values.looks
         self._notes = machine.recorder.notes()
+        self._joined = len(machine.caches.joined())
         self._state = self._side_effects()
 
     def _side_effects(self) -> tuple[Any, ...]:
@@ -155,6 +161,8 @@ class Begun:
                     del alive[ref - base]
                 elif ref == arrived:
                     events.append((kind, From.ARRIVED, 0))
+                elif ref in call.held:
+                    events.append((kind, From.HELD, call.held.index(ref)))
                 elif ref == call.input:
                     events.append((kind, From.INPUT, 0))
                 elif ref in of_forward:
@@ -192,14 +200,17 @@ class Begun:
         paid, held, rise = machine.values.end_slice(self._values)
         place = machine.recorder.note_after(self._notes)
         looks = machine.values.looks - self._looks
+        joined = machine.caches.joined(self._joined)
+        is_own = all(old in call.held for old, _ in joined)
         first_place = None
         if place is not None:
             first_place = _inside(place.module, call.modules), place.source, moment(place.forward_event)
         made = Slice(
             events, storages, workspaces, machine.meter.since(self._work), paid, looks, tuple(alive), (held, rise),
-            first_place, bool(others),
+            first_place, tuple((call.held.index(old), before - base) for old, before in joined if is_own),
+            bool(others),
         )  # fmt: skip
-        return made, self._side_effects() == self._state
+        return made, is_own and self._side_effects() == self._state
 
 
 def _inside(module: int, modules: range) -> tuple[bool, int]:
@@ -270,4 +281,5 @@ def write(
         elif kind is _FREE:
             recorder.discount(rows[ref])
     trace.workspaces.extend(Workspace(event + first, *rest) for event, *rest in made.workspaces)
+    machine.caches.join_again((call.held[number], before + base) for number, before in made.joined)
     return base

@@ -50,6 +50,10 @@ class Spies:
         self._posted: list[tuple[dict[str, Any], str, Spy]] = []
         self.are_known = False
         """Whether torch has compiled in such a number. It is checked before the code is run, whatever stands for it."""
+        self.have_compiled = False
+        """Whether torch was about to compile anything."""
+        self.before_compiling: Callable[[], None] = lambda: None
+        """Takes down what else stands for something."""
 
     @contextlib.contextmanager
     def posted(self, layer: nn.Module, numbers: Numbers) -> Iterator[Callable[[], bool]]:
@@ -71,6 +75,8 @@ class Spies:
     def withdrawn(self) -> Iterator[None]:
         """Inside, the numbers themselves are there: torch compiles what looks at them, or not."""
         spies = self._posted
+        self.have_compiled = True
+        self.before_compiling()
         _take_down(spies)
         try:
             yield

@@ -22,6 +22,7 @@ from memprof.virtual.engine import in_backward
 from memprof.virtual.recording import RecordingMode
 from memprof.virtual.repeat import rounds
 from memprof.virtual.repeat.backward import RunAgain
+from memprof.virtual.repeat.functions import Functions
 from memprof.virtual.repeat.passes import FEWEST, Pass
 from memprof.virtual.repeat.spies import Spies
 from memprof.watch.modules import ModuleTracker
@@ -52,6 +53,12 @@ class Repeats:
         self.spies = Spies()
         self._layers_inside = 0
         self._owed: list[Pass] = []
+        self.functions = Functions(machine, assumptions, lambda: not self._is_inside and self._is_ordinary())
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was repeated."""
+        return bool(self.times or self.functions.times)
 
     def adopt(self, root: nn.Module) -> None:
         """`root` is a model of this run."""

@@ -31,6 +31,11 @@ WAYS = {
     "accumulation": {"gradient_accumulation": 2},
     "gradients zeroed": {"zero_grad": "zero"},
     "generation": {"mode": "inference", "new_tokens": 3},
+    "generation, many tokens": {"mode": "inference", "new_tokens": 30, "batch_size": 3, "context_length": 600},
+    "generation, nf4": {"mode": "inference", "new_tokens": 2, "quantize": "nf4", "dtype": "bfloat16"},
+    "generation, int8": {"mode": "inference", "new_tokens": 3, "quantize": "int8", "dtype": "bfloat16"},
+    "generation, LoRA": {"mode": "inference", "new_tokens": 3, "adapter": "lora"},
+    "generation, twice": {"mode": "inference", "new_tokens": 3, "steps": 2},
     "long": {"context_length": 4096},
     "one step of SGD": {"optimizer": "sgd", "steps": 1},
     "a remedy": {"fixes": ("chunked-loss", "optimizer-in-backward")},
@@ -65,10 +70,35 @@ def test_a_model_of_the_catalog(model):
     check_same(TargetSpec(model=model, context_length=64, batch_size=2))
 
 
+@pytest.fixture
+def counted(monkeypatch):
+    """How many layers were repeated in each run."""
+    found, settle = [], Repeats.settle
+    monkeypatch.setattr(Repeats, "settle", lambda self: (found.append(self.times), settle(self))[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "times"),
+    [
+        pytest.param("llama-3.2-1b", {"new_tokens": None}, 16 - 3, id="a prompt"),
+        pytest.param("llama-3.2-1b", {"new_tokens": 4, "batch_size": 2}, 4 * (16 - 3), id="four tokens"),
+        pytest.param("gemma-2-2b", {"quantize": "nf4", "dtype": "bfloat16"}, 2 * (26 - 5), id="two kinds, nf4"),
+        pytest.param("gemma-3-1b", {"context_length": 600, "new_tokens": 3}, 3 * (26 - 5), id="full windows"),
+        pytest.param("gpt2", {"quantize": "int8"}, 12 - 3, id="int8, whose first call makes more"),
+        pytest.param("bloom-560m", {}, 0, id="two tensors are returned"),
+        pytest.param("whisper-tiny", {"new_tokens": None}, 0, id="a cache of two caches"),
+    ],
+)
+def test_inference_with_a_cache(model, asked, times, counted):
+    check_same(
+        TargetSpec(model=model, **{"mode": "inference", "steps": 1, "context_length": 64, "new_tokens": 2, **asked})
+    )
+    assert counted == [times]
+
+
 @pytest.mark.slow
-def test_qlora_as_recommend_runs_it(monkeypatch):
-    counted, settle = [], Repeats.settle
-    monkeypatch.setattr(Repeats, "settle", lambda self: (counted.append(self.times), settle(self))[1])
+def test_qlora_as_recommend_runs_it(counted):
     check_same(TargetSpec(model="llama-3.2-1b", context_length=64, **WAYS["QLoRA, lean"]))
     assert counted == [2 * (16 - 5)]
 
@@ -90,9 +120,7 @@ def test_the_graph_before_a_stack_is_let_go_of_as_ever():
     check_same(TargetSpec(model="whisper-medium", context_length=2, batch_size=2, steps=1, **asked))
 
 
-def test_deepseek_runs_seven_of_its_layers(monkeypatch):
+def test_deepseek_runs_seven_of_its_layers(counted):
     """Three are dense; of the 58 with experts the first two and the last two are run."""
-    counted, settle = [], Repeats.settle
-    monkeypatch.setattr(Repeats, "settle", lambda self: (counted.append(self.times), settle(self))[1])
     captured(TargetSpec(model="deepseek-v3", context_length=64, steps=1), repeats=True)
     assert counted == [61 - 7]
