@@ -103,8 +103,7 @@ class Simulator:
         if self._begun.is_warm:
             gc.collect(0)
             return
-        gc.collect()
-        gc.freeze()
+        gc.freeze()  # imports leave no garbage that is worth the search
         self._begun.is_warm = True
 
     def run_ahead(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:

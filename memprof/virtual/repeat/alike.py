@@ -45,7 +45,9 @@ class Comparison:
         self._numbers_matter = True
         self._uses = Counter(_address(tensor) for tensor in _tensors(root) if tensor is not None)
         self._places = (0, 0)
-        self._paths: dict[int, str] = {}
+        self._paths: dict[int, str] | None = None
+        """Of the parts of both layers; None: nobody has asked yet."""
+        self._layers: tuple[nn.Module, ...] = ()
         self._met: set[tuple[int, int]] = set()
         self.numbers: Numbers = set()
         """Of the layers that were compared."""
@@ -54,8 +56,11 @@ class Comparison:
         """Whether two layers, each with its place in the stack, are alike; `numbers`: those in their weights too."""
         self._places, self._numbers_matter = (one[1], other[1]), numbers
         self._met.clear()
-        self._paths = {id(module): path for layer, _ in (one, other) for path, module in layer.named_modules()}
-        return self._modules_alike(one[0], other[0], "")
+        self._layers, self._paths = (one[0], other[0]), None
+        try:
+            return self._modules_alike(one[0], other[0], "")
+        finally:
+            self._layers = ()
 
     def _modules_alike(self, one: nn.Module, other: nn.Module, path: str) -> bool:
         if type(one) is not type(other) or list(one._modules) != list(other._modules):
@@ -98,6 +103,8 @@ class Comparison:
         if issubclass(kind, _PLAIN):
             return bool(one == other) or (kind is str and self._are_names(one, other))
         if issubclass(kind, nn.Module):  # another name of a part of the layer
+            if self._paths is None:
+                self._paths = {id(part): path for layer in self._layers for path, part in layer.named_modules()}
             path = self._paths.get(id(one))
             return path is not None and path == self._paths.get(id(other))
         if issubclass(kind, _CODE):

@@ -232,11 +232,11 @@ class Backwards:
             raise UnknownError("a gradient is kept")
         return Backward(made, opened.layout, gradients, new, at, layout, opened.place), is_clean
 
-    def _gradients(self, place: int) -> list[tuple[int, Layout | None]]:
+    def _gradients(self, place: int, parameters: list[nn.Parameter] | None = None) -> list[tuple[int, Layout | None]]:
         """Storage and layout of each parameter's gradient."""
         return [
             (NONE, None) if parameter.grad is None else (self._known(parameter.grad), self._layout(parameter.grad))
-            for parameter in self._parameters(place)
+            for parameter in parameters or self._parameters(place)
         ]
 
     def _known(self, tensor: torch.Tensor) -> int:
@@ -270,7 +270,7 @@ class Backwards:
             arrived, layout = self._next(layer.place, gradient)
             pattern = self._pattern(self._groups[layer.place])
             parameters = self._parameters(layer.place)
-            before = [one for _, one in self._gradients(layer.place)]
+            before = [one for _, one in self._gradients(layer.place, parameters)]
             if pattern is None or layout != pattern.arrived or before != [one for one, _ in pattern.gradients]:
                 raise RunAgain("the layers that were run do not tell what this one does")
             if pattern.slice.looks and not self._same_numbers(pattern.place, layer.place):
