@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 from collections.abc import Callable
 
@@ -140,6 +141,7 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
                 trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
         except repeat.RunAgain:
             repeats = False
+            gc.collect()  # what that run has recorded
             came_late()  # what this run has imported is there from the next one's begin
             continue
         except RunFailedError as error:

@@ -229,9 +229,14 @@ class Values:
         """Work that was paid for since `begin_slice` returned `begun`; bytes that are held more, and were at most."""
         return self._work - begun[0], self._held_bytes - begun[1], self._most_held - begun[1]
 
+    def has_room(self, work: int, rise: int) -> bool:
+        """Whether so much may be computed and held, as surely as it was before; nothing always may."""
+        works = not work or self._work + work <= budget.MAX_WORK
+        return works and (rise <= 0 or self._held_bytes + rise <= budget.MAX_SHADOW_BYTES // 2)
+
     def repeat(self, work: int, held: int, rise: int) -> bool:
         """The same is done again; False if there might not be room for as much."""
-        if self._work + work > budget.MAX_WORK or self._held_bytes + rise > budget.MAX_SHADOW_BYTES // 2:
+        if not self.has_room(work, rise):
             return False
         self._work += work
         self._held_bytes += held

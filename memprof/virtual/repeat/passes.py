@@ -198,7 +198,7 @@ class Pass:
         given, pattern = self._told(place, args, kwargs)
         if not self._is_on:
             return original(layer, *args, **kwargs), False
-        if pattern is not None:
+        if pattern is not None and self._machine.values.has_room(pattern.slice.paid, pattern.slice.held[1]):
             with _NoTorchFunction():
                 return self._repeat(pattern, place, _hidden(self._output, self._machine, (args, kwargs))), True
         return self._run(place, given, original, layer, args, kwargs), False

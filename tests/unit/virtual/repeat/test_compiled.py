@@ -82,6 +82,7 @@ def test_compiled_layers_are_repeated(kind, monkeypatch):
     assert (From.FORWARD in memory) == (kind is Reuses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LooksAtItsNumber, Breaks])
 def test_layers_whose_code_holds_for_one_number_alone_are_run(kind):
     """Dynamo compiles them again for each number, up to its limit, and what follows runs eagerly."""

@@ -12,6 +12,7 @@ from memprof.catalog import find_gpu
 from memprof.trace.events import PhaseKind
 from memprof.virtual import VirtualGpu
 from memprof.virtual.repeat import RunAgain
+from memprof.virtual.values import Values
 
 WIDTH, LAYERS, STEPS = 32, 9, 2
 GROWN: list[torch.Tensor] = []
@@ -360,3 +361,28 @@ class Given(Block):
 
 def test_what_is_not_looked_into_is_not_kept():
     assert check_same(TakesMore, train) == 0
+
+
+class Knows(Block):
+    """Computes numbers that are known."""
+
+    def forward(self, hidden, mask=None):
+        places = torch.arange(3 * WIDTH, device=hidden.device)
+        return super().forward(hidden, (places % 7 > 2).to(hidden.dtype))
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Block, STEPS * (LAYERS - 3)), (Knows, 0)])
+def test_layers_for_whose_numbers_there_is_no_room_are_run(kind, times, monkeypatch):
+    """Others need none."""
+    has_room = Values.has_room
+    monkeypatch.setattr(Values, "has_room", lambda self, work, rise: not (work or rise) and has_room(self, work, rise))
+    assert check_same(functools.partial(plain, kind), infer) == times
+
+
+def test_nothing_has_room_where_no_more_may_be_computed_and_held(monkeypatch):
+    monkeypatch.setattr("memprof.virtual.budget.MAX_WORK", -1)
+    monkeypatch.setattr("memprof.virtual.budget.MAX_SHADOW_BYTES", -1)
+    values = Values(lambda sentence: None)
+    assert values.has_room(0, 0)
+    assert not values.has_room(1, 0)
+    assert not values.has_room(0, 1)
