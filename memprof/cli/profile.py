@@ -72,8 +72,9 @@ def profile(context: typer.Context, spec: TargetSpec, how: How, output: Saved) -
     from memprof.watch.loading import torch_loads
 
     is_known = spec.model_is_size or has_model(spec.model)  # no code but that of transformers
-    if not (how.ladder or how.searches or how.largest):
-        # One run alone: asked in one run after the other, the answers would cost more than the imports.
+    if not (how.searches or how.largest):
+        # Asked in one run after the other, the answers would cost more than the imports. A ladder needs the compiler
+        # soon, and imports it while its first run is made elsewhere.
         from memprof.watch.postponed import postpone
 
         postpone(rules=is_known)
