@@ -109,6 +109,37 @@ def scaled_mm_out(launch: Launch) -> Any:
     return out
 
 
+@kernel(_aten.addmm.dtype, _aten.addmm.dtype_out)
+def addmm_of_two_dtypes(launch: Launch) -> Any:
+    """Two in half precision, and the result in float32."""
+    if not _is_addmm_of_two_dtypes_known():
+        launch.call.func = _OnMeta(launch.func)
+    return NotImplemented
+
+
+def _is_addmm_of_two_dtypes_known() -> bool:
+    """Whether torch has a meta kernel of its own for it, as 2.13 has; that of 2.11 takes the dtype for `beta`
+    (torch/_decomp/decompositions.py)."""
+    return hasattr(torch._decomp.decompositions, "addmm_dtype")
+
+
+class _OnMeta:
+    """That operator, which for meta tensors is run here."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operator, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        one, other, out_dtype = args[1:4]
+        if not one.is_meta:  # numbers that are known are computed
+            return self._operator(*args, **kwargs)
+        size, out = (one.size(0), other.size(1)), kwargs.get("out")
+        return torch.empty(size, dtype=out_dtype, device=_META) if out is None else out.resize_(size)
+
+
 @composite(_linear)
 def linear(
     machine: Machine, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
