@@ -139,9 +139,10 @@ def _ran(spec: TargetSpec, progress: Callable[[str], None], built: Callable[[], 
                 if spec.device == "cpu":
                     _check_host_memory(spec, progress)
                 trace = capture_measured(workload, spec.device, progress, detail=spec.detail)
-        except repeat.RunAgain:
+        except repeat.RunAgain as error:
             repeats = False
-            gc.collect()  # what that run has recorded
+            error.__traceback__ = error.__context__ = None  # whose frames would keep what that run has recorded
+            gc.collect()
             came_late()  # what this run has imported is there from the next one's begin
             continue
         except RunFailedError as error:

@@ -99,11 +99,11 @@ class Simulator:
 
     def _collect(self) -> None:
         """The command line switches the collector off, and what a run leaves in circles must go before the next. It is
-        young; the libraries' own objects, millions that live for good, are looked through once."""
+        young; the libraries' own objects, millions that live for good, are never looked through."""
         if self._begun.is_warm:
             gc.collect(0)
             return
-        gc.freeze()  # imports leave no garbage that is worth the search
+        gc.freeze()
         self._begun.is_warm = True
 
     def run_ahead(self, questions: Iterable[tuple[TargetSpec, int]]) -> None:
