@@ -77,13 +77,13 @@ class Launch:
         self._machine.record_real(tensor, self.operator.name, self.place)
 
     def known(self, result: Any) -> Any:
-        """New tensors that hold what the real ones of `result` hold."""
+        """Return new tensors that hold what the real ones of `result` hold; one on meta says a shape alone."""
 
         def lift(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             lifted = self.new(value.shape, value.dtype)
-            if self.values.wants(lifted):
+            if not value.is_meta and self.values.wants(lifted):
                 self.values.set(lifted, value)
             return lifted
 

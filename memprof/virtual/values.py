@@ -32,6 +32,9 @@ from memprof.virtual.tokens import ChosenTokens
 _aten = torch.ops.aten
 _Known = TypeVar("_Known")
 
+TOO_MANY_INDICES = (
+    "Indices of a selection beyond 1 GiB are counted, and not computed: which elements they name is not known."
+)
 _TRIANGLES = frozenset({_aten.tril, _aten.triu})
 
 
@@ -613,13 +616,31 @@ class Values:
         return torch.full(tensor.shape, told, dtype=tensor.dtype)
 
     def selected(self, mask: torch.Tensor) -> torch.Tensor:
-        """The indices of the elements that `mask` selects, as `nonzero` gives them; all of them if not known."""
-        known = self.get(mask)
-        if known is not None:
-            return known.nonzero()
+        """Return the indices of the elements that `mask` selects, int64 [number, dimensions] as `nonzero` gives them.
+
+        A mask that is not known selects every element. Indices beyond `budget.MAX_TENSOR_BYTES` are not computed: what
+        is returned then is a meta tensor, which says how many there are.
+        """
+        known = self._seen(self._uniform_mask(mask))
+        known = self.get(mask) if known is None else known
         share = self._shares.get(mask.untyped_storage()._cdata)
-        if share is not None:
+        if known is not None:
+            number = mask.numel() * bool(known) if not known.dim() else int(known.count_nonzero())
+        elif share is not None:
             self.assume("Selections by masks too large to compute are spread evenly.")
+            number = round(share * mask.numel())
+        else:
+            self.assume("A selection by a mask whose values are not known keeps every element.")
+            number = mask.numel()
+        if number * max(1, mask.dim()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
+            self.assume(TOO_MANY_INDICES)
+            return torch.empty(number, mask.dim(), dtype=torch.int64, device="meta")
+        if known is not None:
+            return known.expand(mask.shape).nonzero() if number else known.new_empty((0, mask.dim()), dtype=torch.int64)
+        if share is not None:
             return unknowns.spread(mask.shape, share)
-        self.assume("A selection by a mask whose values are not known keeps every element.")
         return torch.ones(mask.shape, dtype=torch.bool).nonzero()
+
+    def _uniform_mask(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """The value of all elements of a mask, without dimensions; None if it is small, or they differ."""
+        return None if is_small(mask) else self._one_value(mask)

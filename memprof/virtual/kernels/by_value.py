@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
+from memprof.virtual import budget
 from memprof.virtual.kernels.registry import kernel
 from memprof.virtual.launch import Launch
 
 _aten = torch.ops.aten
+_TOO_LARGE = (
+    "A result of unique, bincount or repeat_interleave beyond 1 GiB is not computed: it is as large as the values say, "
+    "and as if all elements differed where they are not known."
+)
 
 
 @kernel(_aten.equal, on_host=True)
@@ -41,11 +47,65 @@ def by_value(launch: Launch) -> Any:
     """Run on the values, or as if all elements differed."""
     if not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
+    data = launch.args[0]
+    length = _length(launch, data)
+    if max(length, data.numel()) * torch.int64.itemsize > budget.MAX_TENSOR_BYTES:
+        launch.values.assume(_TOO_LARGE)
+        return tree_map(lambda made: launch.new(made.shape, made.dtype), _made(launch, data, length))
     result = launch.values.compute(launch.func, launch.args, launch.kwargs)
     if result is None:
-        first = launch.args[0]
-        result = launch.func(_stand_in(launch, first), *launch.args[1:], **launch.kwargs)
+        result = launch.func(_stand_in(launch, data), *launch.args[1:], **launch.kwargs)
     return launch.known(result)
+
+
+def _length(launch: Launch, data: torch.Tensor) -> int:
+    """Return the number of rows of the result: what the values say, or as many as there can well be."""
+    packet = launch.operator.packet
+    if packet is _aten.bincount:
+        least = launch.argument(2, "minlength", 0)
+        known = launch.values.get(data)
+        if known is not None:
+            return max(least, 1 + int(known.max()) if known.numel() else 0)
+        return least or data.numel()
+    if packet is _aten.repeat_interleave:
+        size = launch.argument(1, "output_size")
+        known = launch.values.get(data) if size is None else None
+        return size if size is not None else data.numel() if known is None else int(known.sum())
+    if launch.values.is_uniform(data):
+        return min(1, data.numel())
+    dim = launch.argument(1 if packet is _aten.unique_dim else 3, "dim") if packet is not _aten._unique2 else None
+    return data.numel() if dim is None or not data.dim() else data.shape[dim]
+
+
+def _made(launch: Launch, data: torch.Tensor, length: int) -> Any:
+    """Return meta tensors of the shapes that the operator makes: `length` rows, and what is asked beside them."""
+    packet = launch.operator.packet
+    numbers = torch.empty(length, dtype=torch.int64, device="meta")
+    if packet is _aten.repeat_interleave:
+        return numbers.to(data.dtype)
+    if packet is _aten.bincount:
+        weights = launch.argument(1, "weights")
+        return numbers if weights is None else numbers.to(torch.float if weights.dtype is torch.float else torch.double)
+    dim, inverse, counts = {
+        _aten._unique2: (None, launch.argument(2, "return_inverse", False), launch.argument(3, "return_counts", False)),
+        _aten.unique_dim: (launch.argument(1, "dim"), True, True),  # it makes them whatever is asked
+        _aten.unique_consecutive: (
+            launch.argument(3, "dim"), launch.argument(1, "return_inverse", False),
+            launch.argument(2, "return_counts", False),
+        ),
+    }[packet]  # fmt: skip
+    if dim is None:
+        rows, places = data.new_empty(length), data.shape
+    else:
+        shape = list(data.shape)
+        shape[dim] = length
+        rows, places = data.new_empty(shape), data.shape[dim : dim + 1 or None]
+    nothing = numbers[:0]
+    return (
+        rows,
+        torch.empty(places, dtype=torch.int64, device="meta") if inverse else nothing,
+        numbers if counts else nothing,
+    )
 
 
 def _stand_in(launch: Launch, data: torch.Tensor) -> torch.Tensor:

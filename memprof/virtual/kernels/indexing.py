@@ -50,9 +50,15 @@ def index(launch: Launch) -> Any:
     masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks or not (launch.call.on_gpu or launch.call.on_host):
         return NotImplemented
-    if launch.operator.kind is Kind.IN_PLACE and _fills_a_mask(launch, masks):
-        launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
-        return launch.args[0]
+    if value is not None and _fills_a_mask(launch, masks):
+        if launch.operator.kind is Kind.IN_PLACE:
+            launch.values.write(launch.func, launch.args, launch.kwargs, launch.args[0])
+            return launch.args[0]
+        # A clone, and the same of it (index_put).
+        result = torch.empty_like(launch.args[0])
+        launch.record(result)
+        launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
+        return result
     expanded: list[torch.Tensor | None] = []
     selected: list[torch.Tensor | None] = []
     for index in indices:

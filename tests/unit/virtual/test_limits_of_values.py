@@ -290,3 +290,72 @@ def test_the_same_mask_is_made_once_and_is_each_ones_own(gpu: VirtualGpu, monkey
     assert len(mask().nonzero()) == half and len(mask(diagonal=1).nonzero()) == half + SIDE - 1
     assert len(torch.ones(SIDE, SIDE, dtype=torch.bool, device="cuda").triu(1).nonzero()) == half - SIDE
     assert len(mask(value=0).nonzero()) == 0
+
+
+HUGE = 1 << 17
+"""Its square has indices of 256 GiB: no host is asked for them."""
+
+
+def huge_mask() -> torch.Tensor:
+    return torch.randn(HUGE, HUGE, device="cuda") > 0
+
+
+BEYOND_THE_HOST: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "nonzero of ones": (lambda: torch.ones(HUGE, HUGE, device="cuda").nonzero(), (HUGE**2, 2)),
+    "nonzero of zeros": (lambda: torch.zeros(HUGE, HUGE, device="cuda").nonzero(), (0, 2)),
+    "nonzero of what is not known": (lambda: huge_mask().nonzero(), (HUGE**2, 2)),
+    "where": (lambda: torch.where(huge_mask())[1], (HUGE**2,)),
+    "index": (lambda: torch.zeros(HUGE, HUGE, device="cuda")[huge_mask()], (HUGE**2,)),
+    "masked_select": (lambda: torch.zeros(HUGE, HUGE, device="cuda").masked_select(huge_mask()), (HUGE**2,)),
+    "to_sparse": (lambda: torch.randn(HUGE, HUGE, device="cuda").to_sparse()._indices(), (2, HUGE**2)),
+    "combinations": (lambda: torch.combinations(torch.arange(5000, device="cuda"), 3), (5000**3, 3)),
+    "unique": (lambda: torch.randn(HUGE**2, device="cuda").unique(return_inverse=True)[1], (HUGE**2,)),
+    "counts of unique": (lambda: torch.randn(HUGE, HUGE, device="cuda").unique(return_counts=True)[1], (HUGE**2,)),
+    "unique of zeros": (lambda: torch.zeros(HUGE**2, device="cuda").unique(), (1,)),
+    "rows that are unique": (lambda: torch.randn(1 << 30, 4, device="cuda").unique(dim=0), (1 << 30, 4)),
+    "inverse of rows": (lambda: torch.randn(1 << 30, 4, device="cuda").unique(True, True, dim=0)[1], (1 << 30,)),
+    "unique_consecutive": (lambda: torch.randn(HUGE**2, device="cuda").unique_consecutive(), (HUGE**2,)),
+    "runs of columns": (lambda: torch.randn(4, 1 << 30, device="cuda").unique_consecutive(dim=1), (4, 1 << 30)),
+    "bincount": (lambda: torch.bincount(torch.tensor([HUGE**2], device="cuda")), (HUGE**2 + 1,)),
+    "minlength": (lambda: torch.bincount(torch.tensor([1], device="cuda"), minlength=HUGE**2), (HUGE**2,)),
+    "repeat_interleave": (
+        lambda: torch.arange(9, device="cuda").repeat_interleave(torch.full((9,), 1 << 30, device="cuda")),
+        (9 << 30,),
+    ),
+    "cartesian_prod": (lambda: torch.cartesian_prod(*[torch.arange(3000, device="cuda")] * 3), (3000**3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND_THE_HOST)
+def test_what_no_host_can_hold_is_counted(gpu: VirtualGpu, name: str) -> None:
+    make, shape = BEYOND_THE_HOST[name]
+    assert make().shape == shape
+
+
+def test_indices_are_computed_up_to_a_bound(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MAX_TENSOR_BYTES", 1 << 16)
+    at, beyond = (torch.ones(number, dtype=torch.bool, device="cuda").nonzero() for number in (1 << 13, (1 << 13) + 1))
+    assert int(at[-1]) == (1 << 13) - 1
+    assert len(beyond) == (1 << 13) + 1
+    assert int(beyond[-1]) == 1  # an unknown integer
+    assert any("Indices of a selection beyond 1 GiB" in said for said in gpu.trace.assumptions)
+
+
+def test_what_values_decide_is_computed_up_to_a_bound(gpu: VirtualGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MAX_TENSOR_BYTES", 1 << 16)
+    at, beyond = (torch.bincount(torch.tensor([size - 1], device="cuda")) for size in (1 << 13, (1 << 13) + 1))
+    assert int(at[0]) == 0
+    assert len(beyond) == (1 << 13) + 1 and int(beyond[0]) == 1
+    assert any("bincount or repeat_interleave beyond 1 GiB" in said for said in gpu.trace.assumptions)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_number_put_at_a_mask_needs_no_indices(gpu: VirtualGpu, in_place: bool) -> None:
+    """canDispatchToMaskedFill, of index_put as of index_put_; autograd's formula of the second calls the first."""
+    data, mask = torch.zeros(1024, device="cuda"), torch.arange(1024, device="cuda") < 9
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    put = data.index_put_ if in_place else data.index_put
+    made = put((mask,), torch.ones(()))
+    assert torch.cuda.max_memory_allocated() - before == (0 if in_place else 4096)
+    assert len(made.nonzero()) == 9
