@@ -56,8 +56,8 @@ def line_that_fills(code: CodeType, variable: str, *, attribute: bool) -> str | 
     name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
     whole = rf"{name}\b"
     patterns = (
-        rf"{name}(?:\[[^\]]*\])?\.(?:{_METHODS})\(",
-        rf"{name}\[[^\]]*\]\s*[+|]?=(?!=)",
+        rf"{name}(?:\[[^\]]*\])*\.(?:{_METHODS})\(",
+        rf"{name}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",
         rf"{name}\s*(?:\+|\|)=",
         rf"{name}\s*(?::[^=]+)?=(?!=).*{whole}",
     )

@@ -72,6 +72,28 @@ def in_an_object() -> None:
         meter.add(step(model, optimizer))
 
 
+class History:
+    def __init__(self) -> None:
+        self.logs: dict[str, Any] = {"train": {"loss": []}}
+
+    def add(self, value: torch.Tensor) -> None:
+        self.logs["train"]["loss"].append(value)  # kept
+
+
+def in_a_dict_of_dicts_of_an_object() -> None:
+    model, optimizer = parts()
+    history = History()
+    for _ in range(4):
+        history.add(step(model, optimizer))
+
+
+def in_a_dict_of_dicts() -> None:
+    model, optimizer = parts()
+    logs: dict[str, dict[int, torch.Tensor]] = {"train": {}}
+    for number in range(4):
+        logs["train"][number] = step(model, optimizer)  # kept
+
+
 def in_a_sum_of_an_object() -> None:
     model, optimizer = parts()
     meter = Meter()
@@ -108,6 +130,8 @@ def line_of(code: Any) -> str:
         (in_a_list, "list", "losses", in_a_list),
         (in_a_sum, "", "total", in_a_sum),
         pytest.param(in_an_object, "dict", "Meter.values", Meter.add, marks=pytest.mark.nightly),
+        (in_a_dict_of_dicts_of_an_object, "dict", "History.logs", History.add),
+        (in_a_dict_of_dicts, "dict", "logs", in_a_dict_of_dicts),
         (in_a_hook, "list", "seen", in_a_hook),
         (in_one_tensor, "", "everything", in_one_tensor),
     ],
