@@ -212,7 +212,7 @@ def run_on_meta(call: Call) -> Any:
     except RuntimeError:
         if not call.real or call.device is None:
             raise
-        return call.func(*all_meta(call.args), **all_meta(call.kwargs))
+    return call.func(*all_meta(call.args), **all_meta(call.kwargs))
 
 
 def all_meta(value: Any, then: Callable[[torch.Tensor, torch.Tensor], None] | None = None) -> Any:

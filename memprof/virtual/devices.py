@@ -26,6 +26,7 @@ from memprof.virtual.edges.interchange import Interchange
 from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import RECURRENT, MixedDevices, in_place
 from memprof.virtual.torch_cuda.driver import LEGACY_TYPES, legacy_type
+from memprof.watch.failure import empty_frames
 from memprof.watch.wrappers import is_wrapped, unwrapped
 
 _Tensor = torch.Tensor
@@ -96,45 +97,55 @@ class DeviceMode(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and torch._C._is_torch_function_enabled():
-            for kind in types:
-                if issubclass(kind, _Tensor) and _answers_for_itself(kind):
-                    # A subclass that answers for itself: what it then calls is the program's own, under this mode.
-                    with self:
-                        return kind.__torch_function__(func, types, args, kwargs)
-        if _autocast_enabled("cuda"):
-            args, kwargs = self.autocast.cast(func, args, kwargs)
-        handler = self._handlers.get(func)
-        if handler is not None:
-            return handler(*args, **(kwargs or {}))
-        device = kwargs.get("device") if kwargs else None
-        if kwargs and kwargs.get("pin_memory") and func in self._factories and (device is None or "cpu" in str(device)):
-            result = func(*args, **{**kwargs, "pin_memory": False})
-            self.interchange.note_pinned(result)
-            return result
-        if device is None and func in self._factories:
-            # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
-            device = torch.utils._device.CURRENT_DEVICE
-        if device is not None:
-            wanted = torch.device(device) if isinstance(device, str) else device
-            if isinstance(wanted, int) or wanted.type == "cuda":
-                kwargs = {**(kwargs or {}), "device": _META}
-                for name in ("pin_memory", "generator"):  # neither goes with meta tensors
-                    kwargs.pop(name, None)
-                return self._on(self._recording.cards.named(wanted), func, args, kwargs)
-            if wanted.type == "meta":
-                result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
-                for tensor in tensors_of(result):
-                    if not tensor.numel():
-                        self._recording.empty[tensor.untyped_storage()] = "meta"
+        try:
+            if types and torch._C._is_torch_function_enabled():
+                for kind in types:
+                    if issubclass(kind, _Tensor) and _answers_for_itself(kind):
+                        # A subclass that answers for itself: what it then calls is the program's own, under this mode.
+                        with self:
+                            return kind.__torch_function__(func, types, args, kwargs)
+            if _autocast_enabled("cuda"):
+                args, kwargs = self.autocast.cast(func, args, kwargs)
+            handler = self._handlers.get(func)
+            if handler is not None:
+                return handler(*args, **(kwargs or {}))
+            device = kwargs.get("device") if kwargs else None
+            if (
+                kwargs
+                and kwargs.get("pin_memory")
+                and func in self._factories
+                and (device is None or "cpu" in str(device))
+            ):
+                result = func(*args, **{**kwargs, "pin_memory": False})
+                self.interchange.note_pinned(result)
                 return result
-        for position, arg in enumerate(args):
-            if type(arg) is torch.device and arg.type == "cuda":
-                card = self._recording.cards.named(arg)
-                return self._on(card, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
-        if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
-            args = self._mixed.writable(func, args, kwargs or {})
-        return self._mixed.on_one_device(func, args, kwargs or {})
+            if device is None and func in self._factories:
+                # `with torch.device("cuda")` and torch.set_default_device act below this mode, too late to redirect.
+                device = torch.utils._device.CURRENT_DEVICE
+            if device is not None:
+                wanted = torch.device(device) if isinstance(device, str) else device
+                if isinstance(wanted, int) or wanted.type == "cuda":
+                    kwargs = {**(kwargs or {}), "device": _META}
+                    for name in ("pin_memory", "generator"):  # neither goes with meta tensors
+                        kwargs.pop(name, None)
+                    return self._on(self._recording.cards.named(wanted), func, args, kwargs)
+                if wanted.type == "meta":
+                    result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
+                    for tensor in tensors_of(result):
+                        if not tensor.numel():
+                            self._recording.empty[tensor.untyped_storage()] = "meta"
+                    return result
+            for position, arg in enumerate(args):
+                if type(arg) is torch.device and arg.type == "cuda":
+                    card = self._recording.cards.named(arg)
+                    return self._on(card, func, (*args[:position], _META, *args[position + 1 :]), kwargs or {})
+            if len(args) > 1 and isinstance(args[1], _Tensor) and args[1].requires_grad and in_place(func):
+                args = self._mixed.writable(func, args, kwargs or {})
+            return self._mixed.on_one_device(func, args, kwargs or {})
+        except BaseException as error:
+            empty_frames(error)
+            args = kwargs = arg = result = tensor = None
+            raise
 
     def run_cuda_kernels_of(self, operators: Iterable[Any]) -> None:
         """For tensors on the card, run what is registered for CUDA of these operators, which is Python code."""

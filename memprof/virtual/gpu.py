@@ -242,7 +242,7 @@ class VirtualGpu(Watch):
         """A library keeps a workspace on the current card."""
         if self.recording.workspaces:
             place = self.recorder.place(sys._getframe(1))
-            self.recorder.allocate_hidden(num_bytes, name, place, self._cards.named(), keep=True)
+            self.recorder.allocate_hidden(num_bytes, name, place, self._cards.named())
 
     def _forget_values(self, tensor: torch.Tensor) -> None:
         self._values.drop(tensor.untyped_storage()._cdata)

@@ -192,10 +192,10 @@ class Machine(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _held(self, sizes: list[int], op: str, place: Place, device: str) -> Iterator[None]:
-        taken = [self.recorder.allocate_hidden(size, op, place, device) for size in sizes]
-        yield
-        for index in reversed(taken):  # as C++ destroys what a function holds
-            self.recorder.free_hidden(index)
+        with contextlib.ExitStack() as taken:  # given back in reverse, as C++ destroys what a function holds
+            for size in sizes:
+                taken.callback(self.recorder.free_hidden, self.recorder.allocate_hidden(size, op, place, device))
+            yield
 
     def transients(self, sizes: Iterable[int], op: str, place: Place, device: str = GPU) -> None:
         """Temporaries of a kernel: taken one after the other, all given back when it returns."""

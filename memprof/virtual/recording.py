@@ -44,6 +44,7 @@ from memprof.virtual.mixed import settle_card
 from memprof.virtual.unknowns import EMPTY
 from memprof.virtual.values import Values
 from memprof.watch.caches import Caches
+from memprof.watch.failure import empty_frames
 from memprof.watch.forward import Place
 from memprof.watch.recorder import Recorder
 
@@ -113,67 +114,72 @@ class RecordingMode(Machine):
         if types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             # A tensor subclass unwraps itself first; its inner operators come back here.
             return NotImplemented
-        with _NoTorchFunction():
-            operator = self._operator(func)
-            if operator.expansion is not None:
-                if operator.in_python:
-                    with (
-                        torch._C._EnableTorchFunction(),
-                        dispatch_of_python(),
-                        self.function_mode,
-                        self,
-                        self.out_of_turn(),
-                    ):
+        try:
+            with _NoTorchFunction():
+                operator = self._operator(func)
+                if operator.expansion is not None:
+                    if operator.in_python:
+                        with (
+                            torch._C._EnableTorchFunction(),
+                            dispatch_of_python(),
+                            self.function_mode,
+                            self,
+                            self.out_of_turn(),
+                        ):
+                            return operator.expansion(*args, **(kwargs or {}))
+                    with self:
                         return operator.expansion(*args, **(kwargs or {}))
-                with self:
-                    return operator.expansion(*args, **(kwargs or {}))
-            if operator.kind is Kind.VIEW and operator.handler is None and not args[0].is_quantized:
-                if self.cards.several:
-                    self.note_node(self.device_of(args[0]))
-                result = func(*args, **kwargs) if kwargs else func(*args)
-                self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
-                return result
-            if self.cast is not None and called_by_engine():
-                with self:
-                    args, kwargs = self.cast(operator.packet, args, kwargs)
-            call = Call(func, args, kwargs or {})
-            for arg in args:
-                self._look(arg, call)
-            if kwargs:
-                for name, arg in kwargs.items():
-                    call.key.append(name)
-                    self._look(arg, call)
-            place = self.recorder.place(sys._getframe(1))
-            if call.sparse or call.quantized or operator.makes_sparse:
-                return self._of_parts(operator, call, place)
-            if self.recorder.streams.several and call.on_gpu:
-                self.recorder.lend(call.tensors)
-            if self.cards.several:
-                settle_card(self, operator, call, place)
-            mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
-            if mixed and not operator.mixes_devices:
-                self._check_devices(operator, call, place)
-            self.recorder.note_forward(place)
-            if operator.writes_part and self.caches.looks:
-                self.caches.written(args[0])
-            elif operator.joins and self.caches.looks:
-                self.caches.joins(args[0])
-            if operator.maybe_in_place and in_backward():
-                plain = self._on_plain_run(call)
-                if plain is not None:
-                    call.func, call.key[0] = plain, id(plain)
-                    operator = self._operator(plain)
-            if operator.handler is not None and (call.on_gpu or operator.anywhere):
-                result = operator.handler(Launch(self, operator, call, place))
-                if result is not NotImplemented:
-                    self.meter.count(operator, call, result)
+                if operator.kind is Kind.VIEW and operator.handler is None and not args[0].is_quantized:
+                    if self.cards.several:
+                        self.note_node(self.device_of(args[0]))
+                    result = func(*args, **kwargs) if kwargs else func(*args)
+                    self.recorder.note_forward(self.recorder.place(sys._getframe(1)))
                     return result
-            if operator.kind is Kind.IN_PLACE:
-                result = self._in_place(operator, call, place)
-            else:
-                result = self.allocating(operator, call, place)
-            self.meter.count(operator, call, result)
-            return result
+                if self.cast is not None and called_by_engine():
+                    with self:
+                        args, kwargs = self.cast(operator.packet, args, kwargs)
+                call = Call(func, args, kwargs or {})
+                for arg in args:
+                    self._look(arg, call)
+                if kwargs:
+                    for name, arg in kwargs.items():
+                        call.key.append(name)
+                        self._look(arg, call)
+                place = self.recorder.place(sys._getframe(1))
+                if call.sparse or call.quantized or operator.makes_sparse:
+                    return self._of_parts(operator, call, place)
+                if self.recorder.streams.several and call.on_gpu:
+                    self.recorder.lend(call.tensors)
+                if self.cards.several:
+                    settle_card(self, operator, call, place)
+                mixed = (call.real and call.device) or (call.on_host and call.on_gpu)
+                if mixed and not operator.mixes_devices:
+                    self._check_devices(operator, call, place)
+                self.recorder.note_forward(place)
+                if operator.writes_part and self.caches.looks:
+                    self.caches.written(args[0])
+                elif operator.joins and self.caches.looks:
+                    self.caches.joins(args[0])
+                if operator.maybe_in_place and in_backward():
+                    plain = self._on_plain_run(call)
+                    if plain is not None:
+                        call.func, call.key[0] = plain, id(plain)
+                        operator = self._operator(plain)
+                if operator.handler is not None and (call.on_gpu or operator.anywhere):
+                    result = operator.handler(Launch(self, operator, call, place))
+                    if result is not NotImplemented:
+                        self.meter.count(operator, call, result)
+                        return result
+                if operator.kind is Kind.IN_PLACE:
+                    result = self._in_place(operator, call, place)
+                else:
+                    result = self.allocating(operator, call, place)
+                self.meter.count(operator, call, result)
+                return result
+        except BaseException as error:
+            empty_frames(error)
+            args = kwargs = call = arg = result = None  # type: ignore[assignment]
+            raise
 
     def _of_parts(self, operator: Operator, call: Call, place: Place) -> Any:
         """An operator of sparse or quantized tensors: torch's own on the host, else as kernels/ has it."""
@@ -456,12 +462,12 @@ class RecordingMode(Machine):
         thread = f"{thread} {card} {self.recorder.streams.current(card)}"
         if thread not in self._taken_workspaces:
             self._taken_workspaces[thread] = self.recorder.allocate_hidden(
-                self._workspace.num_bytes, "cublas workspace", place, card, keep=True
+                self._workspace.num_bytes, "cublas workspace", place, card
             )
         lt = "lt " + thread
         if operator.uses_cublaslt and self._workspace.lt_num_bytes and lt not in self._taken_workspaces:
             self._taken_workspaces[lt] = self.recorder.allocate_hidden(
-                self._workspace.lt_num_bytes, "cublaslt workspace", place, card, keep=True
+                self._workspace.lt_num_bytes, "cublaslt workspace", place, card
             )
 
     def clear_workspaces(self) -> None:

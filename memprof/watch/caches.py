@@ -52,6 +52,7 @@ class Caches:
     def call_begins(self, module: int, given: Any) -> None:
         """A module is called from outside all others, with these arguments."""
         self._infers = not torch.is_grad_enabled()
+        self._joined.clear()  # the call before may have raised
         self._begins.append(len(self._recorder.trace.storages))
         self._roots.append(module)
         if self._infers:
@@ -72,7 +73,6 @@ class Caches:
             if self._recorder.is_alive(new):
                 self._keep(old)
                 self._keep(new)
-        self._joined.clear()
         returned = self._indices([result])
         self._returned[self._roots[-1]] = returned
         for index in returned:

@@ -6,6 +6,7 @@ holds the operator, the innermost wrapped module call the module.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import re
 import sys
@@ -118,6 +119,20 @@ def describe(
         read=read,
         hint=registration(named or op) if kind is FailureKind.NO_META_KERNEL else None,
     )
+
+
+def empty_frames(error: BaseException) -> None:
+    """Empty the frames of memprof and torch that `error` has passed through below the caller's.
+
+    They stand for C++, which releases what it holds when it is left; in Python it would live as long as the traceback.
+    What `describe` reads is kept: dispatch modes let go of tensors themselves, module calls have no more than torch's.
+    """
+    for step in _steps(error.__traceback__):
+        code = step.tb_frame.f_code
+        if code is MODULE_CALL or code.co_name == "__torch_dispatch__" or Recorder.is_program(code):
+            continue
+        with contextlib.suppress(RuntimeError):  # it still runs: the caller's
+            step.tb_frame.clear()
 
 
 def registration(op: str | None) -> str | None:

@@ -44,6 +44,8 @@ class ModuleTracker:
         """A module, of this index, is about to be called from outside all others, with these arguments."""
         self.on_outermost_return: Callable[[Any], None] = lambda result: None
         """Such a call returns this; not called if it raises."""
+        self.on_outermost_raise: Callable[[BaseException], None] = lambda error: None
+        """Such a call raises this."""
         self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._parameter_module: dict[int, int] = {}
 
@@ -71,6 +73,10 @@ class ModuleTracker:
             tracker.listener(EventKind.ENTER, index)
             try:
                 result = original(self, *args, **kwargs)
+            except BaseException as error:
+                if outer == NONE:
+                    tracker.on_outermost_raise(error)
+                raise
             finally:
                 here.module = outer
                 tracker.listener(EventKind.EXIT, index)

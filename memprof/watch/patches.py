@@ -36,15 +36,11 @@ class Patches:
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside, what was replaced is as it was before; afterwards as it is now."""
-        now = []
-        for owner, name, before, _ in reversed(self._undo):
-            now.append((owner, name, vars(owner).get(name, _MISSING)))
-            _put(owner, name, before)
-        try:
+        with contextlib.ExitStack() as back:  # one that cannot be put back keeps no other from it
+            for owner, name, before, _ in reversed(self._undo):
+                back.callback(_put, owner, name, vars(owner).get(name, _MISSING))
+                _put(owner, name, before)
             yield
-        finally:
-            for owner, name, value in reversed(now):
-                _put(owner, name, value)
 
     def undo(self, but_below: str = "") -> None:
         """Put everything back, also in modules that were imported meanwhile and took a replacement for the original.
@@ -52,21 +48,22 @@ class Patches:
         Args:
             but_below: modules whose file lies below this folder keep what they took; none if it is empty.
         """
-        originals: dict[int, Any] = {}
-        for _, _, before, value in self._undo:
-            if callable(value) and before is not _MISSING and getattr(value, "__module__", None) != "builtins":
-                originals[id(value)] = originals.get(id(before), before)
-        for module in [sys.modules[name] for name in sys.modules.keys() - self._modules] if originals else []:
-            if not isinstance(module, ModuleType):
-                continue
-            if but_below and str(getattr(module, "__file__", "")).startswith(but_below):
-                continue
-            for name, value in list(vars(module).items()):
-                if id(value) in originals:
-                    vars(module)[name] = originals[id(value)]
-        while self._undo:
-            owner, name, before, _ = self._undo.pop()
-            _put(owner, name, before)
+        undo, self._undo = self._undo, []
+        with contextlib.ExitStack() as back:  # one that cannot be put back keeps no other from it
+            for owner, name, before, _ in undo:
+                back.callback(_put, owner, name, before)
+            originals: dict[int, Any] = {}
+            for _, _, before, value in undo:
+                if callable(value) and before is not _MISSING and getattr(value, "__module__", None) != "builtins":
+                    originals[id(value)] = originals.get(id(before), before)
+            for module in [sys.modules[name] for name in sys.modules.keys() - self._modules] if originals else []:
+                if not isinstance(module, ModuleType):
+                    continue
+                if but_below and str(getattr(module, "__file__", "")).startswith(but_below):
+                    continue
+                for name, value in list(vars(module).items()):
+                    if id(value) in originals:
+                        vars(module)[name] = originals[id(value)]
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

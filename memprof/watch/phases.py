@@ -11,6 +11,8 @@
 | everything else | other |
 
 A closure that an optimizer's step is given interrupts it: after the closure's forward and backward the step goes on.
+What raises has not happened: after a forward, a backward or an optimizer's step that raised, the program's own code
+goes on, and the next forward is of the same step and micro-batch, after an optimizer's step of its first micro-batch.
 A step begins with a forward that has gradients, or where no module is called, with the backward pass. It ends with the
 optimizer's; with several optimizers, when the one that stepped first steps again; without one, when the next forward
 with gradients comes after a backward pass.
@@ -19,6 +21,7 @@ with gradients comes after a backward pass.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -67,8 +70,17 @@ class Phases:
         """Calls of the model within `generate()`; 0 outside."""
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that the program has made."""
-        self._outermost: list[Optimizer] = []
-        """The optimizer that steps; one that steps another inside is still one step."""
+        self._outermost: Callable[[], Any] = _nothing
+        """Gives the optimizer that steps, or None; one that steps another inside is still one step. A weak reference:
+        what a step is not told to have ended, is the program's to let go of."""
+        self.on_raise: Callable[[BaseException], None] = lambda error: None
+        """Something is about to leave the phase that is running."""
+        self.on_step_raise: Callable[[Optimizer], None] = lambda optimizer: None
+        """An optimizer has raised in its step, of which its state may be half made."""
+        self.patch: Callable[[Any, str, Any], None] = lambda owner, name, value: None
+        """Replace an attribute until the run is over."""
+        self._seen_to_raise: weakref.WeakSet[type] = weakref.WeakSet()
+        """Classes of optimizers whose `step` was replaced."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Those that have in this step."""
         self._prepares = False
@@ -149,8 +161,18 @@ class Phases:
     def after_backward(self, *, accumulates: bool) -> None:
         """It has ended; it `accumulates` in `.grad`, or is a torch.autograd.grad (as of MAML's inner loop)."""
         self._ran_backward = self._ran_backward or accumulates or not self.optimizers
-        # An optimizer that is given a closure runs forward and backward inside its step.
-        self._begin(PhaseKind.OPTIMIZER_STEP if self._outermost else PhaseKind.OTHER)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """What was recognised is over: the program's own code goes on, or the optimizer that was given it to run."""
+        stepping = self._outermost() is not None
+        self._begin(PhaseKind.OPTIMIZER_STEP if stepping else PhaseKind.OTHER)
+
+    def forward_raised(self, error: BaseException) -> None:
+        """A module that was called from outside all others has raised."""
+        if self.recognises and torch._C._current_graph_task_id() == -1:
+            self.on_raise(error)
+            self.go_on()
 
     @contextlib.contextmanager
     def inside(self, kind: PhaseKind) -> Iterator[None]:
@@ -162,16 +184,16 @@ class Phases:
         self._begin_phase(kind, before.step, before.micro_batch)
         try:
             yield
+        except BaseException as error:
+            self.on_raise(error)
+            raise
         finally:
             self._begin_phase(before.kind, before.step, before.micro_batch)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A step that raised has not ended; the same optimizer then begins again.
-        if self._prepares:
+        if self._prepares or self._outermost() not in (None, optimizer):
             return
-        if self._outermost and self._outermost[0] is not optimizer:
-            return
-        self._outermost[:] = [optimizer]
+        self._outermost = weakref.ref(optimizer)
         if optimizer in self._stepped:
             self.step += 1
             self._stepped.clear()
@@ -180,9 +202,9 @@ class Phases:
         self._begin(PhaseKind.OPTIMIZER_STEP)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._outermost or self._outermost[0] is not optimizer:
+        if self._outermost() is not optimizer:
             return
-        self._outermost.clear()
+        self._outermost = _nothing
         self._stepped.add(optimizer)
         self._end_step(optimizer, last=len(self._stepped) >= len(self.optimizers))
 
@@ -205,12 +227,40 @@ class Phases:
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._before_step(optimizer, args, kwargs)
             result = original(optimizer, *args, **kwargs)
-            if self._outermost and self._outermost[0] is optimizer:
-                self._outermost.clear()
+            if self._outermost() is optimizer:
+                self._outermost = _nothing
                 self._end_step(optimizer)
             return result
 
+        return self._wrap_step(step)
+
+    def _wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for the `step` of an optimizer, to see that it raises: torch's hooks are not told of it."""
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            is_outermost = self._outermost() is None
+            try:
+                return original(*args, **kwargs)
+            except BaseException as error:
+                self.on_raise(error)
+                optimizer = self._outermost()
+                if is_outermost and optimizer is not None:
+                    if isinstance(optimizer, Optimizer):
+                        self.on_step_raise(optimizer)
+                    self._outermost = _nothing
+                    self._micro_batch, self._ran_backward = 1, False
+                    self.go_on()
+                raise
+
         return step
+
+    def _see_raise(self, kind: type) -> None:
+        """From here on, a step of this class of optimizers that raises is seen."""
+        owner: Any = next(base for base in kind.__mro__ if "step" in vars(base))
+        if owner not in self._seen_to_raise:
+            self._seen_to_raise.add(owner)
+            self.patch(owner, "step", self._wrap_step(owner.step))
 
     def _end_step(self, optimizer: Optimizer | None, *, last: bool = True) -> None:
         if last:
@@ -236,6 +286,9 @@ class Phases:
         yield nn.Module, "_apply", self._wrap(nn.Module._apply, PhaseKind.MODEL)
         yield torch, "save", self._wrap(torch.save, PhaseKind.CHECKPOINT)
         yield Optimizer, "__init__", self._wrap_optimizer(Optimizer.__init__)
+        for kind in _below(Optimizer):
+            if getattr(vars(kind).get("step"), "hooked", False):  # torch's hooks are in it: there have been such
+                self._see_raise(kind)
 
     def of_imports(self) -> Mapping[str, Callable[[], Iterator[Patch]]]:
         """The patches of libraries, by the module that has to be imported first."""
@@ -275,9 +328,21 @@ class Phases:
         def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self.optimizers.add(optimizer)
+            self._see_raise(type(optimizer))
             self.built()
 
         return __init__
+
+
+def _nothing() -> None:
+    """No optimizer steps."""
+
+
+def _below(kind: type) -> Iterator[type]:
+    one: type
+    for one in kind.__subclasses__():
+        yield one
+        yield from _below(one)
 
 
 def _is_trained(module: nn.Module) -> bool:

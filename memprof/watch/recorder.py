@@ -88,8 +88,6 @@ class Recorder:
         """Whether the program has joined a group of processes: then what torch takes for it is told apart."""
         self.counts_hidden = True
         """Whether memory that no tensor shows is recorded."""
-        self._temporaries: set[int] = set()
-        """Hidden memory that is given back within an operator, also one that raises."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self._refs: dict[int, _StorageRef] = {}
@@ -169,20 +167,16 @@ class Recorder:
         self.live[address] = index
         return index
 
-    def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str, *, keep: bool = False) -> int:
-        """Memory that a library takes and no tensor shows; the caller frees it with `free_hidden` before its operator
-        returns, or (`keep`) later or never."""
+    def allocate_hidden(self, num_bytes: int, op: str, place: Place, device: str) -> int:
+        """Record memory that a library takes and no tensor shows; the caller frees it with `free_hidden`, also where
+        its operator raises."""
         if not self.counts_hidden:
             return NONE
-        index = self._append(num_bytes, (num_bytes,), torch.uint8, device, op, place, hidden=True)
-        if not keep:
-            self._temporaries.add(index)
-        return index
+        return self._append(num_bytes, (num_bytes,), torch.uint8, device, op, place, hidden=True)
 
     def free_hidden(self, index: int) -> None:
-        """The library gave back what `allocate_hidden` returned as `index`."""
+        """Record that the library has released what `allocate_hidden` returned as `index`."""
         if index != NONE:
-            self._temporaries.discard(index)
             self._append_free(index)
 
     def release(self, index: int) -> None:
@@ -280,8 +274,6 @@ class Recorder:
         """The card has no room for what was just asked for."""
         self.trace.refused.append(index)
         self._append_free(index)
-        for taken in sorted(self._temporaries, reverse=True):
-            self.free_hidden(taken)
         raise torch.OutOfMemoryError(message)
 
     def _died(self, ref: Any) -> None:

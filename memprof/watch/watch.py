@@ -26,6 +26,8 @@ from memprof.watch.phases import Phases
 
 _BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
 """Phases in which a program may make a model."""
+_PHASE = "_memprof_phase"
+"""Attribute of an exception: the phase in which it was raised. Kept here, the exception would keep its tensors."""
 
 
 class Watch(ABC):
@@ -42,14 +44,16 @@ class Watch(ABC):
         self.phases = Phases(self._phase_recognised, lambda: self.current_phase)
         """Those of a program that does not name its own."""
         self._patches = Patches()
+        self.phases.on_raise = self._note_failed
+        self.phases.on_step_raise = self._name_optimizer_state
+        self.phases.patch = self._patches.set
+        self.modules.on_outermost_raise = self.phases.forward_raised
         self._stack = contextlib.ExitStack()
         self._assumptions: dict[str, None] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
         """The run's models; one that the program lets go of is gone."""
         self._registered: dict[tuple[int, str], tuple[weakref.ref[nn.Module], Role]] = {}
         """Modules that were given a weight, by their `id` and its name."""
-        self._failed: tuple[int, Phase] | None = None
-        """The `id` of what was raised last inside a phase, and the phase; the exception itself would keep tensors."""
 
     # -- what a device does with it ---------------------------------------------------------------------------------
 
@@ -108,7 +112,8 @@ class Watch(ABC):
 
     def phase_of(self, error: BaseException) -> Phase:
         """The phase in which `error` was raised; the one that is running where none was left by it."""
-        return self._failed[1] if self._failed and self._failed[0] == id(error) else self.current_phase
+        found: Phase = vars(error).get(_PHASE, self.current_phase)
+        return found
 
     def _tell(self, trace: Trace) -> None:
         """Write down what the run rests on, and whether it trained."""
@@ -125,14 +130,15 @@ class Watch(ABC):
         self._stack.enter_context(watch_imports(later))
         self._patches.set(nn.Module, "__call__", self.wrap_module_call(nn.Module.__call__))
         self._patch_moves()
-        for handle in (
-            register_module_parameter_registration_hook(functools.partial(self._note_registered, Role.PARAMETER)),
-            register_module_buffer_registration_hook(functools.partial(self._note_registered, Role.BUFFER)),
+        for register, role in (
+            (register_module_parameter_registration_hook, Role.PARAMETER),
+            (register_module_buffer_registration_hook, Role.BUFFER),
         ):
-            self._stack.callback(handle.remove)
+            self._stack.callback(register(functools.partial(self._note_registered, role)).remove)
         self._patch_backward()
         # Before the phases' own: who is told that a step was made may end the run.
-        for handle in (register_optimizer_step_post_hook(self._name_optimizer_state), *self.phases.hooks()):
+        self._stack.callback(register_optimizer_step_post_hook(self._name_optimizer_state).remove)
+        for handle in self.phases.hooks():
             self._stack.callback(handle.remove)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
@@ -157,8 +163,7 @@ class Watch(ABC):
                 self.claim_input(value)
 
     def _note_failed(self, error: BaseException) -> None:
-        if self._failed is None or self._failed[0] != id(error):  # the innermost phase knows best
-            self._failed = (id(error), self.current_phase)
+        vars(error).setdefault(_PHASE, self.current_phase)  # the innermost phase knows best
 
     def _patch_moves(self) -> None:
         """A module that is moved has weights, be it called or not: an average, a model whose parts are called."""
@@ -204,8 +209,12 @@ class Watch(ABC):
                 self.phases.backward()
                 if not self._roots and not self.phases.optimizers and kwargs.get("accumulate_grad"):
                     leaves = _leaves(args[0])
+            ended = self.phases.go_on
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                accumulates = kwargs.get("accumulate_grad", False)
+                ended = functools.partial(self.phases.after_backward, accumulates=accumulates)
+                return result
             except BaseException as error:
                 self._note_failed(error)
                 raise
@@ -214,7 +223,7 @@ class Watch(ABC):
                     self._name_parameters()
                     self._claim_unnamed(leaves, Role.PARAMETER)
                     self._claim_unnamed((leaf.grad for leaf in leaves if leaf.grad is not None), Role.GRADIENT)
-                    self.phases.after_backward(accumulates=kwargs.get("accumulate_grad", False))
+                    ended()
 
         self._patches.set(torch.autograd, "_engine_run_backward", run_backward)
 
@@ -245,8 +254,8 @@ class Watch(ABC):
                 for name, buffer in root.named_buffers():
                     self.claim(buffer, Owner(Role.BUFFER, own_name(name)))
 
-    def _name_optimizer_state(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Claim this optimizer's state, which has made a step, and what it has stepped on.
+    def _name_optimizer_state(self, optimizer: Optimizer, *of_step: Any) -> None:
+        """Claim this optimizer's state, which has made a step or raised in it, and what it has stepped on.
 
         DeepSpeed shows it its own copies in float32, for as long as it steps.
         """

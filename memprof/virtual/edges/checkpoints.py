@@ -159,9 +159,8 @@ class Checkpoints:
 
     def _note_host_copy(self, num_bytes: int) -> None:
         """A storage of the card passes through host memory on its way to the file and from it."""
-        recorder = self._recording.recorder
-        index = recorder.allocate_hidden(num_bytes, "torch.save", recorder.place(sys._getframe(1)), HOST)
-        recorder.free_hidden(index)
+        place = self._recording.recorder.place(sys._getframe(1))
+        self._recording.transients((num_bytes,), "torch.save", place, HOST)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

@@ -116,13 +116,13 @@ class SafetensorsFiles:
         data: list[bytes] = []
         recorder = self._recording.recorder
         place = recorder.place(sys._getframe(1))
-        copies = []
         at = 0
         with _NoTorchFunction():
+            # All are copied to the host before the first is written.
+            tensors = flat.tensors.values()
+            copies = [tensor.nbytes for tensor in tensors if is_card(self._recording.device_of(tensor))]
+        with _NoTorchFunction(), self._recording.hidden(copies, _OP, place, HOST):
             for name, tensor in flat.tensors.items():
-                if is_card(self._recording.device_of(tensor)):
-                    # All are copied to the host before the first is written.
-                    copies.append(recorder.allocate_hidden(tensor.nbytes, _OP, place, HOST))
                 numbers = self._numbers(tensor)
                 content = b""
                 if numbers is not None:
@@ -136,8 +136,6 @@ class SafetensorsFiles:
                 }
                 data.append(content)
                 at += len(content)
-        for index in copies:
-            recorder.free_hidden(index)
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text + b"".join(data)
