@@ -27,10 +27,9 @@ from memprof.virtual.machine import Machine
 from memprof.virtual.mixed import RECURRENT, MixedDevices, in_place
 from memprof.virtual.torch_cuda.driver import LEGACY_TYPES, legacy_type
 from memprof.watch.failure import empty_frames
-from memprof.watch.wrappers import is_wrapped, unwrapped
+from memprof.watch.wrappers import has_memory, unwrapped
 
 _Tensor = torch.Tensor
-_PLAIN_TORCH_FUNCTION = _Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _SCRIPTED = (
     "TorchScript runs operator by operator. On a card it joins operators on single elements into kernels (NNC) from "
     "the second or third call on, and what is between them is not kept then."
@@ -99,11 +98,15 @@ class DeviceMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             if types and torch._C._is_torch_function_enabled():
-                for kind in types:
-                    if issubclass(kind, _Tensor) and _answers_for_itself(kind):
-                        # A subclass that answers for itself: what it then calls is the program's own, under this mode.
-                        with self:
-                            return kind.__torch_function__(func, types, args, kwargs)
+                answers = [kind for kind in types if issubclass(kind, _Tensor) and _answers(kind)]
+                for kind in answers:
+                    # What a subclass then calls is the program's own, under this mode.
+                    with self:
+                        result = kind.__torch_function__(func, types, args, kwargs or {})
+                    if result is not NotImplemented:
+                        return result
+                if answers:
+                    return func(*args, **(kwargs or {}))  # they refuse again, in torch's words
             if _autocast_enabled("cuda"):
                 args, kwargs = self.autocast.cast(func, args, kwargs)
             handler = self._handlers.get(func)
@@ -450,17 +453,18 @@ class DeviceMode(TorchFunctionMode):
 
         def _str(tensor: torch.Tensor, **kwargs: Any) -> str:
             with _NoTorchFunction():
-                plain = type(tensor) in (_Tensor, torch.nn.Parameter) and not is_wrapped(tensor)
-                virtual = plain and tensor.is_meta
+                virtual = has_memory(tensor) and tensor.is_meta
                 device = self._recording.device_of(tensor) if virtual else "meta"
                 if device == "meta":
                     return original(tensor, **kwargs)
                 known = self._recording.values.get(tensor.detach())
                 if known is None and tensor.dim() == 0:
                     known = self.interchange.read(tensor)
+                kind = type(tensor) if type(tensor) is not torch.nn.Parameter else _Tensor  # torch says "tensor" of it
                 if known is None:
-                    return f"tensor(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
-                return f"{original(known, **kwargs)[:-1]}, device='{device}')"
+                    name = "tensor" if kind is _Tensor else kind.__name__
+                    return f"{name}(..., device='{device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
+                return f"{original(known.as_subclass(kind), **kwargs)[:-1]}, device='{device}')"
 
         return _str
 
@@ -503,10 +507,10 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _answers_for_itself(kind: type) -> bool:
-    """Whether a tensor class has a Python `__torch_function__` of its own; that of a parameter is in C."""
-    own = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
-    return own is not None and own is not _PLAIN_TORCH_FUNCTION
+def _answers(kind: type) -> bool:
+    """Whether a tensor class has a `__torch_function__` in Python, its own or what Tensor has for subclasses; that of a
+    parameter is in C, and does nothing."""
+    return kind is not _Tensor and hasattr(kind.__torch_function__, "__func__")  # type: ignore[attr-defined]
 
 
 _MAKES_NOTHING: frozenset[Any] = frozenset(

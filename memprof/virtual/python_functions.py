@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from memprof.virtual.devices import DeviceMode
+
 
 def run_inside() -> Iterator[tuple[Any, str, Any]]:
     """The patches (owner, name, replacement) that make torch's Python functions run under an active function mode."""
@@ -39,7 +41,18 @@ _CALLS: dict[str, list[str]] = {}
 
 
 def _overridden(tensors: Any) -> bool:
-    """Whether a tensor subclass (not a mode) wants the call."""
+    """Whether a tensor subclass wants the call, or a mode of the program's own, as torch asks it
+    (`check_has_torch_function` of torch/csrc/utils/disable_torch_function.cpp)."""
+    depth = torch._C._len_torch_function_stack()
+    innermost = torch._C._get_function_stack_at(depth - 1) if depth else None
+    if (
+        innermost is not None
+        and not isinstance(innermost, DeviceMode)
+        and not torch._C._is_torch_function_all_disabled()
+    ):
+        return True
+    if not torch._C._is_torch_function_enabled():  # a subclass runs the function itself
+        return False
     for tensor in tensors:
         kind = type(tensor)
         if kind is torch.Tensor or kind is torch.nn.Parameter:

@@ -23,6 +23,7 @@ from memprof.watch.imports import watch_imports
 from memprof.watch.modules import ModuleTracker, own_name
 from memprof.watch.patches import Patches
 from memprof.watch.phases import Phases
+from memprof.watch.wrappers import has_memory
 
 _BUILDS = (PhaseKind.MODEL, PhaseKind.OTHER, PhaseKind.OPTIMIZER)
 """Phases in which a program may make a model."""
@@ -150,7 +151,8 @@ class Watch(ABC):
         self.phases.forward(module)
         told = self.phases.recognises and torch._C._current_graph_task_id() == -1
         if told and next(module.parameters(), None) is not None:  # a loss has none
-            self._claim_inputs((*args, *kwargs.values()))
+            with torch._C.DisableTorchFunction():
+                self._claim_inputs((*args, *kwargs.values()))
 
     def _claim_inputs(self, values: Iterable[Any]) -> None:
         """What a program makes outside its models and gives to one is input; results of models are not."""
@@ -159,7 +161,7 @@ class Watch(ABC):
                 self._claim_inputs(value)
             elif isinstance(value, dict):
                 self._claim_inputs(value.values())
-            elif type(value) is torch.Tensor and value.grad_fn is None:
+            elif isinstance(value, torch.Tensor) and has_memory(value) and not _is_weight_or_made(value):
                 self.claim_input(value)
 
     def _note_failed(self, error: BaseException) -> None:
@@ -276,6 +278,11 @@ class Watch(ABC):
         finally:
             self._patches.undo()
             self._roots.clear()
+
+
+def _is_weight_or_made(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter, or was made of one."""
+    return isinstance(tensor, nn.Parameter) or tensor.grad_fn is not None
 
 
 def _leaves(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,8 +6,14 @@ from __future__ import annotations
 import torch
 
 _functorch = torch._C._functorch
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _PART = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 """Class of a tensor of torch.distributed -> the attribute that is this rank's part of it."""
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` has a storage of its own, as a subclass has that does not dispatch by itself."""
+    return type(tensor).__torch_dispatch__ is _NO_DISPATCH and not is_wrapped(tensor)
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

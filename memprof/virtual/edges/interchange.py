@@ -28,6 +28,7 @@ from memprof.virtual.edges.safetensors_files import SafetensorsFiles
 from memprof.virtual.machine import Machine
 from memprof.virtual.shadows import PAGES
 from memprof.watch.failure import KernelError
+from memprof.watch.wrappers import has_memory
 
 _Tensor = torch.Tensor
 _META = torch.device("meta")
@@ -224,9 +225,18 @@ class Interchange:
         if self.checkpoints.saving:
             return _reduce_ex(tensor, protocol)  # by its storage, under the modes: it is on the card
         with _NoTorchFunction():
-            device = self._recording.device_of(tensor) if type(tensor) is _Tensor and tensor.is_meta else "meta"
+            device = self._recording.device_of(tensor) if has_memory(tensor) and tensor.is_meta else "meta"
             if device == "meta":
                 return _reduce_ex(tensor, protocol)
+            function, arguments = self._parts(tensor, device)
+            state = torch._utils._get_obj_state(tensor)
+            if type(tensor) is _Tensor and not state:
+                return function, arguments
+            return torch._tensor._rebuild_from_type_v2, (function, type(tensor), arguments, state)
+
+    def _parts(self, tensor: _Tensor, device: str) -> tuple[Callable[..., _Tensor], tuple[Any, ...]]:
+        """What makes a virtual tensor again where it is read, and of what."""
+        with _NoTorchFunction():
             known = self._recording.values.get(tensor.detach()) if is_small(tensor) else None
             if known is not None:
                 known = known.clone()
