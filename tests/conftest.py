@@ -70,6 +70,7 @@ _SLOWEST = (
     "recipes/",
     "golden/test_unchanged.py",
     "programs/",
+    "planted/",
     "cli/test_printed_commands.py",
     "cli/test_profile.py",
     "unit/watch/test_postponed.py",

@@ -1,0 +1,25 @@
+# The same, each batch's logits moved to host memory.
+# fits: yes
+# exit: 0
+# run: --gpu-vram 2
+# why: a batch and its logits, 64 MiB each, beside weights and gradients of 64.
+import torch
+from torch import nn
+
+
+@torch.inference_mode()
+def evaluate(model, batches):
+    model.eval()
+    logits = []
+    for _ in range(batches):
+        logits.append(model(torch.randn(4096, 4096, device="cuda")).cpu())
+    return torch.cat(logits).mean().item()
+
+
+model = nn.Linear(4096, 4096, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    model(torch.randn(4096, 4096, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(evaluate(model, 40))
