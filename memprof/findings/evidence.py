@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -243,8 +242,3 @@ def feature_maps(trace: Trace) -> set[tuple[int, ...]]:
     """Heights and widths of what convolutions make of images: no rows and columns of matrices."""
     convolutions = {number for number, op in enumerate(trace.ops) if "convolution" in op or "conv2d" in op}
     return {storage.shape[-2:] for storage in trace.storages if storage.op in convolutions and len(storage.shape) == 4}
-
-
-def token_counts(context: Context) -> set[int]:
-    """How many tokens a micro-batch has, as far as it can be known: see `input_shapes`."""
-    return {math.prod(shape) for shape in input_shapes(context)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 from memprof.findings.attention_scores import score_storages
@@ -10,16 +11,17 @@ from memprof.findings.evidence import (
     feature_maps,
     file_and_line,
     format_shape,
+    input_shapes,
     module_pattern,
     parameters,
     percent,
     plural,
     tensors_evidence,
-    token_counts,
     vocabulary,
     would_help,
 )
 from memprof.findings.finding import Context, Finding, Severity, rule
+from memprof.findings.groups import plain
 from memprof.units import GIB, format_bytes
 
 MIN_DIM = 256
@@ -66,31 +68,35 @@ def find(context: Context) -> list[Finding]:
 
 
 def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
-    """Storages that hold a matrix for each token: tokens, rows and columns, by storage.
+    """Return storages that hold a matrix for each token: tokens, rows and columns, by storage.
 
-    The matrix is [d x f] with d and f dimensions of parameters, and d before f as one of three layouts that einsum and
-    bmm give: [..., d, f], [..., tokens * d, f] or, if [d x f] is a parameter's own shape, [tokens, d * f]. Kept out:
-    features of a batch's tokens, or of a chunk of them (a smaller input may divide their number by a width), tensors
-    as large as a parameter (gradients of experts, casts of weights), logits, S x S scores, and maps of images.
+    Rows and columns are dimensions of parameters of the module that makes the tensor, for it multiplies its weights. A
+    size that only parameters elsewhere have is a coincidence (as many patches as a time embedding has features). The
+    matrix lies in one of three layouts that einsum and bmm give: [..., rows, columns], [..., tokens * rows, columns]
+    or, if [rows x columns] is a parameter's own shape, [tokens, rows * columns]. Kept out: features of a batch's
+    tokens, or of a chunk of them, tensors as large as a parameter (gradients of experts, casts of weights), logits,
+    S x S scores, and maps of images.
     """
     trace = context.ledger.trace
-    owned = parameters(trace)
-    sizes: set[int] = set()
-    matrices: set[tuple[int, int]] = set()
-    weights: set[int] = set()
-    for index in owned:
-        shape = trace.storages[index].shape
-        weights.add(math.prod(shape))
-        sizes.update(size for size in shape if size >= MIN_DIM)
-        if len(shape) >= 2 and min(shape[-2:]) >= MIN_DIM:
-            matrices |= {(shape[-2], shape[-1]), (shape[-1], shape[-2])}
-    products = {rows * columns: (rows, columns) for rows, columns in matrices}
+    named = [(plain(name), trace.storages[index].shape) for index, name in parameters(trace).items()]
+    weights = {math.prod(shape) for _, shape in named}
     words = vocabulary(context)
-    sizes.discard(words or 0)
-    counts = {count for count in token_counts(context) if count >= MIN_TOKENS}
+    # One number a sample is a label or a time: taken for text, the batch would be its tokens.
+    texts = (shape for shape in input_shapes(context) if len(shape) > 1 and shape[-1] > 1)
+    counts = {count for count in map(math.prod, texts) if count >= MIN_TOKENS}
     maps = feature_maps(trace)
     lengths = {context.context_length} if context.context_length else set()
     computes = computing(trace)
+
+    @functools.cache
+    def sizes_in(module: str) -> tuple[set[int], dict[int, tuple[int, int]]]:
+        """Return dimensions of the parameters of a module ("": of all), and their matrices by number of elements."""
+        shapes = [shape for name, shape in named if not module or name.startswith(f"{module}.")]
+        matrices = {shape[-2:] for shape in shapes if len(shape) >= 2 and min(shape[-2:]) >= MIN_DIM}
+        matrices |= {(columns, rows) for rows, columns in matrices}
+        sizes = {size for shape in shapes for size in shape if size >= MIN_DIM and size != words}
+        return sizes, {rows * columns: (rows, columns) for rows, columns in matrices}
+
     result: dict[int, tuple[int, int, int]] = {}
     for index, storage in enumerate(trace.storages):
         shape = storage.shape
@@ -102,23 +108,23 @@ def _matches(context: Context) -> dict[int, tuple[int, int, int]]:
             or index in trace.owners
             or shape[-1] == words
             or shape[-2:] in maps
+            or math.prod(shape) in weights
         ):
             continue
         *leading, rows, columns = shape
-        found = None
-        before_last = math.prod(shape[:-1])
-        if columns in sizes and all(count % before_last for count in counts):
-            tokens = math.prod(leading)
-            if rows in sizes and tokens in counts and not (rows == columns and rows in lengths):
-                found = (tokens, rows, columns)
-            elif tokens == 1:
-                for count in counts:
-                    if rows % count == 0 and rows // count in sizes and (rows // count, columns) != (count, count):
-                        found = (count, rows // count, columns)
-        if found is None and columns in products and before_last in counts:
-            found = (before_last, *products[columns])
-        if found is not None and math.prod(shape) not in weights:
-            result[index] = found
+        tokens, before_last = math.prod(leading), math.prod(shape[:-1])
+        possible = [(tokens, rows)] if tokens in counts else []
+        if tokens == 1:
+            possible += [(count, rows // count) for count in counts if rows % count == 0]
+        if any(count % before_last == 0 for count in counts):
+            possible = []
+        if possible or before_last in counts:
+            sizes, products = sizes_in(plain(trace.module_path(storage) or ""))
+            for tokens, rows in possible:
+                if {rows, columns} <= sizes and not (rows == columns and rows in {tokens, *lengths}):
+                    result[index] = (tokens, rows, columns)
+            if columns in products and before_last in counts:
+                result.setdefault(index, (before_last, *products[columns]))
     if any(rows == columns for _, rows, columns in result.values()):  # features as many as tokens
         scores = score_storages(context)
         result = {index: one for index, one in result.items() if one[1] != one[2] or index not in scores}

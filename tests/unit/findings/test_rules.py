@@ -207,6 +207,27 @@ class TestWeightDelta:
         b.new(4, 64, 256, 256, op="aten.silu", dtype="bfloat16")
         assert not of(b.context(), "weight-delta-per-token")
 
+    @pytest.mark.parametrize("module", ["block.up", "time"])
+    def test_sizes_are_those_of_the_module_that_multiplies_its_weights(self, module: str) -> None:
+        """[tokens x 256 x 1152] in a block whose own weights have no 256: another module's time embedding has."""
+        b = Builder()
+        b.parameter("time.weight", 1152, 256)
+        b.parameter("block.up.weight", 4608, 1152)
+        b.inputs(4, 512)
+        b.enter(module)
+        b.new(2048, 256, 1152, op="aten.bmm")
+        assert bool(of(b.context(), "weight-delta-per-token")) == (module == "time")
+
+    @pytest.mark.parametrize(("given", "is_found"), [((32,), False), ((32, 1), False), ((16, 2), True)])
+    def test_a_label_for_each_sample_is_no_text(self, given: tuple[int, ...], is_found: bool) -> None:
+        """[images x patches x features], in a block that mixes its 256 patches by a weight."""
+        b = Builder()
+        b.parameter("mix.weight", 256, 512)
+        b.parameter("up.weight", 1152, 4608)
+        b.inputs(*given)
+        b.new(32, 256, 4608, op="aten.bmm")
+        assert bool(of(b.context(), "weight-delta-per-token")) == is_found
+
     def test_silent_on_gradients_of_as_many_experts_as_tokens(self) -> None:
         b = Builder()
         b.parameter("experts.up", 256, 4096, 2048)
