@@ -74,6 +74,8 @@ def would_help(context: Context, *problems: str) -> tuple[str, ...]:
     def is_of_use(remedy: Remedy) -> bool:
         if (remedy.training_only and only_computes) or (remedy.for_float32 and in_half):
             return False
+        if trace.updates_itself and "optimizer" in remedy.options:  # there is none of torch's to replace
+            return False
         if remedy.for_models and (spec is None or spec.npt is None):
             return False
         return spec is None or why_useless(remedy, spec) is None

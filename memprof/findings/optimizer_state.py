@@ -78,5 +78,8 @@ def _step_temporaries(context: Context) -> list[Finding]:
         second = max(others, key=lambda stage: stage.peak_allocated_bytes)
         text = f"the next highest stage is {second.name} with {format_bytes(second.peak_allocated_bytes)}"
         lines.append(Evidence(text, num_bytes=second.peak_allocated_bytes))
+    if trace.updates_itself:
+        text = "fix: update one parameter after another, or by an optimizer of torch.optim with fused=True"
+        lines.append(Evidence(text, source=trace.source_line(trace.storages[temporaries[0]])))
     remedies = would_help(context, "optimizer-step-temporaries")
     return [Finding("optimizer-step-temporaries", Severity.WARNING, title, num_bytes, tuple(lines), remedies)]

@@ -423,6 +423,8 @@ class Trace:
     trains: bool = False
     """Whether a program that names no phases of its own has called a model with gradients; it may not have come to a
     backward."""
+    updates_itself: bool = False
+    """Whether the program updates parameters itself, by no optimizer of torch's (those of a simulated run)."""
     cut_short: bool = False
     """Whether the program ended where the card was full: at the last request for its memory."""
     refused: list[int] = field(default_factory=list)

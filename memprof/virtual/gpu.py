@@ -59,6 +59,7 @@ from memprof.watch.postponed import imported_inside
 from memprof.watch.recorder import Recorder
 from memprof.watch.rounds import chosen_by
 from memprof.watch.source_lines import only_shows
+from memprof.watch.updates import Updates
 from memprof.watch.watch import Watch
 
 _active: VirtualGpu | None = None
@@ -145,6 +146,8 @@ class VirtualGpu(Watch):
         self._values = Values(self.assume)
         self._values.on_unknown = self._note_unknown
         self.recording = RecordingMode(self.recorder, self._values, card, self._cards, workspaces)
+        self._updates = self.recording.updates = Updates(self.recorder, self.phases, self._name_parameters)
+        self._updates.on_step = lambda: self._growth.phase_begins(PhaseKind.OPTIMIZER_STEP)
         self.recorder.on_death = self.recording.forget
         self.repeats = Repeats(self.recording, self.modules, lambda: len(self._assumptions)) if repeats else None
         """Repeats layers that are alike."""
@@ -203,6 +206,7 @@ class VirtualGpu(Watch):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._claim_registered()
+        self._updates.run_ends()
         if ended_by_refusal(error) and self.recorder.trace.refused:
             # The run ends where the card is full: that is its verdict, and no failure.
             self.recorder.trace.refused.pop()
@@ -408,6 +412,7 @@ class VirtualGpu(Watch):
         self.recorder.begin_phase(kind, step, micro_batch)
 
     def _phase_recognised(self, kind: PhaseKind, step: int, micro_batch: int) -> None:
+        self._updates.phase_begins(kind)
         super()._phase_recognised(kind, step, micro_batch)
         self._growth.phase_begins(kind)
 

@@ -47,6 +47,7 @@ from memprof.watch.caches import Caches
 from memprof.watch.failure import empty_frames
 from memprof.watch.forward import Place
 from memprof.watch.recorder import Recorder
+from memprof.watch.updates import Updates
 
 _META = torch.device("meta")
 _STRIDED = torch.strided
@@ -59,6 +60,7 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 registry.load()
 
 
+_OVERWRITES = OVERWRITES | {torch.ops.aten._foreach_zero_, torch.ops.aten._foreach_copy_}
 _FACTORIES: dict[str, Any] = {name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full")}
 
 
@@ -90,6 +92,8 @@ class RecordingMode(Machine):
         self._lent: list[torch.Tensor] = []
         """Stand for small host tensors in the last call that mixed them with virtual ones, and hold their values."""
         self.caches = Caches(recorder)
+        self.updates: Updates | None = None
+        """None: the workload has torch's optimizers alone."""
         self.cast: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
         """Autocast, while a backward pass runs inside its region: no function mode sees what the engine calls."""
         self.function_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -145,6 +149,11 @@ class RecordingMode(Machine):
                     for name, arg in kwargs.items():
                         call.key.append(name)
                         self._look(arg, call)
+                updates = self.updates
+                if updates is not None and not (updates.looks and (call.on_gpu or "device" in call.kwargs)):
+                    updates = None
+                if updates is not None:
+                    updates.operator_runs(call.tensors)
                 place = self.recorder.place(sys._getframe(1))
                 if call.sparse or call.quantized or operator.makes_sparse:
                     return self._of_parts(operator, call, place)
@@ -169,12 +178,16 @@ class RecordingMode(Machine):
                     result = operator.handler(Launch(self, operator, call, place))
                     if result is not NotImplemented:
                         self.meter.count(operator, call, result)
+                        if updates is not None:
+                            _note_update(updates, call, result)
                         return result
                 if operator.kind is Kind.IN_PLACE:
                     result = self._in_place(operator, call, place)
                 else:
                     result = self.allocating(operator, call, place)
                 self.meter.count(operator, call, result)
+                if updates is not None:
+                    _note_update(updates, call, result)
                 return result
         except BaseException as error:
             empty_frames(error)
@@ -533,3 +546,11 @@ class RecordingMode(Machine):
         if torch.is_grad_enabled() or not self.accumulation.is_sole_owner(target):
             return None
         return formulas.in_place(call.func, call.args, self.recorder.trace.op(self.recorder.trace.storages[index]))
+
+
+def _note_update(updates: Updates, call: Call, result: Any) -> None:
+    """Tell what `call` has read, written and made to who looks for updates of parameters."""
+    into = tensors_of(written(call))
+    overwrites = call.func.overloadpacket in _OVERWRITES
+    read = [one for one in call.tensors if not (overwrites and any(one is other for other in into))]
+    updates.operator_ran(read, into, tensors_of(result))

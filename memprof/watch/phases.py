@@ -6,7 +6,7 @@
 | a module is called from outside all others | forward |
 | ... without gradients, in eval mode, a module that is being trained | evaluation |
 | ... inside `generate()`, after its first call | decode |
-| a backward pass, an optimizer's step | backward, optimizer step |
+| a backward pass, an optimizer's step (of no class of torch's: watch/updates.py) | backward, optimizer step |
 | `torch.save` and its like | checkpoint |
 | everything else | other |
 
@@ -58,6 +58,8 @@ class Phases:
         """An optimizer has made a step: the outermost one, where one steps another; None: the program itself has."""
         self.trains = False
         """Whether a model was called with gradients."""
+        self.updates_itself = False
+        """Whether the program has updated parameters that no optimizer of torch's steps on."""
         self.before_forward: Callable[[nn.Module], None] = lambda module: None
         """A module with parameters is about to be called from outside all others."""
         self.forwards = 0
@@ -66,6 +68,8 @@ class Phases:
         """Backward passes that have begun so far."""
         self._micro_batch = 1
         self._ran_backward = False
+        self._updated = False
+        """Whether the program itself has updated parameters in this step."""
         self._generating = 0
         """Calls of the model within `generate()`; 0 outside."""
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -98,7 +102,7 @@ class Phases:
         self.step += 1
         self._ended = False
         self._micro_batch = 1
-        self._ran_backward = False
+        self._ran_backward = self._updated = False
 
     # -- what happens -----------------------------------------------------------------------------------------------
 
@@ -154,7 +158,9 @@ class Phases:
     def backward(self) -> None:
         """A backward pass begins."""
         self.backwards += 1
-        if self._ended and self.optimizers:  # of no model: parameters are trained without a module around them
+        if self.recognises and not self.forwards and self._updated and not self._ended:
+            self._end_step(None)
+        if self._ended and (self.optimizers or not self.forwards):  # of no model: parameters without a module around
             self._begin_step()
         self._begin(PhaseKind.BACKWARD)
 
@@ -173,6 +179,19 @@ class Phases:
         if self.recognises and torch._C._current_graph_task_id() == -1:
             self.on_raise(error)
             self.go_on()
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the program may update its parameters itself: a backward pass has run, no optimizer is at work."""
+        return self.recognises and self._ran_backward and not self._ended and self._outermost() is None
+
+    def updated(self) -> None:
+        """The program itself has updated parameters; the phase that is running was renamed to an optimizer's step."""
+        self._updated = self.updates_itself = True
+
+    def after_update(self) -> None:
+        """What runs now comes after such a step."""
+        self._begin(PhaseKind.OTHER)
 
     @contextlib.contextmanager
     def inside(self, kind: PhaseKind) -> Iterator[None]:

@@ -120,6 +120,10 @@ class Recorder:
         self.trace.phases.append(Phase(kind, step, micro_batch))
         self.trace.events.append(Event(EventKind.PHASE, self._phase))
 
+    def rename_phase(self, kind: PhaseKind) -> None:
+        """The phase that is running has turned out to be of this kind."""
+        self.trace.phases[self._phase] = self.phase._replace(kind=kind)
+
     def stand_aside(self) -> None:
         """This is another thread: what it takes is for the first one to be given, until it begins a phase itself."""
         with self.lock:

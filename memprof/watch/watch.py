@@ -120,6 +120,7 @@ class Watch(ABC):
         """Write down what the run rests on, and whether it trained."""
         trace.assumptions = list(self._assumptions)
         trace.trains = self.phases.trains
+        trace.updates_itself = self.phases.updates_itself
 
     # -- what is seen -----------------------------------------------------------------------------------------------
 
