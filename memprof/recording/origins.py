@@ -64,7 +64,11 @@ _SOURCE_TREES = ("/torch/nn/", "/torch/optim/", "/torch/utils/", "/torch/autogra
 
 _OP = re.compile(r"^at::_ops::(\w+?)::(?:call|redispatch)\(")
 _NODE = re.compile(r"torch::autograd::(?:generated::)?(?:\(anonymous namespace\)::)?(\w+)::apply\(")
-_WORKSPACE = re.compile(r"[Ww]orkspace|getCurrentCUDABlas|cublasLt|cudnn.*run_conv_plan")
+# All that is allocated inside the wrappers of at::cuda::blas is workspace: results are allocated by their callers.
+_WORKSPACE = re.compile(r"[Ww]orkspace|getCurrentCUDABlas|cublasLt|cudnn.*run_conv_plan|\bat::cuda::blas::")
+CUBLAS_WORKSPACE_BYTES = (4096 * 2 + 16 * 8) << 10
+"""The default of a cuBLAS handle on GPUs other than Hopper, 8.125 MiB (`parseChosenWorkspaceSize` of
+aten/src/ATen/cuda/CublasHandlePool.cpp). Hopper's, 32 MiB, is the size of many tensors and tells nothing."""
 _COMMUNICATION = re.compile(r"\bc10d::|ProcessGroup|::Reducer::|nccl", re.IGNORECASE)
 _OPTIMIZER_FILE = re.compile(r"optim|adam|sgd|lion|muon|shampoo|adafactor|lamb(?!da)", re.IGNORECASE)
 _OPTIMIZER_NAMES = frozenset(("step", "__init__", "_init_group", "init_group", "init_state", "add_param_group"))
@@ -222,16 +226,19 @@ def calls_of(origin: Origin) -> list[tuple[str, str]]:
     return [(outer, line.partition(":")[0]) for outer, line in zip(["", *chain], chain, strict=False)]
 
 
-def guess(origin: Origin, *, outlives: bool, saved: bool = False) -> Category:
+def guess(origin: Origin, *, outlives: bool, saved: bool = False, kept_bytes: int | None = None) -> Category:
     """The use of a block.
 
     Args:
         origin: where it comes from.
+        kept_bytes: what was requested, of a block that is never freed: a handle of cuBLAS keeps its workspace.
         outlives: whether it outlives the call of a module that made it, or the part of the step outside of modules.
         saved: whether a forward made it, and the backward pass gave it back.
     """
     if origin.category is not None:
         return origin.category
+    if kept_bytes == CUBLAS_WORKSPACE_BYTES and not origin.op:  # without C++ frames its size alone tells
+        return Category.LIBRARY_WORKSPACE
     if not outlives:
         return Category.TEMPORARIES
     if origin.part is Part.OPTIMIZER:

@@ -251,7 +251,9 @@ class _Walk:
             cut = following < len(refused) and refused[following] < life.freed
             outlives = life.born == BEFORE or life.freed > ends[life.born] or cut
             saved = outlives and BEFORE < life.freed < len(parts) and parts[life.freed] is Part.BACKWARD
-            life.category = guess(life.origin, outlives=outlives, saved=saved)
+            life.category = guess(
+                life.origin, outlives=outlives, saved=saved, kept_bytes=life.requested if life.freed == NEVER else None
+            )
 
 
 def _parts(lives: list[Life], count: int) -> tuple[list[Part | None], array[int]]:

@@ -90,6 +90,7 @@ def test_backward_is_named_by_its_node():
         (stack("my_adamw.py:10 __init__", "train.py:3 main"), "optimizer state"),
         (stack("my_adamw.py:30 step", "train.py:3 main"), None),
         ((WORKSPACE, *stack("model.py:12 forward", "call")), "library workspace"),
+        ((Frame("", 0, "at::cuda::blas::gemm_and_bias<float>()"), *stack("model.py:12 forward")), "library workspace"),
         ((Frame("", 0, "c10d::Reducer::initialize_buckets()"), *stack("train.py:12 main")), "communication"),
         ((Frame("", 0, "torch::autograd::AccumulateGrad::apply(std::vector<at::Tensor>&&)"), ENGINE), "gradients"),
         (
@@ -110,3 +111,19 @@ def test_recomputation_in_a_backward_is_an_activation():
 def test_windows_paths():
     lines = (r"C:\env\lib\site-packages\torch\nn\functional.py:20 linear", r"C:\me\model.py:12 forward")
     assert origin_of(stack(*lines)).source == r"C:\me\model.py:12 forward"
+
+
+@pytest.mark.parametrize(
+    ("kept_bytes", "op", "category"),
+    [
+        (8_519_680, "", "library workspace"),
+        (8_519_679, "", "activations"),
+        (8_519_681, "", "activations"),
+        (None, "", "activations"),  # freed
+        (8_519_680, "mul", "activations"),  # C++ frames say what it is
+        (32 << 20, "", "activations"),  # Hopper's workspace, and any tensor
+    ],
+)
+def test_the_workspace_of_cublas_without_frames_of_cpp(kept_bytes: int | None, op: str, category: str) -> None:
+    origin = origin_of(stack("model.py:12 forward", "call", op=op))
+    assert guess(origin, outlives=True, kept_bytes=kept_bytes) == category
