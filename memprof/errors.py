@@ -12,9 +12,11 @@ from collections.abc import Iterable
 from typing import Any
 
 _ACTS_ON_TERMINALS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f"
+    "\u2028\u2029\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-"""Control characters but tab and line feed, what turns the direction of writing, and halves of characters."""
+"""Control characters but tab and line feed, what has no width or turns the direction of writing, and halves of
+characters."""
 
 
 def printable(text: str) -> str:
@@ -96,9 +98,17 @@ class RunFailedError(MemprofError):
     """The report on it (`memprof.report.documents.report.Document`), None if nothing had been allocated yet."""
 
 
+def text_of(error: BaseException) -> str:
+    """Return what an error says; what Python's own traceback shows where its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:  # of the program's own class: anything
+        return "<exception str() failed>"
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, without what follows it in further lines."""
-    return (str(error).strip().splitlines() or [""])[0]
+    return (text_of(error).strip().splitlines() or [""])[0]
 
 
 def not_installed(problem: str, value: object, extra: str, otherwise: str = "") -> UsageError:

@@ -14,7 +14,7 @@ from memprof.cli.options import STDIN, Reading, again
 from memprof.cli.output import Output, print_json
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say
-from memprof.errors import UsageError
+from memprof.errors import MemprofError, UsageError
 from memprof.units import format_bytes
 
 EXAMPLES = """
@@ -43,7 +43,7 @@ def doctor(
 ) -> None:
     """Say why a run died for memory, or for tensors on two devices, which tensor it was, and what to do in order.
 
-    Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 2: no such error is in it.
+    Needs neither torch nor a GPU; a log of any length is read in one pass. Exit code 1: no such error is in it.
     """
     if env:
         _check(request, [("FILE", file), ("--model", request.model), ("--batch-size", request.batch_size)])
@@ -59,7 +59,7 @@ def doctor(
         with telling(lambda: f"{format_bytes(stream.tell())} of {format_bytes(size)}" if size else ""):
             found = diagnose(stream, _name(file), known)
     if not found:
-        raise UsageError(
+        raise MemprofError(
             "no memory or device error is in it",
             value=_name(file),
             hint="paste the whole traceback; of a process that vanished, its exit code (137 is a kill)",

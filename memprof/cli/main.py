@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import memprof
+from memprof.cli.child import allow_child, tell_exit_code
 from memprof.cli.completion import install_itself
 from memprof.cli.exits import end_at_once
 from memprof.cli.options import Commands, add
@@ -122,6 +123,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     arguments = sys.argv[1:] if arguments is None else arguments
     if ends_process:
         prepare()
+        allow_child()
         # The last thing at the end: who presses Ctrl-C while Python takes torch down has had an answer, and its code.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
@@ -146,5 +148,8 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             (gc.unfreeze if by_nanobind else gc.freeze)()
             left = sys.exc_info()[1]
             if isinstance(left, SystemExit) and isinstance(left.code, int):
+                tell_exit_code(left.code)
                 end_at_once(left.code)
+            else:
+                tell_exit_code(1 if left else 0)
     sys.exit(0)

@@ -44,7 +44,7 @@ def monitor(
     """Watch the cards, and the memory of a PyTorch command: allocated, reserved, resident, and their peaks.
 
     The command runs unchanged, with its own input and output; with one, memprof prints to stderr. The exit code is the
-    command's own, 128 + n if signal n killed it.
+    command's own, 128 + n if signal n killed it; without a command 1 if there is no GPU or driver.
     """
     if interval < MIN_INTERVAL:
         raise UsageError("the interval is too short", value=interval, hint=f"give {MIN_INTERVAL} seconds or more")

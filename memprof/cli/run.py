@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memprof.cli.child import continue_in_child, tell_exit_code
 from memprof.cli.exits import Exit
 from memprof.cli.options import Remedies, again
 from memprof.cli.output import Saved, exit_code, print_document
@@ -22,7 +23,7 @@ from memprof.spec import HOST_BYTES, option
 if TYPE_CHECKING:
     from memprof.catalog import Gpu
     from memprof.remedies.fixes import Fix
-    from memprof.script import Program, StopRule
+    from memprof.script import Ended, Program, StopRule
 
 EXAMPLES = """
 memprof run --gpu rtx-4090 train.py --epochs 1
@@ -141,7 +142,9 @@ def run(
     several = request.ladder or request.searches or request.largest is not None
     ranks = request.ranks is not None or _measures_ranks(program, request)
     how = _ladder if several else _run_ranks if ranks else _run
-    raise typer.Exit(how(program, request.rule(), request.card(), request))
+    rule, card = request.rule(), request.card()
+    continue_in_child(as_json=request.as_json)
+    raise typer.Exit(how(program, rule, card, request))
 
 
 def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
@@ -176,11 +179,9 @@ def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
                 error = MemprofError(failure.message, hint=failure.hint)
                 tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
             return _passed_on(outcome.exit_code) or 1
-        ended = f"ended by itself with exit code {outcome.exit_code}" if outcome.exit_code else "ended"
-        how = {Ended.TIMEOUT: "was stopped", Ended.ERROR: "failed"}.get(outcome.ended, ended)
-        error = MemprofError(f"the script {how} before anything was on the card: there is nothing to report")
-        tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
-        return _passed_on(outcome.exit_code)
+        code = _passed_on(outcome.exit_code) or int(Exit.FAILED)
+        tell(_no_verdict(outcome.ended, outcome.exit_code), as_json=as_json, exit_code=code)
+        return code
     print_document(document, request)
     request.keep(found.trace)
     if outcome.ended is Ended.REFUSED:
@@ -201,9 +202,7 @@ def _measures_ranks(program: Program, request: Request) -> bool:
     from memprof.script import ScriptOutcome
 
     start = program.start()
-    if isinstance(start, ScriptOutcome):  # its own --help
-        raise typer.Exit(_passed_on(start.exit_code))
-    return start.size > 1
+    return not isinstance(start, ScriptOutcome) and start.size > 1  # its own --help is that of `_run` too
 
 
 def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
@@ -219,8 +218,10 @@ def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) ->
             compiles=not request.no_compile, stand_ins=not request.no_stand_ins,
             host_memory_bytes=request.host_memory_bytes,
         )  # fmt: skip
-    if not isinstance(found, RanksRun):
-        return _passed_on(found.exit_code)
+    if not isinstance(found, RanksRun):  # its own --help
+        code = _passed_on(found.exit_code) or int(Exit.FAILED)
+        tell(_no_verdict(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
+        return code
     if isinstance(found.problem, UsageError):
         raise found.problem
     code = _passed_on(found.exit_code) or (int(Exit.FAILED) if found.problem else 0)
@@ -229,14 +230,31 @@ def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) ->
     if found.problem is not None:
         tell(found.problem, as_json=as_json, exit_code=code)
     if found.document is None:
+        code = code or int(Exit.FAILED)
         if found.problem is None:
-            how = {Ended.TIMEOUT: "were stopped", Ended.ERROR: "failed"}.get(found.ended, "ended")
-            error = MemprofError(f"the ranks {how} before anything was on a card: there is nothing to report")
-            tell(error, as_json=as_json, exit_code=code)
+            tell(_no_verdict(found.ended, found.exit_code), as_json=as_json, exit_code=code)
         return code
     print_document(found.document, request)
     request.keep(found.trace)
     return int(Exit.DOES_NOT_FIT) if found.ended is Ended.REFUSED else code or exit_code(found.document)
+
+
+def _no_verdict(ended: Ended, exit_code: int) -> MemprofError:
+    """The error of a program that ended before it put anything on the GPU."""
+    from memprof.script import Ended
+
+    how, hint = {
+        Ended.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),
+        Ended.INTERRUPTED: ("the script was interrupted", None),
+        Ended.ERROR: ("the script failed", "correct its error, which is above"),
+    }.get(
+        ended,
+        (
+            f"the script ended with exit code {exit_code}",
+            "have it move its model to 'cuda'; a process that it starts, or leaves behind as a daemon, is not seen",
+        ),
+    )
+    return MemprofError("no verdict: nothing was put on the GPU", value=how, hint=hint)
 
 
 def _installed(text: str) -> list[Fix]:
@@ -262,6 +280,7 @@ def _leave_threads(before: Collection[threading.Thread], code: int) -> None:
     if any(thread.is_alive() for thread in left):
         sys.stdout.flush()
         sys.stderr.flush()
+        tell_exit_code(code)
         os._exit(code)
 
 

@@ -37,7 +37,8 @@ class MonitorOutcome:
     """How it ended.
 
     Attributes:
-        exit_code: the command's own, 128 + n if signal n killed it; without a command 0, or that of a signal.
+        exit_code: the command's own, 128 + n if signal n killed it; without a command 0, 1 if there
+            was no GPU to watch, or that of a signal.
         command: as a shell would take it; empty without one.
         elapsed: seconds.
         notes: what could not be seen or written at the end, one line each.
@@ -104,7 +105,7 @@ def monitor(
             record(watch.sample())
             peaks.resident_bytes = max(peaks.resident_bytes, command.peak_resident_bytes() if command else 0)
         file.close()
-        code = command.exit_code if command is not None else 0
+        code = command.exit_code if command is not None else int(not first.cards)
         if command is None and stopped_by and stopped_by != signal.SIGINT:
             code = 128 + stopped_by
         outcome = MonitorOutcome(

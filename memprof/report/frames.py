@@ -117,8 +117,13 @@ def _frame(row: type | None, rows: Iterable[tuple[Any, ...]], **before: type) ->
         for path, kind in _fields(row):
             columns[".".join(path)] = ([reduce(_inside, path, one) for one in plain], kind)
     return pandas.DataFrame(
-        {name: pandas.Series(values, dtype=_dtype(kind)) for name, (values, kind) in columns.items()}
+        {name: pandas.Series(map(_text, values), dtype=_dtype(kind)) for name, (values, kind) in columns.items()}
     )
+
+
+def _text(value: Any) -> Any:
+    """A value; halves of characters, which pandas refuses in a text, as escapes."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _fields(row: type, path: tuple[str, ...] = (), *, optional: bool = False) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -30,6 +30,7 @@ class ExitHandlers:
     def __init__(self, is_program: Callable[[CodeType], bool]) -> None:
         self._is_program = is_program
         self._handlers: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self._dropped = False
 
     def patches(self) -> Iterator[Patch]:
         """The patches (owner, name, replacement) that see them registered."""
@@ -51,16 +52,25 @@ class ExitHandlers:
     def drop(self) -> None:
         """The program leaves by `os._exit`: none is run."""
         self._handlers.clear()
+        self._dropped = True
 
-    def run(self) -> None:
-        """Run them, the last first, with those that they register; an error in one is said as Python says it."""
+    def run(self) -> SystemExit | None:
+        """Run them, the last first, with those that they register; an error in one is said as Python says it.
+
+        Returns:
+            The end by `os._exit` that one of them made, if one did.
+        """
+        self._dropped = False
         while self._handlers:
             function, args, options = self._handlers.pop()
             try:
                 function(*args, **options)
-            except BaseException:
+            except BaseException as error:
+                if self._dropped and isinstance(error, SystemExit):
+                    return error
                 print(f"Exception ignored in atexit callback: {function!r}", file=sys.stderr)  # noqa: T201
                 traceback.print_exc()
+        return None
 
     def _is_own(self, code: CodeType) -> bool:
         file = code.co_filename

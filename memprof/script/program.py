@@ -7,6 +7,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -140,6 +141,7 @@ class Program:
             os.environ.update(environment)
 
     def _run(self, rule: StopRule, handlers: ExitHandlers | None) -> ScriptOutcome:
+        process = os.getpid()
         with self._as_main(handlers):
             try:
                 with rule.clock():
@@ -150,8 +152,11 @@ class Program:
                 outcome = ScriptOutcome(Ended.EXIT, 0, kept=left)
             except BaseException as error:
                 outcome = _ended_by(error)
-            if handlers is not None:
-                handlers.run()
+            left_at_end = None if handlers is None else handlers.run()
+            if left_at_end is not None and outcome.ended is Ended.EXIT:
+                outcome = _ended_by(left_at_end)
+            if os.getpid() != process:
+                _end_fork(outcome)
         return outcome
 
     @contextlib.contextmanager
@@ -161,7 +166,8 @@ class Program:
         process = os.getpid()
 
         def exit_now(status: int) -> NoReturn:
-            if os.getpid() != process:
+            # In a thread nothing can be raised that ends the process: the parent of it says so (cli/child.py).
+            if os.getpid() != process or threading.current_thread() is not threading.main_thread():
                 leave(status)
             if handlers is not None:
                 handlers.drop()
@@ -176,6 +182,17 @@ class Program:
         finally:
             sys.argv, sys.path[:] = argv, path
             os._exit = leave
+
+
+def _end_fork(outcome: ScriptOutcome) -> NoReturn:
+    """End a process that the program has forked where the program ends in it, as Python would: the report is not its
+    own."""
+    if outcome.error is not None:
+        print_error(outcome.error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the program's own class, or a file that it closed
+            stream.flush()
+    os._exit(outcome.exit_code)
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
@@ -221,7 +238,8 @@ def _exit_code(end: SystemExit) -> int:
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
-    print(end.code, file=sys.stderr)  # noqa: T201
+    with contextlib.suppress(Exception):  # it may have no text
+        print(end.code, file=sys.stderr)  # noqa: T201
     return 1
 
 

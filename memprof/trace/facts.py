@@ -64,13 +64,17 @@ def _askable(values: dict[str, Any]) -> dict[str, Any]:
 _BOTH = [one.name for one in dataclasses.fields(Target) if one.name in TargetSpec.__dataclass_fields__]
 
 
+ENDINGS = ("steps", "exit", "timeout", "error", "not simulated", "refused", "another rank", "interrupted")
+"""How a program may end (`memprof.script.Ended`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramFacts:
     """A script that was run."""
 
     command: tuple[str, ...]
     ended: str
-    """steps, exit, timeout, error, refused or interrupted."""
+    """One of `ENDINGS`."""
     exit_code: int | None
     steps: int
     """Training steps that it began; none where nothing is learned."""
@@ -78,6 +82,10 @@ class ProgramFacts:
     """Remedies in force."""
     evaluated: bool = True
     """Whether it called a model in eval mode; True too where that was not noted."""
+
+    def __post_init__(self) -> None:
+        if self.ended not in ENDINGS:
+            raise ValueError(f"a program does not end by {self.ended!r}")
 
 
 @dataclass(frozen=True, slots=True)

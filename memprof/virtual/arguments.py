@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from memprof.errors import UsageError
+from memprof.errors import UsageError, text_of
 
 
 def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -23,7 +23,7 @@ def copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any
     except Exception as error:  # whatever a class of the program's own raises
         raise UsageError(
             "the arguments cannot be copied",
-            value=f"{type(error).__name__}: {error}",
+            value=f"{type(error).__name__}: {text_of(error)}",
             hint="let the function make them itself, or refer to them as globals: then they are not copied",
         ) from error
 

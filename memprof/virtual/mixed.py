@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from memprof.errors import text_of
 from memprof.trace.events import HOST, is_card
 from memprof.trace.mismatch import mismatch_error
 from memprof.virtual.calls import Call, Operator, tensors_of
@@ -46,7 +47,7 @@ class MixedDevices:
                 recording.calling = outer
         except RuntimeError as error:
             # C++ compares the devices above all operators, or a meta kernel does; theirs are other words for it.
-            if "device" not in str(error) or not self._is_mixed([*args, *kwargs.values()]):
+            if "device" not in text_of(error) or not self._is_mixed([*args, *kwargs.values()]):
                 raise
             if len(mismatches) == before:
                 with _NoTorchFunction():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memprof.errors import MemprofError, first_line
+from memprof.errors import MemprofError, first_line, text_of
 from memprof.trace.events import NONE, Failure, FailureKind, Phase, PhaseKind
 from memprof.watch.modules import MODULE_CALL
 from memprof.watch.recorder import Recorder
@@ -101,7 +101,7 @@ def describe(
     source = lines[-1] if lines else None
     if isinstance(error, MemprofError):
         return refusal(error.problem, error.hint, source, phase, frames)
-    kind, named = _kind(error, str(error))
+    kind, named = _kind(error, text_of(error))
     read = None
     if kind is FailureKind.ERROR and unknown_read is not None and unknown_read[0] != NONE and _may_decide(error):
         where, told = unknown_read
@@ -211,7 +211,7 @@ def _builds(frame: FrameType) -> bool:
 
 def finds_no_card(error: BaseException) -> bool:
     """Whether a thread that raised `error` wanted the virtual card, which it does not see."""
-    return bool(_NO_CARD.search(str(error))) or _NO_DATA in str(error)
+    return bool(_NO_CARD.search(text_of(error))) or _NO_DATA in text_of(error)
 
 
 def ended_by_refusal(error: BaseException | None) -> bool:
@@ -227,7 +227,7 @@ def ended_by_refusal(error: BaseException | None) -> bool:
 
 def measured_failure(error: BaseException, phase: Phase) -> Failure:
     """The failure that `error` is, raised on a real device in `phase`."""
-    text = str(error)
+    text = text_of(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in text
     frames = [step.tb_frame for step in _steps(error.__traceback__)]
     lines = [

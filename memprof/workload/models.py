@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from memprof.catalog import ModelEntry, find_model, has_model, list_models, read_config_file, resolve_size
-from memprof.errors import MemprofError, UsageError, first_line, nearest
+from memprof.errors import MemprofError, UsageError, first_line, nearest, text_of
 from memprof.spec import DTYPES, OWN_ATTENTIONS, TargetSpec
 from memprof.workload import attention
 from memprof.workload.custom_code import check_trusted, load_classes, may_not_leave, reference_of
@@ -285,7 +285,7 @@ def _hugging_face(
         except Exception as error:  # of any class: each model makes of its entries what it likes
             raise UsageError(
                 f"transformers cannot build {architecture} from this configuration",
-                value=" ".join(str(error).split()),
+                value=" ".join(text_of(error).split()),
                 hint="check --attention and the configuration",
             ) from error
         if spec.attention in OWN_ATTENTIONS:
@@ -351,7 +351,7 @@ def _configuration(config_class: Any, raw: dict[str, Any]) -> Any:
     try:
         return config_class(**arguments)
     except Exception as error:  # of any class: each model type checks its entries in its own way
-        said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        said = " ".join(line.strip() for line in text_of(error).splitlines() if line.strip())
         raise UsageError(
             "the configuration is not valid for its model type",
             value=said or type(error).__name__,

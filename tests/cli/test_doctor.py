@@ -59,12 +59,17 @@ def test_env(memprof: Callable[..., Any]):
     assert "findings" in memprof("doctor", "--env", "--json").json
 
 
+def test_a_text_without_an_error_is_no_verdict(memprof: Callable[..., Any], tmp_path: Path):
+    (tmp_path / "sound.log").write_text("step 1, loss 0.5\n")
+    done = memprof("doctor", tmp_path / "sound.log")
+    assert (done.exit_code, done.stdout) == (1, "") and "no memory or device error is in it" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("{log}/none",), "no such file"),
         (("{folder}",), "a folder"),
-        (("{sound}",), "no memory or device error is in it"),
         (("{binary}",), "not a log"),
         (("{log}", "--model", "llama-9"), "unknown model"),
         (("{log}", "--env"), "--env looks at this machine"),

@@ -53,7 +53,7 @@ def test_each_code(memprof, captures, tmp_path, monkeypatch):
         (("show", "missing.memprof"), "missing.memprof", 2),
         (("profile", "--model", "gpt3"), "unknown model", 2),
         (("doctor", "missing.log"), "no such file", 2),
-        (("run", "fails.py"), "nothing to report", 7),
+        (("run", "fails.py"), "nothing was put on the GPU", 7),
         (("monitor", "--interval", "0"), "the interval is too short", 2),
     ],
 )

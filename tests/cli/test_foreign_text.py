@@ -181,3 +181,13 @@ def test_every_text_passes_one_place() -> None:
             if re.search(pattern, path.read_text(encoding="utf-8"))
         ]
         assert found == files, pattern
+
+
+@pytest.mark.parametrize("character", "\u200b\u200c\u200d\u200e\u200f\u202a\u202e\u2060\u2066\u2069\ufeff\u00ad")
+def test_what_has_no_width_or_turns_text_is_an_escape(character):
+    assert printable(f"a{character}b") == f"a{ascii(character)[1:-1]}b"
+
+
+@pytest.mark.parametrize("character", "\u200a\u2010\u2027\u202f\u2070 ä")
+def test_what_is_beside_them_is_shown(character):
+    assert printable(character) == character

@@ -195,10 +195,12 @@ def test_an_exit_code_of_the_scripts_own_is_no_verdict(memprof, script):
 
 def test_nothing_on_the_card(memprof, script):
     ran = memprof("run", script("print('hello')"))
-    assert (ran.exit_code, ran.stdout) == (0, "hello\n")
-    assert ran.stderr == "memprof: the script ended before anything was on the card: there is nothing to report\n"
+    assert (ran.exit_code, ran.stdout) == (1, "hello\n")
+    assert ran.stderr.startswith(
+        "memprof: no verdict: nothing was put on the GPU\n  value: the script ended with exit code 0\n"
+    )
     left = memprof("run", script("import sys; sys.exit(3)"))
-    assert left.exit_code == 1 and "the script ended by itself with exit code 3 before anything was on" in left.stderr
+    assert left.exit_code == 1 and "value: the script ended with exit code 3\n" in left.stderr
 
 
 def test_what_the_process_has_frozen_stays_so(memprof, script):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memprof.report.documents.shown import Shown
 
 OPTION = "--csv"
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_folder(folder: Path) -> None:
@@ -47,11 +48,17 @@ def write_csv(document: Shown, folder: Path, *, force: bool = False) -> None:
             "the folder for tables could not be made", value=folder, hint=f"{error.strerror}: change {OPTION}"
         ) from error
     for name, frame in document.frames().items():
-        lists = {column: frame[column].map(_cell) for column in frame.select_dtypes("object")}
+        lists = {column: frame[column].map(_cell) for column in frame.select_dtypes(["object", "string"])}
         text: str = frame.assign(**lists).to_csv(index=False, lineterminator="\n")
         header = text.partition("\n")[0].encode()
         write_whole(folder / f"{name}.csv", text.encode(), table_form("such table", OPTION, header), force=force)
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | tuple | dict) else value
+    """A list as in JSON; of a text, what a spreadsheet would take for a formula begins with an apostrophe.
+
+    Which characters these are: https://owasp.org/www-community/attacks/CSV_Injection
+    """
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value)
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULAS) else value

@@ -130,3 +130,12 @@ def test_a_file_that_is_only_depth(tmp_path) -> None:
     file.write_bytes(gzip.compress(b"[" * 100_000))
     with pytest.raises(MemprofError, match="not a memprof capture"):
         load_trace(file)
+
+
+def test_an_ending_that_there_is_not():
+    from memprof.script import Ended
+    from memprof.trace.facts import ENDINGS, ProgramFacts
+
+    assert set(ENDINGS) == {ended.value for ended in Ended}
+    with pytest.raises(ValueError, match="'zzz'"):
+        ProgramFacts(("a.py",), "zzz", 0, 1, ())

@@ -97,3 +97,23 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     link.symlink_to(tmp_path / "nowhere" / "at all")
     with pytest.raises(UsageError):
         write_csv(DOCUMENT, link)
+
+
+@pytest.mark.parametrize("first", ["=", "+", "-", "@", "\t", "\r"])
+def test_no_text_is_a_formula(first):
+    from memprof.report.export.csv import _cell
+
+    assert (_cell(f"{first}1+1"), _cell(f"a{first}1"), _cell(-1), _cell("")) == (f"'{first}1+1", f"a{first}1", -1, "")
+
+
+def test_a_formula_and_half_a_character_in_a_name(tmp_path):
+    from memprof.flows.account import analyze
+    from memprof.report.export.csv import write_csv
+    from tests.golden.test_report import training_run
+
+    trace = training_run()
+    trace.sources = [f"=\ud800{source}" for source in trace.sources]
+    trace.ops = [f"@{op}" for op in trace.ops]
+    write_csv(analyze(trace), tmp_path)
+    text = (tmp_path / "tensors.csv").read_text(encoding="utf-8")
+    assert "'@" in text and ",@" not in text and ",=" not in text
