@@ -26,9 +26,9 @@ _PASSED_ON = {
 _FROM_A_PROCESS = 0
 """siginfo's si_code is this or below if a process sent the signal, and above if the kernel did (a terminal's keys)."""
 _PR_SET_PDEATHSIG = 1
-_WHY = {
+_WHY: dict[int, str] = {
     signal.SIGKILL: "the kernel kills processes when host memory runs out (dmesg says so): free some, or take less",
-    signal.SIGSEGV: "a library crashed, perhaps because virtual tensors have no data: python -X faulthandler shows where",
+    signal.SIGSEGV: "a library crashed: virtual tensors have no data; python -X faulthandler shows where",
 }
 _OTHERWISE = "leave out what ends the process (os._exit in a thread, a signal to itself, a daemon) under memprof"
 
