@@ -113,7 +113,7 @@ def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError("no config.json here", value=path, hint="give a model folder or its config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')

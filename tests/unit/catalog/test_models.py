@@ -234,3 +234,12 @@ def test_dropouts_of_gpt2_are_kept() -> None:
     """They change the memory of training, and their default is not zero."""
     config = find_model("gpt2").load_config()
     assert (config["attn_pdrop"], config["embd_pdrop"], config["resid_pdrop"]) == (0.1, 0.1, 0.1)
+
+
+def test_a_configuration_nested_without_end_is_one_error(tmp_path):
+    from memprof.catalog.models import read_config_file
+    from memprof.errors import UsageError
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(UsageError, match="cannot read the configuration"):
+        read_config_file(tmp_path)
