@@ -29,8 +29,7 @@ MASK = "CUDA selects by the positions that the mask has (IndexKernel.cpp), the C
 EVEN = "CUDA's formula compares with nan throughout (FunctionsManual.cpp, evenly_distribute_backward)"
 SAMPLES = "CUDA keeps a loss for each sample and sums them"
 VALUES = "a real run looks at the values and takes a shorter way"
-NO_LAYOUT = "torch has no meta kernel for it: an error that says so"
-FAILS = {SPARSE, NO_CUDA, NO_LAYOUT}
+FAILS = {SPARSE, NO_CUDA}
 NOT_COUNTED = "small temporaries that CUDA has as well or may have, and that are not counted"
 
 KERNELS: dict[str, str] = {
@@ -109,8 +108,8 @@ OPERATORS: dict[str, str] = {
     "tensor_split": NO_CUDA,
     "histogram": NO_CUDA,
     "histogramdd": NO_CUDA,
-    "linalg.lstsq": NO_LAYOUT,
-    "linalg.lstsq grad_oriented": NO_LAYOUT,
+    "linalg.lstsq": NO_CUDA,
+    "linalg.lstsq grad_oriented": NO_CUDA,
 }
 """Operator of the database -> why it may differ in any way."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,3 +33,61 @@ def cholesky_solve(args: Any, card: Card) -> list[int]:
     """A copy of the factor in columns, and the error flag (native/cuda/linalg/BatchLinearAlgebra.cpp)."""
     factor = args[1]
     return [factor.numel() * factor.element_size(), 4]
+
+
+@kernel(_aten.linalg_lstsq)
+def lstsq(launch: Launch) -> Any:
+    """Solve least squares by QR ("gels"), which is the one driver on a card and finds no rank and no singular values.
+
+    The solution is a part of a matrix in columns whose other rows the residuals are taken from; beside it are an error
+    flag for each matrix, a copy of the matrices in columns and a factor for each of their reflectors; where they are
+    wider than high their transposes too, and for each right-hand side one where several share a matrix
+    (native/BatchLinearAlgebra.cpp, linalg_lstsq_out_info; native/cuda/linalg/BatchLinearAlgebra.cpp,
+    linalg_lstsq_gels).
+
+    Raises:
+        RuntimeError: as torch says it, of another driver and of shapes that do not go together.
+    """
+    matrix, other = launch.args[:2]
+    driver = launch.kwargs.get("driver")
+    if driver is not None and driver.lower() != "gels":
+        raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
+    _check_lstsq(matrix, other)
+    *batch, rows, columns = matrix.shape
+    is_vector = other.dim() == matrix.dim() - 1
+    *batch_of_other, _, sides = (*other.shape, 1) if is_vector else other.shape
+    whole = torch.broadcast_shapes(batch, batch_of_other)
+    count, most, least = math.prod(batch), max(rows, columns), min(rows, columns)
+    size = matrix.element_size()
+    with launch.scratch(4 * max(1, count)):
+        solution = launch.new((*whole, sides, most), matrix.dtype).mT
+        with launch.scratch(matrix.numel() * size, count * least * size, matrix.numel() * size * (rows < columns)):
+            if tuple(batch) != tuple(whole):
+                launch.transients(math.prod(whole) * most * least * size, math.prod(whole) * least * size)
+        real = matrix.dtype.to_real()
+        residuals = launch.new((*whole, sides) if rows > columns else (0,), real)
+    solution = solution[..., :columns, :]
+    return (
+        solution.squeeze(-1) if is_vector else solution,
+        residuals,
+        launch.new((0,), torch.long),
+        launch.new((0,), real),
+    )
+
+
+def _check_lstsq(matrix: torch.Tensor, other: torch.Tensor) -> None:
+    name = "torch.linalg.lstsq: "
+    if matrix.dim() < 2:
+        raise RuntimeError(f"{name}input must have at least 2 dimensions.")
+    if matrix.dtype is not other.dtype:
+        raise RuntimeError(
+            f"{name}Expected input and other to have the same dtype, but got input's dtype {matrix.dtype} and other's "
+            f"dtype {other.dtype}"
+        )
+    missing = matrix.dim() - other.dim()
+    if other.dim() < 1 or missing not in (0, 1):
+        raise RuntimeError(
+            f"{name}input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1"
+        )
+    if matrix.size(-2) != other.size(-1 if missing else -2):
+        raise RuntimeError(f"{name}input.size(-2) should match other.size({-1 if missing else -2})")

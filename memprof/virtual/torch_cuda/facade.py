@@ -16,6 +16,7 @@ from memprof.trace.events import NONE, Trace
 from memprof.virtual.card import cuda_version, cudnn_version, max_threads_per_sm, torch_release
 from memprof.virtual.cards import Cards
 from memprof.virtual.kernels.recurrent import MODES, is_acceptable
+from memprof.virtual.limits import not_yet
 from memprof.virtual.torch_cuda import streams
 from memprof.virtual.torch_cuda.driver import Properties, driver_patches, rng_state, shared_memory_bytes
 from memprof.watch.recorder import Recorder
@@ -322,6 +323,12 @@ def cuda_facade(
         traces = [trace for each in made for trace in each["device_traces"]]
         return history.cut({**made[0], "segments": segments, "device_traces": traces})
 
+    def lacking(what: str, hint: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise not_yet(what, hint)
+
+        return refuse
+
     history = History(recorder.trace)
     nothing = returning(None)
     cuda: dict[str, Any] = {
@@ -382,6 +389,8 @@ def cuda_facade(
         "synchronize": synchronize,
         "empty_cache": empty_cache,
         "get_memory_info": mem_get_info,
+        "get_device_capability": lacking("asks torch.accelerator for its capability", "ask torch.cuda for the card's"),
+        "Graph": lacking("makes a torch.accelerator.Graph", "make a torch.cuda.CUDAGraph"),
         **{name: cuda[name] for name in _OF_MEMORY if name not in ("empty_cache", "mem_get_info")},
     }
     for name, value in accelerator.items():

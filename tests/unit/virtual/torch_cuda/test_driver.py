@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memprof.catalog import find_gpu
+from memprof.errors import MemprofError
 from memprof.flows.script import run_script
 from memprof.script import Ended, Program, StopRule
 from memprof.virtual import VirtualGpu
@@ -48,6 +49,15 @@ def gpu():
 )  # fmt: skip
 def test_answers(gpu, ask, answer):
     assert ask() == answer
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ("get_device_capability", "Graph") if hasattr(torch.accelerator, name)]
+)  # fmt: skip
+def test_what_an_accelerator_is_not_asked_is_said(gpu, name):
+    with pytest.raises(MemprofError, match=r"torch\.accelerator") as refused:
+        getattr(torch.accelerator, name)()
+    assert "torch.cuda" in str(refused.value.hint)
 
 
 def test_properties_as_torch_prints_them(gpu):

@@ -1,0 +1,49 @@
+"""Solvers and factorisations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memprof.catalog import find_gpu
+from memprof.virtual import VirtualGpu
+
+GPU = find_gpu("a100-80gb")
+SHAPES = [
+    ((6, 4), (6, 2)), ((6, 4), (6,)), ((4, 6), (4, 2)), ((5, 5), (5, 1)), ((3, 6, 4), (3, 6)), ((3, 4, 6), (3, 4, 2)),
+    ((1, 6, 4), (3, 6, 2)), ((3, 6, 4), (1, 6, 2)), ((2, 1, 4, 6), (1, 5, 4, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("matrix", "other"), SHAPES)
+def test_least_squares_are_as_on_the_host_with_the_same_driver(matrix, other):
+    def solve(device, **driver):
+        made = torch.linalg.lstsq(torch.randn(matrix, device=device), torch.randn(other, device=device), **driver)
+        return [(one.shape, one.stride(), one.dtype) for one in made]
+
+    expected = solve("cpu", driver="gels")
+    with VirtualGpu(GPU):
+        assert solve("cuda") == expected
+
+
+@pytest.mark.parametrize(("matrix", "other", "driver"), [
+    ((6, 4), (5, 2), "gels"), ((6, 4), (3, 6, 2), "gels"), ((6,), (6,), "gels"), ((6, 4), (6, 2), "gelsd"),
+])  # fmt: skip
+def test_least_squares_that_cuda_refuses(matrix, other, driver):
+    with VirtualGpu(GPU), pytest.raises(RuntimeError, match=r"torch\.linalg\.lstsq"):
+        torch.linalg.lstsq(torch.randn(matrix, device="cuda"), torch.randn(other, device="cuda"), driver=driver)
+
+
+def test_least_squares_keep_the_rows_of_the_residuals():
+    """And hold a copy of the matrix and a factor for each reflector meanwhile; of a wide one its transpose, too."""
+    with VirtualGpu(GPU, workspaces=False) as gpu:
+        for rows, columns in ((4096, 1024), (1024, 4096)):
+            matrix, other = torch.randn(rows, columns, device="cuda"), torch.randn(rows, 8, device="cuda")
+            before = gpu.recorder.live_bytes
+            made = torch.linalg.lstsq(matrix, other)
+            residuals = 4 * 8 if rows > columns else 0
+            assert gpu.recorder.live_bytes - before == 4 * 8 * 4096 + residuals
+            copies = (1 if rows > columns else 2) * 4 * rows * columns
+            assert gpu.recorder.peak_bytes - before == 4 + 4 * 8 * 4096 + copies + 4 * 1024
+            assert made.solution.shape == (columns, 8)
+            del made
