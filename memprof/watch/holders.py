@@ -7,13 +7,14 @@ frames.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import gc
 import inspect
 import sys
 import types
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -68,6 +69,8 @@ class _Found:
     depth: int
     tensors: set[int]
     names: list[_Name] = field(default_factory=list)
+    keys: tuple[str, ...] = ()
+    """Of a dict, those of the one container in it, and in that, that holds all of them."""
 
 
 class Search:
@@ -167,8 +170,12 @@ class Search:
 
     def _holder(self, found: _Found, storages: set[int], roots: list[torch.Tensor], variables: _Variables) -> Holder:
         held = found.held
-        lines = [(name, _line_that_fills(name, variables.codes)) for name in found.names]
-        name, line = next(((name, line) for name, line in lines if line is not None), (found.names[0], None))
+        keys = "".join(f"[{key!r}]" for key in found.keys)
+        names = [dataclasses.replace(name, text=name.text + keys) for name in found.names]
+        for key in found.keys:
+            held = held[key]
+        lines = [(name, _line_that_fills(name, variables.codes)) for name in names]
+        name, line = next(((name, line) for name, line in lines if line is not None), (names[0], None))
         where = line
         if cached := isinstance(held, functools._lru_cache_wrapper):
             where, name = line_of_code(inspect.unwrap(held).__code__), _Name(held.__name__, None)
@@ -332,7 +339,22 @@ def _climb(tensors: Mapping[int, tuple[Any, int]], variables: _Variables) -> lis
         level = above
         if not level or len(level) > MAX_OBJECTS:
             break
+    for one in found.values():
+        one.keys = tuple(_keys(one.held, beneath))
     return list(found.values())
+
+
+def _keys(held: Any, beneath: Mapping[int, set[int]]) -> Iterator[str]:
+    """The way from a dict to the innermost container that holds all that it does, if it leads through dicts alone."""
+    while issubclass(type(held), dict):
+        tensors = beneath[id(held)]
+        inner = [(key, value) for key, value in held.items() if beneath.get(id(value)) == tensors]
+        if len(inner) != 1:
+            return
+        ((key, held),) = inner
+        if type(key) is not str or not issubclass(type(held), _CONTAINERS):
+            return
+        yield key
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -376,14 +398,20 @@ def _running_frames() -> set[int]:
 def _line_that_fills(name: _Name, running: list[CodeType]) -> str | None:
     """`file:line function`, read off the source code: of a variable's function, of an attribute's class; of a global,
     and of an attribute that its class does not fill, of what is running."""
-    variable = name.text.partition("[")[0].rpartition(".")[2]
+    whole, bracket, keys = name.text.partition("[")
+    variable = whole.rpartition(".")[2]
     codes = [] if name.code is None else [name.code]
     if name.owner is not None:
         methods = [inspect.unwrap(part) for part in vars(name.owner).values() if isinstance(part, types.FunctionType)]
         codes = [part.__code__ for part in methods if isinstance(part, types.FunctionType)]
     if name.is_global or name.owner is not None:
         codes += running
-    lines = (line_that_fills(code, variable, attribute=name.owner is not None) for code in codes)
+    # A program may well have the key in a variable.
+    lines = (
+        line_that_fills(code, variable, attribute=name.owner is not None, keys=named)
+        for named in dict.fromkeys((bracket + keys, ""))
+        for code in codes
+    )
     return next((line for line in lines if line is not None), None)
 
 

@@ -45,16 +45,18 @@ def _lines_that_show(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def line_that_fills(code: CodeType, variable: str, *, attribute: bool) -> str | None:
+def line_that_fills(code: CodeType, variable: str, *, attribute: bool, keys: str = "") -> str | None:
     """`file:line function` at which the code puts something into `variable`; None if none is seen.
 
     Args:
         code: of the function, or of a whole module.
         variable: its name there.
         attribute: whether it is the attribute of an object (`self.losses`), not a variable.
+        keys: of the container in it, as `['train']['loss']`, which the line must name; empty: any.
     """
     name = (r"\." if attribute else r"(?<![\w.])") + re.escape(variable)
-    whole = rf"{name}\b"
+    name += re.escape(keys).replace("'", "[\"']")
+    whole = rf"{name}(?!\w)"
     patterns = (
         rf"{name}(?:\[[^\]]*\])*\.(?:{_METHODS})\(",
         rf"{name}(?:\[[^\]]*\])+\s*[+|]?=(?!=)",

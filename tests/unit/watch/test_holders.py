@@ -74,9 +74,10 @@ def in_an_object() -> None:
 
 class History:
     def __init__(self) -> None:
-        self.logs: dict[str, Any] = {"train": {"loss": []}}
+        self.logs: dict[str, Any] = {"train": {"step": [], "loss": []}}
 
     def add(self, value: torch.Tensor) -> None:
+        self.logs["train"]["step"].append(len(self.logs))
         self.logs["train"]["loss"].append(value)  # kept
 
 
@@ -92,6 +93,22 @@ def in_a_dict_of_dicts() -> None:
     logs: dict[str, dict[int, torch.Tensor]] = {"train": {}}
     for number in range(4):
         logs["train"][number] = step(model, optimizer)  # kept
+
+
+def in_a_list_by_a_variable() -> None:
+    model, optimizer = parts()
+    logs: dict[str, list[torch.Tensor]] = {"train": [], "test": []}
+    for _ in range(4):
+        for phase in ("train",):
+            logs[phase].append(step(model, optimizer))  # kept
+
+
+def in_a_sum_by_a_key() -> None:
+    model, optimizer = parts()
+    totals = {"steps": 0, "loss": torch.zeros((), device="cuda")}
+    for _ in range(4):
+        totals["steps"] = totals["steps"] + 1
+        totals["loss"] = totals["loss"] + step(model, optimizer)  # kept
 
 
 def in_a_sum_of_an_object() -> None:
@@ -130,8 +147,10 @@ def line_of(code: Any) -> str:
         (in_a_list, "list", "losses", in_a_list),
         (in_a_sum, "", "total", in_a_sum),
         pytest.param(in_an_object, "dict", "Meter.values", Meter.add, marks=pytest.mark.nightly),
-        (in_a_dict_of_dicts_of_an_object, "dict", "History.logs", History.add),
-        (in_a_dict_of_dicts, "dict", "logs", in_a_dict_of_dicts),
+        (in_a_dict_of_dicts_of_an_object, "list", "History.logs['train']['loss']", History.add),
+        (in_a_dict_of_dicts, "dict", "logs['train']", in_a_dict_of_dicts),
+        (in_a_list_by_a_variable, "list", "logs['train']", in_a_list_by_a_variable),
+        (in_a_sum_by_a_key, "", "totals['loss']", in_a_sum_by_a_key),
         (in_a_hook, "list", "seen", in_a_hook),
         (in_one_tensor, "", "everything", in_one_tensor),
     ],
