@@ -128,7 +128,7 @@ def _explain(error: _Error, head: str, known: advice.Known, model: Dimensions | 
     if model is None and (named := model_in(nearby)) is not None:
         model = dimensions(find_model(named))
     tensors: tuple[Candidate, ...] = ()
-    if cause not in _WITHOUT_TENSOR:
+    if cause not in _WITHOUT_TENSOR and signature.source != "ggml":  # a buffer of a whole model, cache or graph
         tensors = _tensors(figures, model, known, nearby, stack)
     run = replace(known, model=model.model if model else None)
     if model is not None and tensors and len(tensors[0].shape) == 3 and not tensors[0].exact:

@@ -27,6 +27,8 @@ _HALF, _FULL = 2, 4
 _COMMON_HEADS = (8, 12, 16, 20, 24, 25, 32, 40, 48, 64)
 _SHARDS = (1, 2, 4, 8)
 _DELTA = "one weight delta for each token"
+_MOST_ODD = 3
+"""Times a power of two, up to which a size is round: so many widths divide it that it tells none."""
 _MANY_TOKENS = 1 << 17
 """Of a batch; beyond it each doubling is a quarter as likely."""
 
@@ -125,10 +127,14 @@ def candidates(question: Question, most: int = 5) -> list[Candidate]:
 def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
     model = question.model
     if model is None:
+        # A round size is as many logits, scores or weights: of these the traceback must speak.
+        said = question.roles if _is_round(question) else {"logits", "feed-forward", "attention"}
         for known in of_catalog():
-            yield from _rows(question, known.vocabulary, "logits", -1.0, "logits", known)
-            yield from _rows(question, known.hidden * known.intermediate, _DELTA, -4.0, "delta", known)
-        for heads in _COMMON_HEADS:
+            if "logits" in said:
+                yield from _rows(question, known.vocabulary, "logits", -1.0, "logits", known)
+            if "feed-forward" in said:
+                yield from _rows(question, known.hidden * known.intermediate, _DELTA, -4.0, "delta", known)
+        for heads in _COMMON_HEADS if "attention" in said else ():
             yield from _scores(question, heads, -4.0)
         return
     for shards in _SHARDS:
@@ -150,6 +156,12 @@ def _all(question: Question) -> Iterator[tuple[float, Candidate]]:
         yield from _scores(question, 1, -3.0, role="attention mask")
     yield from _rows(question, model.hidden * model.intermediate, _DELTA, -3.0, "delta")
     yield from _weights(question, model)
+
+
+def _is_round(question: Question) -> bool:
+    """Return whether the request may have been a power of two of bytes, or three times one."""
+    number = _roundest(question.low, question.high)
+    return number >> ((number & -number).bit_length() - 1) <= _MOST_ODD
 
 
 def _rows(

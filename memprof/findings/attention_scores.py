@@ -14,6 +14,7 @@ from memprof.findings.evidence import (
     would_help,
 )
 from memprof.findings.finding import Context, Evidence, Finding, Severity, once, rule
+from memprof.ledger.categories import Category
 from memprof.trace.events import Storage, Trace
 from memprof.units import GIB, format_bytes
 
@@ -26,6 +27,8 @@ MIN_BYTES = GIB
 
 _PRODUCTS = {"aten.mm", "aten.bmm", "aten.baddbmm", "aten.addmm", "aten.cat"}
 _LINEAR = {"aten.mm", "aten.addmm"}
+_IMAGES = ("aten.convolution", "aten.upsample_", "aten.grid_sampler_")
+"""Operators that make images, or begin like those that do: the height and width may be a program's choice."""
 _MASK_DTYPES = {"bool", "uint8", "int64", "int32", "int8"}
 
 
@@ -96,14 +99,18 @@ def score_storages(context: Context) -> dict[int, str]:
         "softmax" in op and "log_softmax" not in op and "backward" not in op and "attention" not in op
         for op in trace.ops
     ]
-    multiplies, convolves = [op in _PRODUCTS for op in trace.ops], [op == "aten.convolution" for op in trace.ops]
+    multiplies, draws = [op in _PRODUCTS for op in trace.ops], [op.startswith(_IMAGES) for op in trace.ops]
     outputs = _outputs_of_layers(trace)
     products = {
         math.prod(storage.shape)
         for storage in trace.storages
         if multiplies[storage.op] and computes[storage.phase] and not storage.hidden
     }
-    images = {storage.shape[-2:] for storage in trace.storages if convolves[storage.op]}
+    images = {
+        storage.shape[-2:]
+        for storage, category in zip(trace.storages, context.ledger.categories, strict=True)
+        if draws[storage.op] or (category is Category.INPUTS and len(storage.shape) == 4 and storage.dtype != "bool")
+    }
     candidates: list[tuple[int, Storage]] = []
     attended: set[tuple[int, ...]] = set()
     """Of scores: how many there are, queries and keys."""

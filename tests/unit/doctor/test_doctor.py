@@ -101,6 +101,22 @@ def test_a_size_that_fits_nothing_well_gets_no_name():
     assert candidates(Question(low - 2 * MIB, low)) == []
 
 
+@pytest.mark.parametrize(
+    ("size", "is_told"), [(1 << 32, False), (3 << 31, False), (5 << 30, True), (8192 * 128256 * 4, True)]
+)
+def test_a_round_size_is_not_known_by_itself(size, is_told):
+    """4 GiB are as many bfloat16 logits of 32,768 words as scores of 8 heads, or weights."""
+    assert bool(candidates(Question(size, size))) == is_told
+    assert {one.role for one in candidates(Question(size, size, roles=frozenset({"logits"})))} == {"logits"}
+
+
+def test_a_buffer_of_ggml_is_no_tensor():
+    """It has all weights of a model, its cache or its graph."""
+    what = "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4008.00 MiB on device 0"
+    (found,) = diagnoses(f"{what}: cudaMalloc failed: out of memory")
+    assert found.source == "ggml" and not found.tensors
+
+
 def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_card_had_room_for():
     low, high = (int(amount * 2**30) for amount in (447.995, 448.005))
     found = candidates(Question(low, high, held=18 << 30))

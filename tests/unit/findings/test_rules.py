@@ -307,10 +307,11 @@ class TestAttentionScores:
         (finding,) = of(b.context(), "attention-scores")
         assert not finding.remedies
 
-    def test_a_softmax_over_the_channels_of_an_image_is_no_attention(self) -> None:
+    @pytest.mark.parametrize("op", ["aten.convolution", "aten.upsample_bilinear2d"])
+    def test_a_softmax_over_the_channels_of_an_image_is_no_attention(self, op: str) -> None:
         b = training(1024, 100)
         for _ in range(4):
-            b.new(8, 32, 512, 512, op="aten.convolution")
+            b.new(8, 32, 512, 512, op=op)
         b.new(8, 21, 512, 512, op="aten._softmax")
         assert not of(b.context(), "attention-scores")
 
