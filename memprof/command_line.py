@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from typing import Any
 
 from memprof.errors import UsageError
+from memprof.run_spec import RunSpec
 from memprof.spec import TargetSpec, options_of
 from memprof.units import parse_gib, spell_size
 
 
-def profile_command(spec: TargetSpec, *, names_card: bool = True) -> str:
-    """`memprof profile` for `spec`: every option that it would not have anyway; with `names_card` the card as well."""
-    about = options_of(TargetSpec)
+def profile_command(spec: TargetSpec, *more: str, names_card: bool = True) -> str:
+    """Return `memprof profile` for `spec`: every option that it would not have anyway, and `more` words after them.
+
+    Args:
+        spec: what is run.
+        more: options beside those of the spec, as words.
+        names_card: whether the GPU is named where it is the default.
+    """
+    return shlex.join(["memprof", "profile", *spell_options(spec, names_card=names_card), *more])
+
+
+def run_command(spec: RunSpec, program: Sequence[str], *more: str) -> str:
+    """Return `memprof run` for a script and its arguments (`program`), with every option of `spec` that it would not
+    have anyway, and `more` words after these."""
+    return shlex.join(["memprof", "run", *spell_options(spec), *more, *program])
+
+
+def spell_options(spec: TargetSpec | RunSpec, *, names_card: bool = True) -> list[str]:
+    """Return the options of `spec` as words: all that have another value than they would have anyway, and its fixes."""
+    kind: Any = type(spec)
+    about = options_of(kind)
     instead = {one.instead_of: (name, one) for name, one in about.items() if one.instead_of}
-    words = ["memprof", "profile"]
+    words: list[str] = []
     for name, one in about.items():
         value = getattr(spec, name)
         other, otherwise = instead.get(name, ("", None))
@@ -23,13 +44,12 @@ def profile_command(spec: TargetSpec, *, names_card: bool = True) -> str:
             continue
         value = spell_size(value) if one.parse is parse_gib else value
         words += [str(one.flag)] if isinstance(value, bool) else [str(one.flag), str(value)]
-    words += ["--fix", ",".join(spec.fixes)] if spec.fixes else []
-    return shlex.join(words)
+    return [*words, *(["--fix", ",".join(spec.fixes)] if spec.fixes else [])]
 
 
-def _is_so_anyway(spec: TargetSpec, name: str) -> bool:
-    default = TargetSpec.__dataclass_fields__[name].default
+def _is_so_anyway(spec: TargetSpec | RunSpec, name: str) -> bool:
+    default = type(spec).__dataclass_fields__[name].default
     try:
-        return getattr(spec, name) == default or spec.edit(**{name: default}) == spec
+        return bool(getattr(spec, name) == default or spec.edit(**{name: default}) == spec)
     except UsageError:
         return False

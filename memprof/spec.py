@@ -426,6 +426,34 @@ class TargetSpec:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
+def repeat_option(
+    name: str,
+    *,
+    of: type = TargetSpec,
+    default: object = dataclasses.MISSING,
+    note: str = "",
+    unset: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    hidden: bool = False,
+) -> Any:
+    """Return an option of another dataclass, `TargetSpec` or `of`, as a field of one more.
+
+    It means the same: `note` says what else it does there, and `unset` what is taken if it is not given. One that is
+    `hidden` is there to be refused with a reason.
+    """
+    field: dataclasses.Field[Any] = of.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    about: Option = field.metadata["option"]
+    about = dataclasses.replace(
+        about,
+        help=f"{about.help} {note}".strip(),
+        unset=unset or about.unset,
+        choices=choices or about.choices,
+        panel="" if hidden else about.panel,
+    )
+    default = field.default if default is dataclasses.MISSING else default
+    return dataclasses.field(default=default, metadata={"option": about})
+
+
 def parse_layers(text: str, count: int | None = None) -> list[int]:
     """The layers that a list such as "0,4-7,-1" names, in order and each once; negative ones count from the end.
 

@@ -29,7 +29,8 @@ from memprof.cli.plainly import take_plainly
 from memprof.cli.streams import give_up, say, tell
 from memprof.device.ceiling import ceiling
 from memprof.errors import MemprofError, UsageError, unknown_name
-from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, options_of
+from memprof.run_spec import RunSpec
+from memprof.spec import PRESENT, Option, TargetSpec, check_options, option, options_of, repeat_option
 from memprof.units import parse_gib
 
 OUTPUT = "Output"
@@ -85,9 +86,7 @@ class Shared:
     params: str | None = option(
         None, "Model", "A number of parameters, such as 1.2B: reckoned, nothing is run.", metavar="COUNT"
     )
-    shown_card: int | None = option(
-        None, OUTPUT, "Of several cards, the one to show in full.", flag="--card", metavar="INDEX", unset="the fullest"
-    )
+    shown_card: int | None = repeat_option("shown_card", of=RunSpec)
     top: int = option(10, OUTPUT, "Rows of each table.", metavar="COUNT", is_count=True)
     force: bool = option(False, OUTPUT, "Replace files that memprof has not written, too.")
     cache: bool = option(True, OUTPUT, "Simulate again what was kept of an earlier call (`memprof cache`).")
@@ -103,31 +102,9 @@ class Reading:
     )  # fmt: skip
 
 
-def again(
-    name: str,
-    *,
-    default: object = dataclasses.MISSING,
-    note: str = "",
-    unset: str | None = None,
-    choices: tuple[str, ...] | None = None,
-    hidden: bool = False,
-) -> Any:
-    """An option of `TargetSpec` or `Shared` as a field of another dataclass.
-
-    It means the same: `note` says what else it does there, and `unset` what is taken if it is not given. One that is
-    `hidden` is there to be refused with a reason.
-    """
-    field: dataclasses.Field[Any] = (TargetSpec.__dataclass_fields__ | Shared.__dataclass_fields__)[name]
-    about: Option = field.metadata["option"]
-    about = dataclasses.replace(
-        about,
-        help=f"{about.help} {note}".strip(),
-        unset=unset or about.unset,
-        choices=choices or about.choices,
-        panel="" if hidden else about.panel,
-    )
-    default = field.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={"option": about})
+def again(name: str, **changes: Any) -> Any:
+    """Return an option of `TargetSpec` or `Shared` as a field of another dataclass, as `repeat_option` does."""
+    return repeat_option(name, of=TargetSpec if name in TargetSpec.__dataclass_fields__ else Shared, **changes)
 
 
 def spec_of(request: object, **others: object) -> TargetSpec:
@@ -338,7 +315,11 @@ def _spelt(parameter: Any) -> str:
 def _excluded_by(name: str) -> str:
     """The option that may not be given beside this one; itself if there is none."""
     about = options_of(TargetSpec).get(name)
-    return "model" if name == "params" else about.instead_of or name if about else name
+    return _INSTEAD_OF.get(name) or (about.instead_of if about else None) or name
+
+
+_INSTEAD_OF = {"params": "model", "ladder": "fix", "until_exit": "steps"}
+"""Beside those of `TargetSpec`: what the command line says of one puts aside what a file says of the other."""
 
 
 def panels_of(command: Any, context: Any) -> dict[str, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import threading
@@ -18,10 +19,10 @@ from memprof.cli.output import Saved, exit_code, print_document
 from memprof.cli.progress import Progress
 from memprof.cli.streams import say, script_output, tell
 from memprof.errors import MemprofError, UsageError
+from memprof.run_spec import RunSpec
 from memprof.spec import HOST_BYTES, option
 
 if TYPE_CHECKING:
-    from memprof.catalog import Gpu
     from memprof.remedies.fixes import Fix
     from memprof.script import Ended, Program, StopRule
 
@@ -38,42 +39,17 @@ PATIENCE = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(Saved, Remedies):
-    """What is asked of a script."""
+class Request(RunSpec, Remedies, Saved):
+    """What is asked of a script, and of its report."""
 
     module: bool = option(False, "Script", "SCRIPT is the name of a module, as for `python -m`.", flag="-m")
-    worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
-    beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
-    no_compile: bool = option(False, "Script", "Run what the script gives to torch.compile eagerly.")
-    no_stand_ins: bool = option(False, "Script", "Stand in for no package that is not installed (flash_attn).")
-    steps: int | None = again("steps", note="The script is stopped then.", unset="2; up to 8 while memory grows")
-    until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
-    timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
     lengths: str | None = again("lengths", hidden=True)
-    alloc_conf: str | None = again("alloc_conf")
-    gpu: str = again("gpu")
-    gpu_vram_bytes: int | None = again("gpu_vram_bytes")
-    host_memory_bytes: int | None = again("host_memory_bytes")
-    gpus: int | None = again(
-        "gpus", default=None, unset="1, or as many as a launcher starts processes",
-        note="cuda:0, cuda:1 and so on: for one process, or a rank on each.",
-    )  # fmt: skip
-    nodes: int | None = option(
-        None, "Card", "How many machines with so many cards.", is_count=True, unset="1, or the launcher's"
-    )
-    rank: int | None = again("rank", note="It alone is run, without --ranks.", unset="0")
-    ranks: str | None = option(
-        None, "Card", "The ranks to run together, each in a process: all, or numbers.", metavar="all|0,3|0-3"
-    )
-    shown_card: int | None = again("shown_card")
-    device: str = again("device")
-    detail: bool = again("detail")
 
-    def card(self) -> Gpu:
-        """The virtual card."""
-        from memprof.catalog import custom_gpu, find_gpu
-
-        return find_gpu(self.gpu) if self.gpu_vram_bytes is None else custom_gpu(self.gpu_vram_bytes)
+    def spec(self) -> RunSpec:
+        """What decides the run."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSpec)}
+        fixes = () if self.fix is None or self.searches else tuple(map(str, _installed(self.fix)))
+        return RunSpec(**found | {"fixes": fixes})
 
     def rule(self) -> StopRule:
         """When the script has shown enough."""
@@ -142,26 +118,22 @@ def run(
     several = request.ladder or request.searches or request.largest is not None
     ranks = request.ranks is not None or _measures_ranks(program, request)
     how = _ladder if several else _run_ranks if ranks else _run
-    rule, card = request.rule(), request.card()
+    from memprof.flows.script import gpu_of
+
+    rule = request.rule()
+    gpu_of(request)  # that there is none of this name is told first
     continue_in_child(as_json=request.as_json)
-    raise typer.Exit(how(program, rule, card, request))
+    raise typer.Exit(how(program, rule, request))
 
 
-def _run(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
+def _run(program: Program, rule: StopRule, request: Request) -> int:
     from memprof.flows.script import run_script
     from memprof.script import Ended
     from memprof.trace.events import FailureKind
 
     before = frozenset(threading.enumerate())
-    fixes = () if request.fix is None else tuple(map(str, _installed(request.fix)))
     with script_output(to_stderr=request.as_json):
-        found = run_script(
-            program, rule, gpu=card, gpus=request.gpus, nodes=request.nodes, rank=request.rank,
-            card=request.shown_card, device=request.device, alloc_conf=request.alloc_conf, beyond=request.beyond,
-            fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
-            compiles=not request.no_compile, stand_ins=not request.no_stand_ins,
-            host_memory_bytes=request.host_memory_bytes,
-        )  # fmt: skip
+        found = run_script(program, rule, request.spec())
     outcome, document = found.outcome, found.document
     if isinstance(outcome.error, UsageError):  # a remedy that does not apply to a model of the script
         raise outcome.error
@@ -205,19 +177,12 @@ def _measures_ranks(program: Program, request: Request) -> bool:
     return not isinstance(start, ScriptOutcome) and start.size > 1  # its own --help is that of `_run` too
 
 
-def _run_ranks(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
+def _run_ranks(program: Program, rule: StopRule, request: Request) -> int:
     from memprof.flows.ranks import RanksRun, run_ranks
     from memprof.script import Ended
 
-    fixes = () if request.fix is None else tuple(map(str, _installed(request.fix)))
     with script_output(to_stderr=request.as_json):
-        found = run_ranks(
-            program, rule, request.ranks or "all", gpus=request.gpus, nodes=request.nodes, rank=request.rank,
-            card=request.shown_card, gpu=card, device=request.device, alloc_conf=request.alloc_conf,
-            beyond=request.beyond, fixes=fixes, worst_batch=request.worst_batch, detail=request.detail,
-            compiles=not request.no_compile, stand_ins=not request.no_stand_ins,
-            host_memory_bytes=request.host_memory_bytes,
-        )  # fmt: skip
+        found = run_ranks(program, rule, request.spec())
     if not isinstance(found, RanksRun):  # its own --help
         code = _passed_on(found.exit_code) or int(Exit.FAILED)
         tell(_no_verdict(found.ended, found.exit_code), as_json=request.as_json, exit_code=code)
@@ -284,7 +249,7 @@ def _leave_threads(before: Collection[threading.Thread], code: int) -> None:
         os._exit(code)
 
 
-def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> int:
+def _ladder(program: Program, rule: StopRule, request: Request) -> int:
     from memprof.flows.ladder import scripts
 
     if request.device != "virtual":
@@ -294,26 +259,17 @@ def _ladder(program: Program, rule: StopRule, card: Gpu, request: Request) -> in
             hint="leave out --device, or --ladder",
         )
     program.check()
-    host_memory = request.host_memory_bytes or (HOST_BYTES if request.searches else None)
-    asked = scripts.Request(
-        program,
-        rule,
-        card,
-        request.alloc_conf,
-        request.worst_batch,
-        host_memory,
-        request.no_compile,
-        request.no_stand_ins,
-    )
+    spec = request.spec()
+    if request.searches and spec.host_memory_bytes is None:
+        spec = spec.edit(host_memory_bytes=HOST_BYTES)
     with Progress(quiet=request.quiet) as progress:
         if request.largest is not None:
             from memprof.flows.limit import largest_of_script
 
-            fixes = () if request.fix is None else _installed(request.fix)
-            trace, document = largest_of_script(asked, request.largest, fixes, progress)
+            trace, document = largest_of_script(program, spec, request.largest, progress)
         else:
             search = scripts.script_search if request.searches else scripts.script_ladder
-            trace, document = search(asked, progress)
+            trace, document = search(program, spec, progress)
     print_document(document, request)
     request.keep(trace)
     return exit_code(document)

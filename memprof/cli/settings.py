@@ -16,6 +16,7 @@ command line says wins over the file, that over the preset, and that over mempro
 from __future__ import annotations
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Collection, Mapping
@@ -26,6 +27,7 @@ from typing import Any
 import typer
 
 from memprof.errors import UsageError, unknown_name
+from memprof.run_spec import SETTINGS
 
 _ON_THE_COMMAND_LINE = (
     "model", "trust-remote-code", "force", "save", "csv", "html", "to", "log", "debug", "no-color", "help", "m",
@@ -86,6 +88,8 @@ def read() -> tuple[Path, Mapping[str, Any]] | None:
     Raises:
         UsageError: it is no TOML, or has no table.
     """
+    if os.environ.get(SETTINGS) == "off":
+        return None
     try:
         start = Path.cwd()
     except OSError:  # it was removed

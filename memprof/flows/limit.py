@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from memprof.catalog import Gpu
-from memprof.command_line import profile_command
+from memprof.command_line import profile_command, run_command
 from memprof.errors import MemprofError, RunFailedError, UsageError
 from memprof.flows.cards import virtual_card
-from memprof.flows.ladder.scripts import Request, run_alone
+from memprof.flows.ladder.scripts import run_alone
 from memprof.flows.profile import profile
 from memprof.flows.recommend.bisection import find_limit
-from memprof.remedies.fixes import Fix
+from memprof.flows.script import gpu_of
 from memprof.report.documents.limit import Limit, LimitRun
 from memprof.report.documents.report import Document
+from memprof.run_spec import RunSpec
 from memprof.script import Program
 from memprof.spec import TargetSpec
 from memprof.trace.events import Trace
@@ -62,16 +63,16 @@ def largest_of_spec(spec: TargetSpec, what: str, progress: Progress = lambda doi
             )
         return trace, document
 
-    def command(number: int) -> str:
+    def command(number: int, *, fits: bool) -> str:
         return profile_command(spec.edit(**{field: number}))
 
     return _search(run, virtual_card(spec), what, command, begin=begin, most=most)
 
 
 def largest_of_script(
-    request: Request, what: str, fixes: Sequence[Fix] = (), progress: Progress = lambda doing: None
+    program: Program, spec: RunSpec, what: str, progress: Progress = lambda doing: None
 ) -> tuple[Trace, Document]:
-    """The same of a script with `fixes` in force, whose arguments have `{}` where the number is to stand.
+    """The same of a script, whose arguments have `{}` where the number is to stand.
 
     Each run is a process of its own.
 
@@ -79,7 +80,6 @@ def largest_of_script(
         UsageError: no argument has a place for the number.
         MemprofError: the script fails with the least number.
     """
-    program = request.program
     if not any(PLACE in argument for argument in program.arguments):
         raise UsageError(
             f"--largest {what} needs a place for the number in the script's own arguments",
@@ -87,24 +87,23 @@ def largest_of_script(
             hint=f"write {PLACE} there: memprof run --largest {what} {program.name} --{what} {PLACE}",
         )
 
-    def at(number: int) -> Request:
+    def at(number: int) -> Program:
         arguments = tuple(argument.replace(PLACE, str(number)) for argument in program.arguments)
-        return dataclasses.replace(request, program=Program(program.name, arguments, program.is_module))
+        return Program(program.name, arguments, program.is_module)
 
     def run(number: int) -> tuple[Trace, Document]:
         progress(f"running the script with {what} {number:,}")
-        return run_alone(at(number), fixes)
+        return run_alone(at(number), spec)
 
-    def command(number: int) -> str:
-        one = at(number)
-        named = ["--fix", ",".join(map(str, fixes))] if fixes else []
-        return shlex.join(["memprof", "run", *one.options(), *named, *one.program.command])
+    def command(number: int, *, fits: bool) -> str:
+        # Where the GPU is full, the need is only seen beyond.
+        return run_command(spec if fits else spec.edit(beyond=True), at(number).command)
 
-    return _search(run, request.gpu, what, command, begin=1, most=MOST)
+    return _search(run, gpu_of(spec), what, command, begin=1, most=MOST)
 
 
 def _search(
-    run: Run, gpu: Gpu, what: str, command: Callable[[int], str], *, begin: int, most: int
+    run: Run, gpu: Gpu, what: str, command: Callable[..., str], *, begin: int, most: int
 ) -> tuple[Trace, Document]:
     made: dict[int, LimitRun] = {}
     kept: dict[bool, tuple[int, Trace, Document]] = {}
@@ -117,12 +116,12 @@ def _search(
             # Something else ends here than memory: a model has no such position, or a data set no such batch.
             if not any(one.fits for one in made.values()) or isinstance(error, UsageError):
                 raise
-            made[number] = LimitRun(number, None, False, _failure(error), command(number))
+            made[number] = LimitRun(number, None, False, _failure(error), command(number, fits=False))
             return available + 1
         verdict = document.verdict
         fits = bool(verdict.fits)
         dies_in = "" if fits else verdict.oom_stage or ("host memory" if verdict.host_over_bytes else "a failure")
-        made[number] = LimitRun(number, verdict.required_bytes, fits, dies_in, command(number))
+        made[number] = LimitRun(number, verdict.required_bytes, fits, dies_in, command(number, fits=fits))
         before = kept.get(fits)
         if before is None or (number > before[0]) == fits:  # the largest that fits, the least that does not
             kept[fits] = number, trace, document

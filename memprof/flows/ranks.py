@@ -18,6 +18,7 @@ from memprof.flows.account import analyze
 from memprof.flows.each_rank import in_order
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
+from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.trace.events import Trace
 from memprof.trace.facts import RankFacts
@@ -71,23 +72,14 @@ def asked_ranks(text: str, size: int) -> list[int]:
     return sorted(found)
 
 
-def run_ranks(
-    program: Program,
-    rule: StopRule,
-    ranks: str,
-    *,
-    gpus: int | None = None,
-    nodes: int | None = None,
-    rank: int | None = None,
-    card: int | None = None,
-    **options: Any,
-) -> RanksRun | ScriptOutcome:
+def run_ranks(program: Program, rule: StopRule, spec: RunSpec) -> RanksRun | ScriptOutcome:
     """Run ranks of `program` together, until `rule` holds of all of them, they end, or one fails.
 
     Args:
-        ranks: which: `all`, or numbers.
-        rank: the one that the report shows in full; None: the one that decides.
-        **options: those of `capture_run`; `gpus`, `nodes` and `card` are as for `run_script`.
+        program: the script or module, and its arguments.
+        rule: when it is stopped.
+        spec: everything else that is asked; of `ranks` None are all, `rank` is the one that the report shows in full
+            (None: the one that decides).
 
     Returns:
         What they did; or how a launcher ended that started none.
@@ -95,16 +87,18 @@ def run_ranks(
     Raises:
         UsageError: there are no such ranks, or no room for them.
     """
+    from memprof.flows.script import gpu_of
     from memprof.script.capture import ask
     from memprof.script.launchers import Place
     from memprof.script.ranks import check_memory, run_together
 
     program.check()
-    is_measured = options["device"] != "virtual"
+    is_measured = spec.device != "virtual"
+    ranks, rank = spec.ranks or "all", spec.rank
 
     def start_of(number: int | None) -> Start | ScriptOutcome:
-        place = Place(number, gpus, nodes)
-        return program.start(place) if is_measured else ask(program, place, options["gpu"])
+        place = Place(number, spec.gpus, spec.nodes)
+        return program.start(place) if is_measured else ask(program, place, gpu_of(spec))
 
     first = start_of(None)
     if isinstance(first, ScriptOutcome):
@@ -118,17 +112,17 @@ def run_ranks(
     if rank is not None and rank not in numbers:
         raise UsageError("no such rank is run", value=f"--rank {rank}", hint=f"--ranks names {spell_numbers(numbers)}")
     if is_measured:
-        _check_measured(program, first, numbers, options["device"])
+        _check_measured(program, first, numbers, spec.device)
     check_memory(len(numbers))
     starts: dict[int, Start] = {}
     for number in numbers:
         start = start_of(number)
         assert not isinstance(start, ScriptOutcome)
         starts[number] = start
-    body = functools.partial(_one_rank, program, rule, starts, options)
+    body = functools.partial(_one_rank, program, rule, starts, spec)
     # Measured ranks wait for each other where nobody sees it.
     ran, problem = run_together(numbers, first.size, body, **({"step_wait": _STEP_WAIT} if is_measured else {}))
-    return _put_together(numbers, ran, problem, first.size, rank, card)
+    return _put_together(numbers, ran, problem, first.size, rank, spec.shown_card)
 
 
 def _check_measured(program: Program, start: Start, ranks: Sequence[int], device: str) -> None:
@@ -164,9 +158,9 @@ def _check_measured(program: Program, start: Start, ranks: Sequence[int], device
             ) from None  # fmt: skip
 
 
-def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], options: Any, channel: Any) -> Ran:
+def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], spec: RunSpec, channel: Any) -> Ran:
     """In the process of one rank."""
-    if options["device"] == "cuda":
+    if spec.device == "cuda":
         from memprof.measured.cuda import use_card
 
         use_card(starts[channel.rank].rank % starts[channel.rank].cards)
@@ -174,7 +168,7 @@ def _one_rank(program: Program, rule: StopRule, starts: Mapping[int, Start], opt
     from memprof.script.program import error_text
     from memprof.script.ranks import Ran
 
-    trace, outcome = capture_run(program, rule, start=starts[channel.rank], channel=channel, **options)
+    trace, outcome = capture_run(program, rule, spec, start=starts[channel.rank], channel=channel)
     error, said, about = outcome.error, "", None
     if isinstance(error, MemprofError):
         about = (type(error), error.problem, error.value, error.hint)

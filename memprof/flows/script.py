@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memprof.allocator import Settings, SettingsInForce
-from memprof.catalog import Gpu
+from memprof.catalog import Gpu, custom_gpu, find_gpu
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.account import analyze
 from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts
 from memprof.ledger.ledger import EmptyTraceError
 from memprof.report.documents.report import Document
+from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.trace.events import PhaseKind, Trace
 from memprof.trace.facts import ProgramFacts, RankFacts
@@ -42,41 +43,13 @@ class DryRun:
     document: Document | None
 
 
-def run_script(
-    program: Program,
-    rule: StopRule,
-    *,
-    gpu: Gpu,
-    gpus: int | None = None,
-    nodes: int | None = None,
-    rank: int | None = None,
-    card: int | None = None,
-    device: str = "virtual",
-    alloc_conf: str | None = None,
-    beyond: bool = False,
-    fixes: tuple[str, ...] = (),
-    worst_batch: bool = False,
-    detail: bool = False,
-    compiles: bool = True,
-    stand_ins: bool = True,
-    host_memory_bytes: int | None = None,
-) -> DryRun:
-    """Run `program` until `rule` stops it.
+def run_script(program: Program, rule: StopRule, spec: RunSpec) -> DryRun:
+    """Run `program` until `rule` stops it, in this process.
 
     Args:
-        gpus: how many such cards there are on each machine; None: one for each process that a launcher starts there.
-        nodes: machines; None: as many as the launcher takes.
-        rank: of a program of several processes, the one that is run; None: the first.
-        card: of several, the number of the one that the report shows in full; None: the fullest.
-        device: "virtual", or "cuda" or "cpu" to measure there.
-        alloc_conf: settings of the caching allocator; None: those that the environment, or the script, sets.
-        beyond: go on past the card's capacity, instead of raising torch.OutOfMemoryError in the script.
-        fixes: remedies to switch on in the script's models, as NAME or NAME=VALUE.
-        worst_batch: feed the largest batch of each data loader first.
-        detail: with a measured run, the line of every allocation.
-        compiles: whether torch.compile compiles on the virtual card; False: what it is given runs eagerly.
-        stand_ins: whether packages that are not installed are stood in for (docs/stand-ins.md).
-        host_memory_bytes: of the machine; what keeps more in it does not fit. None: it is not asked.
+        program: the script or module, and its arguments.
+        rule: when it is stopped.
+        spec: everything else that is asked of the run; `ranks` is what `run_ranks` is for.
 
     Raises:
         UsageError: there is no such script, or a remedy cannot be switched on from outside.
@@ -86,42 +59,36 @@ def run_script(
 
     program.check()
     start: Start | None = None
-    if device == "virtual":
-        found = ask(program, Place(rank, gpus, nodes), gpu)
+    if spec.device == "virtual":
+        found = ask(program, Place(spec.rank, spec.gpus, spec.nodes), gpu_of(spec))
         if isinstance(found, ScriptOutcome):
             return DryRun(Trace(), found, None)
         start = found
-    trace, outcome = capture_run(
-        program, rule, gpu=gpu, start=start, device=device, alloc_conf=alloc_conf, beyond=beyond, fixes=fixes,
-        worst_batch=worst_batch, detail=detail, host_memory_bytes=host_memory_bytes, compiles=compiles,
-        stand_ins=stand_ins,
-    )  # fmt: skip
+    trace, outcome = capture_run(program, rule, spec, start=start)
     document = None
     with contextlib.suppress(EmptyTraceError):
-        document = analyze(trace, card=card)
+        document = analyze(trace, card=spec.shown_card)
     return DryRun(trace, outcome, document)
 
 
+def gpu_of(spec: RunSpec) -> Gpu:
+    """Return the GPU that `spec` names.
+
+    Raises:
+        UsageError: the catalog has none of this name.
+    """
+    return find_gpu(spec.gpu) if spec.gpu_vram_bytes is None else custom_gpu(spec.gpu_vram_bytes)
+
+
 def capture_run(
-    program: Program,
-    rule: StopRule,
-    *,
-    gpu: Gpu,
-    start: Start | None = None,
-    channel: Channel | None = None,
-    device: str = "virtual",
-    alloc_conf: str | None = None,
-    beyond: bool = False,
-    fixes: tuple[str, ...] = (),
-    worst_batch: bool = False,
-    detail: bool = False,
-    host_memory_bytes: int | None = None,
-    compiles: bool = True,
-    stand_ins: bool = True,
+    program: Program, rule: StopRule, spec: RunSpec, *, start: Start | None = None, channel: Channel | None = None
 ) -> tuple[Trace, ScriptOutcome]:
-    """What one process of `program` does, with what is known of it; the other arguments are those of `run_script`.
+    """Run one process of `program`; return what it did, with what is known of it.
 
     Args:
+        program: as of `run_script`.
+        rule: likewise.
+        spec: likewise.
         start: the process; None: that which the program is by itself.
         channel: to the others that run together with it; None: it is alone.
     """
@@ -131,8 +98,9 @@ def capture_run(
     from memprof.script.capture import capture_script
     from memprof.virtual import VirtualGpu
 
-    settings = _LateSettings(alloc_conf)
-    switch = Switch(fixes)
+    gpu, device = gpu_of(spec), spec.device
+    settings = _LateSettings(spec.alloc_conf)
+    switch = Switch(spec.fixes)
     settings.add(switch.alloc_conf)
     if device == "virtual":
         assert start is not None
@@ -147,19 +115,19 @@ def capture_run(
             # Kernels write tensors that they are given: memory is their callers' to ask for.
             passes_kernels=True,
             allocator_settings=settings,
-            refuses=not beyond,
-            compiles=compiles,
-            stand_ins=stand_ins,
+            refuses=not spec.beyond,
+            compiles=not spec.no_compile,
+            stand_ins=not spec.no_stand_ins,
         )
         trace, outcome = capture_script(
-            program, virtual, rule, switch.before_forward, worst_batch=worst_batch, start=start, channel=channel
+            program, virtual, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
         )
         on = device_facts(gpu)
     else:
         on = measured_device_facts(device)
-        measured = MeasuredDevice(device, Outside() if device == "cuda" else None, detail=detail)
+        measured = MeasuredDevice(device, Outside() if device == "cuda" else None, detail=spec.detail)
         trace, outcome = capture_script(
-            program, measured, rule, switch.before_forward, worst_batch=worst_batch, start=start, channel=channel
+            program, measured, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
         )
     if outcome.ended is Ended.REFUSED and device == "virtual":
         trace.assumptions.append(BEYOND)
@@ -176,10 +144,11 @@ def capture_run(
             outcome.ended.value,
             outcome.exit_code,
             _training_steps(trace, outcome.ended),
-            fixes,
+            spec.fixes,
             any(not forward.training for forward in trace.forwards),
+            spec,
         ),
-        device=dataclasses.replace(on, host_memory_bytes=host_memory_bytes),
+        device=dataclasses.replace(on, host_memory_bytes=spec.host_memory_bytes),
         allocator=settings.read().facts,
         rank=found,
     )

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from memprof.run_spec import RunSpec
 from memprof.spec import DTYPES, TargetSpec
 from memprof.trace.plain import Plain, fields_from_plain, from_plain, json_name, to_plain
 from memprof.version import __version__
@@ -82,6 +83,8 @@ class ProgramFacts:
     """Remedies in force."""
     evaluated: bool = True
     """Whether it called a model in eval mode; True too where that was not noted."""
+    asked: RunSpec | None = None
+    """How it was run; None: a capture of an early release."""
 
     def __post_init__(self) -> None:
         if self.ended not in ENDINGS:

@@ -55,15 +55,26 @@ def test_the_batch_of_a_script(memprof, script, monkeypatch):
     """Its number stands where the arguments say. In the place of processes, which take long: the same model here."""
     cnn, asked = script(CNN, "cnn.py"), []
 
-    def run_alone(request, fixes):
-        assert request.program.arguments[0] == "--steps" and request.program.arguments[1] == "5"
-        flag, _, number = request.program.arguments[2].partition("=")
-        assert (flag, fixes) == ("--bs", ())
+    def run_alone(program, spec):
+        assert program.arguments[:2] == ("--steps", "5")
+        flag, _, number = program.arguments[2].partition("=")
+        assert (flag, spec.fixes, spec.worst_batch) == ("--bs", (), True)
         asked.append(int(number))
-        return profile(TargetSpec(model=f"{cnn}:build", batch_size=int(number), gpu_vram_bytes=request.gpu.total_bytes))
+        return profile(TargetSpec(model=f"{cnn}:build", batch_size=int(number), gpu_vram_bytes=spec.gpu_vram_bytes))
 
     monkeypatch.setattr(limit_flow, "run_alone", run_alone)
-    command = ("run", "--gpu-vram", 0.6, "--largest", "batch-size", "--json", script("", "train.py"), "--steps", 5)
+    command = (
+        "run",
+        "--gpu-vram",
+        0.6,
+        "--worst-batch",
+        "--largest",
+        "batch-size",
+        "--json",
+        script("", "train.py"),
+        "--steps",
+        5,
+    )
     missing = memprof(*command, "--bs", 8)
     assert missing.exit_code == 2 and "{}" in missing.stderr and not asked
     result = memprof(*command, "--bs={}")
@@ -73,7 +84,11 @@ def test_the_batch_of_a_script(memprof, script, monkeypatch):
     runs = {run["number"]: run for run in limit["runs"]}
     assert sorted(asked) == list(runs)
     assert runs[limit["largest"]]["fits"] and not runs[limit["first_too_large"]]["fits"]
-    assert runs[limit["largest"]]["command"].endswith(f"train.py --steps 5 --bs={limit['largest']}")
+    ending = "--worst-batch --gpu-vram 0.6 train.py --steps 5 --bs="
+    assert runs[limit["largest"]]["command"] == f"memprof run {ending}{limit['largest']}"
+    # The whole need is seen past the full GPU alone.
+    beyond = ending.replace("--worst-batch", "--worst-batch --beyond")
+    assert runs[limit["first_too_large"]]["command"] == f"memprof run {beyond}{limit['first_too_large']}"
 
 
 def test_what_does_not_go_with_it(memprof):

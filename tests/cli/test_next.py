@@ -51,7 +51,7 @@ def saved(name, tmp_path, **changes):
             "memprof profile --model gpt2 --context-length 256 --batch-size 4 --gpu-vram 2.5 --fix "
             "compile,8-bit-optimizer,chunked-loss",
         ),
-        ("run", "whether later steps take more", "memprof run --gpu h100-80gb --steps 20 program.py"),
+        ("run", "whether later steps take more", "memprof run --steps 20 --gpu h100-80gb program.py"),
         ("run-until-exit", "what each finding means", "memprof help findings"),
     ],
 )
@@ -79,20 +79,49 @@ def test_where_remedies_are_not_enough(tmp_path):
         _check(shlex.split(command)[1:])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"vocab_size": 1000}, {"freeze": "wte*"}, {"evaluate": True}, {"npt": "low-rank"}, {"lora_dropout": 0.1}],
+)
+def test_recommend_is_not_asked_for_a_run_that_it_does_not_know(changes, tmp_path):
+    document = saved("profile-does-not-fit", tmp_path)
+    adapter = {"adapter": "lora"} if "lora_dropout" in changes else {}
+    asked = TargetSpec(model="gpt2", fixes=("chunked-loss",), **changes, **adapter)
+    target = dataclasses.replace(document.target, asked=asked)
+    assert next_step(dataclasses.replace(document, target=target))[1] == "memprof help remedies"
+
+
 def test_after_a_script(tmp_path):
     run = saved("run", tmp_path)
     verdict, program = run.verdict, run.program
+    asked = program.asked
     unknown = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=None))
-    assert next_step(unknown)[1] == "memprof run --gpu h100-80gb --until-exit program.py"
+    assert next_step(unknown)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
     full = dataclasses.replace(run, verdict=dataclasses.replace(verdict, fits=False))
-    assert next_step(full)[1] == "memprof run --gpu h100-80gb --fix auto program.py"
-    fixed = dataclasses.replace(full, program=dataclasses.replace(program, fixes=("bfloat16",)))
+    assert next_step(full)[1] == "memprof run --steps 3 --gpu h100-80gb --fix auto program.py"
+    with_bfloat16 = dataclasses.replace(program, fixes=("bfloat16",), asked=asked.edit(fixes=("bfloat16",)))
+    fixed = dataclasses.replace(full, program=with_bfloat16)
     assert next_step(fixed)[1] == "memprof help remedies"
-    own = dataclasses.replace(run, device=dataclasses.replace(run.device, name="a card", total_bytes=6 << 30))
-    spaced = dataclasses.replace(own, program=dataclasses.replace(program, command=("-m", "my pack", "--n", "2")))
-    assert next_step(spaced)[1] == "memprof run --gpu-vram 6 --steps 20 -m 'my pack' --n 2"
+    own = asked.edit(gpu_vram_bytes=6 << 30, worst_batch=True)
+    spaced = dataclasses.replace(
+        run, program=dataclasses.replace(program, command=("-m", "my pack", "--n", "2"), asked=own)
+    )
+    assert next_step(spaced)[1] == "memprof run --worst-batch --steps 20 --gpu-vram 6 -m 'my pack' --n 2"
     for document in (unknown, full, fixed, spaced):
         _check(shlex.split(next_step(document)[1])[1:])
+
+
+def test_a_run_that_was_timed_out_is_shown_to_its_end(tmp_path):
+    run = saved("run", tmp_path)
+    timed = dataclasses.replace(run.program, ended="timeout", asked=run.program.asked.edit(timeout=1.5))
+    stopped = dataclasses.replace(run, program=timed, verdict=dataclasses.replace(run.verdict, fits=None))
+    assert next_step(stopped)[1] == "memprof run --until-exit --gpu h100-80gb program.py"
+
+
+def test_a_capture_that_does_not_say_how_it_was_run_has_no_command(tmp_path):
+    run = saved("run", tmp_path)
+    early = dataclasses.replace(run, program=dataclasses.replace(run.program, asked=None))
+    assert next_step(early) in (None, ("what each finding means", "memprof help findings"))
 
 
 def test_without_a_command_line_nothing_is_said(tmp_path):

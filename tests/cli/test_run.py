@@ -38,6 +38,8 @@ def test_json_alone_on_stdout(script):
     done = started("--json", "--until-exit", script(), "256", "32")
     document = json.loads(done.stdout)
     assert "step 3 1.0\ndone" in done.stderr
+    asked = document["program"].pop("asked")
+    assert asked["until_exit"] and asked["steps"] is None and asked["gpu"] == "h100-80gb"
     assert document["program"] == {
         "command": ["train.py", "256", "32"],
         "ended": "exit",

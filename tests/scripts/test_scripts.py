@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from memprof.catalog import find_gpu
 from memprof.cli.output import exit_code
 from memprof.flows.script import DryRun, run_script
+from memprof.run_spec import RunSpec
 from memprof.script import Program, StopRule
 from tests.lanes import by_day
 from tests.scripts.running import check_sound, memprof_run, program, run_twice, stages
@@ -57,7 +57,7 @@ def test_it_runs(name, tmp_path):
 def mistakes(keep: str, rule: StopRule) -> DryRun:
     """That program in this process: torch is all it imports."""
     script, *arguments = program("mistakes", "--keep", keep)
-    return run_script(Program(script, tuple(arguments)), rule, gpu=find_gpu("h100-80gb"))
+    return run_script(Program(script, tuple(arguments)), rule, RunSpec(gpu="h100-80gb"))
 
 
 def test_mistakes_are_found():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memprof.catalog import Gpu
+from memprof.command_line import profile_command
 from memprof.cost import StepWork, bottleneck_of, cost_of, step_work
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze, with_settings
@@ -73,6 +74,10 @@ class Runs(abc.ABC):
     @abc.abstractmethod
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         """Run it with these in force."""
+
+    @abc.abstractmethod
+    def command(self, fixes: Sequence[Fix]) -> str:
+        """Return the command that makes the run with these."""
 
     @abc.abstractmethod
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
@@ -161,6 +166,7 @@ class Runs(abc.ABC):
             next_bottleneck=bottleneck_of(document),
             cost=cost,
             parallel=self._plan(fixes),
+            command=self.command(fixes),
         )
 
 
@@ -210,6 +216,10 @@ class SpecRuns(Runs):
             spec = edit_spec(spec, fix, target)
         return spec
 
+    def command(self, fixes: Sequence[Fix]) -> str:
+        """Return the command that makes the run with these."""
+        return profile_command(self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes))))
+
     def check(self, fixes: Sequence[Fix]) -> None:
         """Raises UsageError if they do not go with the spec."""
         self.in_force(fixes)
@@ -248,6 +258,12 @@ class SpecRuns(Runs):
 
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
         return self.in_force(fixes).alloc_conf
+
+    def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
+        trace = super()._retold(trace, fixes)
+        assert trace.facts.target is not None
+        target = dataclasses.replace(trace.facts.target, asked=self.in_force(fixes))
+        return dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, target=target))
 
     def _plan(self, fixes: Sequence[Fix]) -> str | None:
         return (self.in_force(fixes) if fixes else self._spec).parallel
@@ -375,6 +391,10 @@ class RunsWith(Runs):
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         run = self.with_fixes(fixes)
         return run.trace, run.document
+
+    def command(self, fixes: Sequence[Fix]) -> str:
+        """Return the command that makes the run with these, and those that are always on."""
+        return self._runs.command([*self._always, *fixes])
 
     def _alloc_conf(self, fixes: Sequence[Fix]) -> str | None:
         return self._runs._alloc_conf([*self._always, *fixes])

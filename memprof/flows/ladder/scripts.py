@@ -7,74 +7,56 @@ state that another run should not find.
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from memprof.catalog import Gpu
+from memprof.command_line import run_command
 from memprof.errors import MemprofError, UsageError
 from memprof.flows.account import analyze
 from memprof.flows.ladder.climb import climb
 from memprof.flows.ladder.runs import Runs
 from memprof.flows.ladder.search import search
+from memprof.flows.script import gpu_of
 from memprof.remedies.fixes import Fix
 from memprof.remedy_catalog import REMEDIES, Numerics, from_outside
 from memprof.report.documents.report import Document
-from memprof.script import Program, StopRule
+from memprof.run_spec import SETTINGS, RunSpec
+from memprof.script import Program
 from memprof.trace.events import Trace
 from memprof.trace.io import load_trace
-from memprof.units import spell_size
 
 _SAID = "memprof: "
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is run."""
-
-    program: Program
-    rule: StopRule
-    gpu: Gpu
-    alloc_conf: str | None = None
-    """None: the environment's."""
-    worst_batch: bool = False
-    """Feed the largest batches first."""
-    host_memory_bytes: int | None = None
-    """None: it is not asked."""
-    no_compile: bool = False
-    """Run what the script gives to torch.compile eagerly."""
-    no_stand_ins: bool = False
-    """Find no package that is not installed."""
-
-    def options(self) -> list[str]:
-        """Of `memprof run`, before the script."""
-        rule = self.rule
-        found = (
-            ["--gpu-vram", repr(self.gpu.total_bytes / 2**30)] if self.gpu.key == "custom" else ["--gpu", self.gpu.key]
-        )
-        # What patience would add is not the same in every run: all are to make the same steps.
-        found += ["--until-exit"] if rule.steps is None else ["--steps", str(rule.steps)]
-        found += [] if rule.seconds is None else ["--timeout", repr(rule.seconds)]
-        found += [] if self.alloc_conf is None else ["--alloc-conf", self.alloc_conf]
-        found += ["--worst-batch"] if self.worst_batch else []
-        found += ["--no-compile"] if self.no_compile else []
-        found += ["--no-stand-ins"] if self.no_stand_ins else []
-        host = self.host_memory_bytes
-        found += [] if host is None else ["--host-memory", spell_size(host)]
-        return found
-
-
 class ScriptRuns(Runs):
-    """Runs of one script, with the remedies that can be switched on from outside."""
+    """Runs of one script, with the remedies that can be switched on from outside.
 
-    def __init__(self, request: Request, from_outside: Sequence[str], progress: Callable[[str], None]) -> None:
-        self._request = request
+    Args:
+        program: the script and its arguments.
+        spec: how it is run.
+        from_outside: names of the remedies.
+        progress: told what is done.
+    """
+
+    def __init__(
+        self, program: Program, spec: RunSpec, from_outside: Sequence[str], progress: Callable[[str], None]
+    ) -> None:
+        self._program, self._spec = program, spec
         self._from_outside = from_outside
         self._progress = progress
-        super().__init__(request.gpu)
+        super().__init__(gpu_of(spec))
+
+    def command(self, fixes: Sequence[Fix]) -> str:
+        """Return the command that makes the run with these."""
+        return run_command(self._with(fixes), self._program.command)
+
+    def _with(self, fixes: Sequence[Fix]) -> RunSpec:
+        return self._spec.edit(fixes=(*self._spec.fixes, *map(str, fixes)))
 
     def ahead(self, sets: Iterable[Sequence[Fix]]) -> None:
         """Nothing is: a script may write, and count on what its run before left."""
@@ -103,28 +85,25 @@ class ScriptRuns(Runs):
         return ",".join(filter(None, (settings, *(fix.remedy.alloc_conf for fix in fixes))))
 
     def _retold(self, trace: Trace, fixes: Sequence[Fix]) -> Trace:
-        trace = super()._retold(trace, fixes)
-        assert trace.facts.program is not None
-        program = dataclasses.replace(trace.facts.program, fixes=tuple(map(str, fixes)))
-        return dataclasses.replace(trace, facts=dataclasses.replace(trace.facts, program=program))
+        return _told(super()._retold(trace, fixes), self._with(fixes))
 
     def _run(self, fixes: Sequence[Fix]) -> tuple[Trace, Document]:
         self._progress("running the script " + (f"with {', '.join(map(str, fixes))}" if fixes else "as it is"))
-        return run_alone(self._request, fixes)
+        return run_alone(self._program, self._with(fixes))
 
 
-def run_alone(request: Request, fixes: Sequence[Fix] = ()) -> tuple[Trace, Document]:
-    """The script in a process of its own, past a full card.
+def run_alone(program: Program, spec: RunSpec) -> tuple[Trace, Document]:
+    """Run the script in a process of its own, past a full GPU; return its trace and report.
 
     Raises:
         MemprofError: it fails.
     """
     with tempfile.TemporaryDirectory(prefix="memprof-") as folder:
         kept = Path(folder) / "run.memprof"
-        options = ["--beyond", *request.options(), "--save", str(kept)]
-        options += ["--fix", ",".join(map(str, fixes))] if fixes else []
+        command = run_command(spec.edit(beyond=True), program.command, "--save", str(kept))
         done = subprocess.run(
-            [sys.executable, "-m", "memprof", "run", *options, *request.program.command],
+            [sys.executable, "-m", *shlex.split(command)],
+            env={**os.environ, SETTINGS: "off"},  # what a file says is in the spec
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -133,12 +112,20 @@ def run_alone(request: Request, fixes: Sequence[Fix] = ()) -> tuple[Trace, Docum
             check=False,
         )
         if done.returncode not in (0, 3) or not kept.exists():
-            raise _failure(done.returncode, done.stderr, fixes)
-        trace = load_trace(kept)
+            raise _failure(done.returncode, done.stderr, program, spec)
+        trace = _told(load_trace(kept), spec)
     return trace, analyze(trace)
 
 
-def _failure(code: int, said: str, fixes: Sequence[Fix]) -> MemprofError:
+def _told(trace: Trace, spec: RunSpec) -> Trace:
+    """Return a run's trace as that of one that was asked for by `spec`."""
+    facts = trace.facts
+    assert facts.program is not None
+    program = dataclasses.replace(facts.program, fixes=spec.fixes, asked=spec)
+    return dataclasses.replace(trace, facts=dataclasses.replace(facts, program=program))
+
+
+def _failure(code: int, said: str, program: Program, spec: RunSpec) -> MemprofError:
     """What a run that failed says."""
     lines = said.rstrip().splitlines()
     own = next((at for at in reversed(range(len(lines))) if lines[at].startswith(_SAID)), None)
@@ -146,27 +133,26 @@ def _failure(code: int, said: str, fixes: Sequence[Fix]) -> MemprofError:
         value = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  value:")), None)
         hint = next((line.partition(":")[2].strip() for line in lines[own:] if line.startswith("  hint:")), None)
         return UsageError(lines[own].removeprefix(_SAID), value=value, hint=hint)
-    names = ",".join(map(str, fixes))
-    how = f"with {', '.join(map(str, fixes))}" if fixes else "as it is"
+    how = f"with {', '.join(spec.fixes)}" if spec.fixes else "as it is"
     own_words = [line for line in lines if line.strip() and not line.startswith(("Saved: ", _SAID))]
     return MemprofError(
         f"the script fails {how}",
         value=own_words[-1].strip() if own_words else f"exit code {code}",
-        hint=f"memprof run {f'--fix {names} ' if names else ''}shows its output and the report so far",
+        hint=f"its output and the report so far: {run_command(spec, program.command)}",
     )
 
 
-def script_ladder(request: Request, progress: Callable[[str], None]) -> tuple[Trace, Document]:
+def script_ladder(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
     """The script as it is, and a ladder of remedies: see `climb`.
 
     Raises:
         MemprofError: the script fails as it is.
     """
     names = from_outside()
-    return climb(ScriptRuns(request, names, progress), names)
+    return climb(ScriptRuns(program, spec, names, progress), names)
 
 
-def script_search(request: Request, progress: Callable[[str], None]) -> tuple[Trace, Document]:
+def script_search(program: Program, spec: RunSpec, progress: Callable[[str], None]) -> tuple[Trace, Document]:
     """The script with the cheapest set of remedies that fits the card: see `search`.
 
     Raises:
@@ -175,4 +161,4 @@ def script_search(request: Request, progress: Callable[[str], None]) -> tuple[Tr
     names = from_outside()
     exact = [name for name in names if REMEDIES[name].numerics is Numerics.EXACT]
     tiers = (("the same numbers", exact), ("forward and backward in bfloat16", names))
-    return search(ScriptRuns(request, names, progress), tiers)
+    return search(ScriptRuns(program, spec, names, progress), tiers)

@@ -73,3 +73,5 @@ class Rung:
     cost: Cost
     parallel: str | None = None
     """How this run is spread over cards."""
+    command: str = ""
+    """That makes this run alone; empty in reports of early releases."""

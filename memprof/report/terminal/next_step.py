@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from memprof.catalog import find_gpu
-from memprof.command_line import profile_command
-from memprof.errors import UsageError
+from memprof.command_line import profile_command, run_command, spell_options
 from memprof.remedy_catalog import EXPANDABLE_SEGMENTS
 from memprof.report.documents.report import Document
 from memprof.report.terminal.console import Command, dim, section
 from memprof.spec import TargetSpec
 from memprof.trace.events import FailureKind
 from memprof.trace.facts import ProgramFacts, Target
-from memprof.units import spell_size
 
 if TYPE_CHECKING:  # a report of a run needs neither
     from memprof.report.documents.analysis import Analysis
@@ -26,6 +23,7 @@ if TYPE_CHECKING:  # a report of a run needs neither
 MORE_STEPS = 20
 """Of a script that was stopped after fewer: enough to see whether memory goes on growing."""
 _FINDINGS = ("what each finding means", "memprof help findings")
+_REMEDIES = ("what each remedy does and costs", "memprof help remedies")
 _ALL = 1000
 """Rows of a table: more than any comparison has."""
 
@@ -79,63 +77,63 @@ def _after_profile(document: Document, target: Target) -> tuple[str, str] | None
     if document.verdict.fits is False:
         fitting = next((rung for rung in document.ladder if rung.fits and rung.remedies), None)
         if fitting is not None:
-            command = f"{profile_command(spec.edit(fixes=()))} --fix {','.join(fitting.remedies)}"
-            return "the first row that fits, in full", command
+            return "the first row that fits, in full", fitting.command
         if document.ladder or spec.fixes:
-            return "what would fit this card, or how many of them it takes", _recommend(spec)
-        return "the remedies that make it fit at the least cost", f"{profile_command(spec)} --fix auto"
+            return _recommend(spec)
+        return "the remedies that make it fit at the least cost", profile_command(spec, "--fix", "auto")
     if document.limit is not None:
         largest = next((run for run in document.limit.runs if run.number == document.limit.largest), None)
         return None if largest is None else ("the report of the largest", largest.command)
     if spec.parallel is not None or spec.gpus > 1 or spec.lengths is not None:
         return "what it would do on other cards", "memprof help parallel"
-    return "the largest batch that fits", f"{profile_command(spec)} --largest batch-size"
+    return "the largest batch that fits", profile_command(spec, "--largest", "batch-size")
 
 
-def _recommend(spec: TargetSpec) -> str:
-    """`memprof recommend` for the model, the goal and the card of a run; the rest is searched."""
-    asked = TargetSpec(
-        model=spec.model, model_is_size=spec.model_is_size, trust_remote_code=spec.trust_remote_code, mode=spec.mode,
-        adapter=spec.adapter, context_length=spec.context_length, gpu=spec.gpu, gpu_vram_bytes=spec.gpu_vram_bytes,
-    )  # fmt: skip
-    return profile_command(asked).replace("profile", "recommend", 1)
+_QUESTION = (
+    "model", "model_is_size", "trust_remote_code", "mode", "adapter", "lora_rank", "lora_targets", "context_length",
+    "gpu", "gpu_vram_bytes", "gpus", "host_memory_bytes",
+)  # fmt: skip
+"""What `memprof recommend` is told of a run."""
+_SEARCHED = (
+    "dtype", "amp", "quantize", "double_quant", "batch_size", "gradient_accumulation", "optimizer", "optimizer_impl",
+    "zero_grad", "activation_checkpointing", "attention", "compile", "compile_mode", "compile_layers", "alloc_conf",
+    "dataset_batches", "steps", "parallel", "rank", "fixes",
+)  # fmt: skip
+"""What it finds itself, or has no use for. A run that differs in more is another than it would look at."""
+
+
+def _recommend(spec: TargetSpec) -> tuple[str, str]:
+    """Return `memprof recommend` for the model, the goal and the GPUs of a run, where it knows all that the run is."""
+    asked = TargetSpec(**{name: getattr(spec, name) for name in _QUESTION})
+    if asked != spec.edit(**{name: getattr(asked, name) for name in _SEARCHED}):
+        return _REMEDIES
+    what = "what would fit this card, or how many of them it takes"
+    return what, shlex.join(["memprof", "recommend", *spell_options(asked)])
 
 
 def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | None:
-    card = _card(document)
     alone = document.rank is None and not document.cards
+    spec = program.asked
+    if spec is None:
+        return _FINDINGS if document.findings else None
 
-    def run(*options: str) -> str:
-        settings = document.allocator.alloc_conf
-        conf = ["--alloc-conf", settings] if settings and document.allocator.alloc_conf_from == "--alloc-conf" else []
-        fixes = ["--fix", ",".join(program.fixes)] if program.fixes and "--fix" not in options else []
-        return shlex.join(["memprof", "run", *card, *conf, *fixes, *options, *program.command])
+    def run(*more: str, **changes: object) -> str:
+        return run_command(spec.edit(**changes), program.command, *more)
 
     if document.failure is not None:
         if document.failure.kind == FailureKind.REFUSED:
             return "what cannot be simulated", "memprof help limitations"
         return "how a script is run, and what may stop it", "memprof help run"
     if document.verdict.fits is None and alone:
-        return "all of it", run("--until-exit")
+        return "all of it", run(until_exit=True, steps=None, timeout=None)
     if document.verdict.fits is False and alone:
         fitting = next((rung for rung in document.ladder if rung.fits and rung.remedies), None)
         if fitting is not None:
-            return "the first row that fits, in full", run("--fix", ",".join(fitting.remedies))
+            return "the first row that fits, in full", fitting.command
         if not document.ladder and not program.fixes:
             return "the remedies that make it fit at the least cost", run("--fix", "auto")
     if document.verdict.fits is False:
-        return "what each remedy does and costs", "memprof help remedies"
+        return _REMEDIES
     if alone and program.ended == "steps" and program.steps < MORE_STEPS:
-        return "whether later steps take more", run("--steps", str(MORE_STEPS))
+        return "whether later steps take more", run(steps=MORE_STEPS)
     return _FINDINGS if document.findings else None
-
-
-def _card(document: Document) -> list[str]:
-    total = document.device.total_bytes
-    try:
-        card = find_gpu(document.device.name)
-    except UsageError:
-        card = None
-    if card is not None and card.total_bytes == total:
-        return ["--gpu", card.key]
-    return [] if total is None else ["--gpu-vram", spell_size(total)]

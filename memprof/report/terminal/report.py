@@ -146,7 +146,8 @@ def _describe(target: Target) -> str:
         parts.append(f"{target.dtype}{amp}")
     if asked.mode is Mode.TRAIN:
         parts.append(_what_is_trained(target))
-        parts.append("no optimizer" if asked.optimizer == "none" else asked.optimizer)
+        impl = f" ({asked.optimizer_impl})" if asked.optimizer_impl else ""
+        parts.append("no optimizer" if asked.optimizer == "none" else f"{asked.optimizer}{impl}")
         if asked.activation_checkpointing:
             parts.append("activation checkpointing")
         if asked.gradient_accumulation > 1:
@@ -155,11 +156,14 @@ def _describe(target: Target) -> str:
             parts.append("gradients zeroed, not freed")
         if asked.evaluate:
             parts.append("evaluation after each step")
-        parts += asked.fixes
     else:
         parts.append(_what_is_trained(target))
         new = asked.new_tokens
         parts.append(f"inference, {new:,} new tokens" if new else "inference")
+    parts += [f"{asked.attention} attention"] if asked.attention else []
+    parts += ["compiled"] if asked.compile else []
+    parts += asked.fixes
+    parts += [f"allocator {target.alloc_conf}"] if target.alloc_conf else []
     return ", ".join(part for part in parts if part)
 
 

@@ -17,6 +17,7 @@ from memprof.measured import MeasuredDevice
 from memprof.measured.events import Allocation, Recorded, _ascending
 from memprof.report.terminal.console import text_of
 from memprof.report.terminal.report import view
+from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, StopRule
 from memprof.script.capture import capture_script
 from memprof.spec import TargetSpec
@@ -223,12 +224,11 @@ def test_memprof_inside_a_profiler_says_so():
 
 
 def test_a_script_on_the_cpu_has_no_context(tmp_path):
-    from memprof.catalog import find_gpu
     from memprof.flows.script import run_script
 
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT.replace("{start}", "")))
-    found = run_script(Program(str(script), ()), StopRule(2), gpu=find_gpu("h100-80gb"), device="cpu")
+    found = run_script(Program(str(script), ()), StopRule(2), RunSpec(gpu="h100-80gb", device="cpu"))
     assert found.trace.device == CPU and found.document.on_cpu
     text = text_of(view(found.document))
     assert "CUDA" not in text and "this card" not in text and "Measured: tensors took up to" in text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memprof.catalog import find_gpu
 from memprof.flows.script import run_script
+from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, StopRule
 
 WITHOUT_OPTIMIZER = """
@@ -28,8 +28,9 @@ for step in range(6):
 def test_a_program_that_steps_itself_has_steps(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WITHOUT_OPTIMIZER)
-    gpu = find_gpu("a100-80gb")
-    stopped, whole = (run_script(Program(str(script)), StopRule(steps), gpu=gpu).document for steps in (2, None))
+    stopped, whole = (
+        run_script(Program(str(script)), StopRule(steps), RunSpec(gpu="a100-80gb")).document for steps in (2, None)
+    )
     assert stopped.program is not None and whole.program is not None
     assert (stopped.program.ended, stopped.program.steps) == (Ended.STEPS, 2)
     assert (whole.program.ended, whole.program.steps) == (Ended.EXIT, 6)
@@ -57,7 +58,7 @@ for step in range(2):
 def test_gradients_that_are_not_accumulated_make_no_micro_batch(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INNER_LOOP)
-    document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
+    document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu="a100-80gb")).document
     assert document.program is not None and document.program.steps == 2
     assert {row.micro_batch for row in document.stages if row.name == "backward"} == {1, 2}
 
@@ -78,7 +79,7 @@ model(torch.randn(16, 64, device="cuda"))
 def test_a_last_evaluation_is_no_training_step(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(EVALUATION_WITH_GRADIENTS)
-    document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
+    document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu="a100-80gb")).document
     assert document.program is not None and document.program.steps == 1
 
 
@@ -99,6 +100,6 @@ for step in range(2):
 def test_an_optimizer_made_before_the_model_is_moved_leaves_one_row_of_parameters(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MOVED_LAST)
-    document = run_script(Program(str(script)), StopRule(None), gpu=find_gpu("a100-80gb")).document
+    document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu="a100-80gb")).document
     (row,) = (stage for stage in document.stages if stage.name == "parameters")
     assert row.delta_bytes >= 4 * 2 * 3 * 64 * (64 + 1)  # weights and biases, of the input and of the state

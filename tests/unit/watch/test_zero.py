@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from memprof.catalog import find_gpu
 from memprof.flows.script import run_script
 from memprof.report.documents.report import Document
+from memprof.run_spec import RunSpec
 from memprof.script import Program, StopRule
 
 MIB = 1 << 20
@@ -105,7 +105,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def document(script: str) -> Document:
-    result = run_script(Program(script), StopRule(2), gpu=find_gpu("a100-80gb")).document
+    result = run_script(Program(script), StopRule(2), RunSpec(gpu="a100-80gb")).document
     assert result is not None
     return result
 

@@ -3,9 +3,10 @@
 from memprof.catalog import find_gpu
 from memprof.flows.account import analyze
 from memprof.flows.cards import allocator_settings, device_facts
-from memprof.flows.ladder.scripts import Request, ScriptRuns, _failure
+from memprof.flows.ladder.scripts import ScriptRuns, _failure
 from memprof.remedies.fixes import parse_fixes
-from memprof.script import Program, StopRule
+from memprof.run_spec import RunSpec
+from memprof.script import Program
 from memprof.trace.facts import Facts, ProgramFacts
 from tests.unit.findings.builder import Builder
 
@@ -27,11 +28,12 @@ def _recorded(fixes):
 
 def test_every_remedy_in_force_is_named_also_the_allocators(monkeypatch):
     monkeypatch.setattr(ScriptRuns, "_run", lambda self, fixes: _recorded(fixes))
-    request = Request(Program("a.py"), StopRule(), find_gpu("rtx-4090"))
-    runs = ScriptRuns(request, NAMES, lambda doing: None)
+    spec = RunSpec(gpu="rtx-4090", steps=5)
+    runs = ScriptRuns(Program("a.py"), spec, NAMES, lambda doing: None)
     for names in (NAMES[:1], NAMES):
         run = runs.with_fixes(parse_fixes(",".join(names)))
         assert run.document.program.fixes == names
+        assert run.document.program.asked == spec.edit(fixes=names)
         # The capture that --save keeps gives the same report.
         assert analyze(run.trace) == run.explained()
         assert run.document.allocator.alloc_conf == "expandable_segments:True"
@@ -42,7 +44,10 @@ def test_a_run_that_fails_says_what_the_script_said() -> None:
     said = (
         "Traceback (most recent call last):\n  File ...\nRuntimeError: not so\nSaved: memprof show /tmp/x/run.memprof\n"
     )
-    error = _failure(1, said, parse_fixes("compile,chunked-loss"))
+    spec = RunSpec(gpu="rtx-4090", steps=5, fixes=("compile", "chunked-loss"))
+    error = _failure(1, said, Program("a.py"), spec)
     assert error.problem == "the script fails with compile, chunked-loss" and error.value == "RuntimeError: not so"
-    assert error.hint == "memprof run --fix compile,chunked-loss shows its output and the report so far"
-    assert _failure(1, "memprof: twice as odd\n", ()).value == "exit code 1"
+    assert error.hint == (
+        "its output and the report so far: memprof run --steps 5 --gpu rtx-4090 --fix compile,chunked-loss a.py"
+    )
+    assert _failure(1, "memprof: twice as odd\n", Program("a.py"), RunSpec()).value == "exit code 1"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from memprof.catalog import find_gpu
 from memprof.flows.script import run_script
+from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, StopRule
 from memprof.trace.facts import RankFacts
 from tests.programs import parallel
@@ -35,7 +35,7 @@ def _named(program: str) -> object:
 def test_one_rank_of_four(program: str) -> None:
     for rank in RANKS.get(program, (2,)):
         launched = Program("torchrun", ("--nproc-per-node", "4", str(Path(parallel.__file__)), program))
-        run = run_script(launched, StopRule(None), gpu=find_gpu("a100-80gb"), rank=rank)
+        run = run_script(launched, StopRule(None), RunSpec(gpu="a100-80gb", rank=rank))
         assert run.outcome.ended is Ended.EXIT, run.outcome.error
         assert run.document is not None and run.document.rank == RankFacts(rank, 4)
         assert not run.document.cards and run.document.verdict.fits, "only its own card is used"

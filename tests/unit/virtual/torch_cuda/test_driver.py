@@ -11,6 +11,7 @@ import torch
 from memprof.catalog import find_gpu
 from memprof.errors import MemprofError
 from memprof.flows.script import run_script
+from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, StopRule
 from memprof.virtual import VirtualGpu
 
@@ -119,7 +120,7 @@ def test_a_share_of_the_card(tmp_path):
         "kept = [torch.empty(10 << 30, dtype=torch.uint8, device='cuda')]\n"
         "kept.append(torch.empty(12 << 30, dtype=torch.uint8, device='cuda'))\n"
     )
-    found = run_script(Program(str(script)), StopRule(None), gpu=CARD)
+    found = run_script(Program(str(script)), StopRule(None), RunSpec(gpu=CARD.key))
     assert found.outcome.ended is Ended.REFUSED and "12.00 GiB" in str(found.outcome.error)
 
 

@@ -1,0 +1,65 @@
+"""How a script is run: one frozen description, as `TargetSpec` is of a model that memprof builds.
+
+Everything that decides what a run shows is a field: whoever runs the script again, or prints the command that does,
+takes the whole object, so that no option is lost on the way. To add an option of `memprof run`, add a field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from memprof.spec import option, repeat_option
+
+SETTINGS = "MEMPROF_SETTINGS"
+"""A variable of the environment: `off` where no file of settings is to be read, for all that it says is in the spec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What is asked of a script; sizes are bytes.
+
+    Attributes:
+        fixes: NAME or NAME=VALUE, switched on in the script's models.
+    """
+
+    worst_batch: bool = option(False, "Script", "Feed the largest batch of each data loader first.")
+    beyond: bool = option(False, "Script", "Go on past a full card, to see the whole need: no error in the script.")
+    no_compile: bool = option(False, "Script", "Run what the script gives to torch.compile eagerly.")
+    no_stand_ins: bool = option(False, "Script", "Stand in for no package that is not installed (flash_attn).")
+    steps: int | None = repeat_option(
+        "steps", note="The script is stopped then.", unset="2; up to 8 while memory grows"
+    )
+    until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
+    timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")
+    alloc_conf: str | None = repeat_option("alloc_conf")
+    gpu: str = repeat_option("gpu")
+    gpu_vram_bytes: int | None = repeat_option("gpu_vram_bytes")
+    host_memory_bytes: int | None = repeat_option("host_memory_bytes")
+    gpus: int | None = repeat_option(
+        "gpus", default=None, unset="1, or as many as a launcher starts processes",
+        note="cuda:0, cuda:1 and so on: for one process, or a rank on each.",
+    )  # fmt: skip
+    nodes: int | None = option(
+        None, "Card", "How many machines with so many cards.", is_count=True, unset="1, or the launcher's"
+    )
+    rank: int | None = repeat_option("rank", note="It alone is run, without --ranks.", unset="0")
+    ranks: str | None = option(
+        None, "Card", "The ranks to run together, each in a process: all, or numbers.", metavar="all|0,3|0-3"
+    )
+    shown_card: int | None = option(
+        None,
+        "Output",
+        "Of several cards, the one to show in full.",
+        flag="--card",
+        metavar="INDEX",
+        unset="the fullest",
+    )
+    device: str = repeat_option("device")
+    detail: bool = repeat_option("detail")
+    fixes: tuple[str, ...] = ()
+
+    def edit(self, **changes: Any) -> RunSpec:
+        """Return a copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
