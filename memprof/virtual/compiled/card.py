@@ -31,7 +31,6 @@ def patches(cards: Cards, properties: Any, drivers: list[tuple[Any, str, Any]]) 
     yield from (patch for patch in drivers if patch[1].startswith("_cuda") or patch[1] == "default_generators")
     # torch built for CUDA would ask a driver that is not there which of its devices is current.
     yield torch._C, "_accelerator_getAccelerator", returning(None)
-    yield torch.accelerator, "current_accelerator", returning(torch.device("cuda"))  # whose work is waited for
     for name in ("exchange_device", "maybe_exchange_device"):
         yield torch.cuda, f"_{name}", lambda device: cards.select(device)
         yield device_interface.CudaInterface, name, staticmethod(cards.select)
