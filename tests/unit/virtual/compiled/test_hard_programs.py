@@ -55,18 +55,6 @@ def test_what_torch_held_of_triton_without_the_card_is_forgotten() -> None:
     assert has_triton() is without
 
 
-@pytest.mark.parametrize(
-    "wait", [torch.cuda.synchronize, torch.accelerator.synchronize], ids=lambda wait: wait.__module__
-)
-def test_compiled_code_waits_for_the_card(gpu: VirtualGpu, wait: Callable[[], None]) -> None:
-    def waits(x: torch.Tensor) -> torch.Tensor:
-        made = x * 2
-        getattr(torch, wait.__module__.removeprefix("torch.")).synchronize()
-        return made
-
-    assert torch.compile(waits)(torch.ones(2, device="cuda")).tolist() == [2, 2]
-
-
 def told(gpu: VirtualGpu, words: str) -> list[str]:
     return [line for line in gpu.trace.assumptions if words in line]
 
