@@ -1,0 +1,3 @@
+# fits: none
+# exit: 1
+# why: a program without a statement does nothing.
