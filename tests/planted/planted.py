@@ -8,7 +8,7 @@ A program says what is right of it in the comment that it begins with, a line fo
     # grows: by how many MiB a step, where each step adds the same; memory of a program with neither this nor a
     #     culprit does not grow
     # run: options of `memprof run`
-    # ends: no, where it would go on for ever
+    # ends: no, where it goes on for ever, or for longer than a test may
     # why: the arithmetic
     # known: the verdict is right, and the line at fault is not named, for this reason
 
