@@ -174,6 +174,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def in_place(func: Any) -> bool:
+    """Whether the name of `func` says that it changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
 def fills_arguments(func: Any) -> bool:
     """Whether an operator of a library returns nothing but arguments that it writes: in place, or with `out`.
 

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memprof.trace.events import HOST, card_index, is_card
 from memprof.virtual.autocast import Autocast
-from memprof.virtual.calls import tensors_of
+from memprof.virtual.calls import in_place, tensors_of
 from memprof.virtual.edges.interchange import Interchange
+from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.machine import Machine
-from memprof.virtual.mixed import RECURRENT, MixedDevices, in_place
+from memprof.virtual.mixed import RECURRENT, MixedDevices
 from memprof.virtual.torch_cuda.driver import LEGACY_TYPES, legacy_type
 from memprof.watch.failure import empty_frames
 from memprof.watch.wrappers import has_memory, unwrapped
@@ -59,7 +60,8 @@ class DeviceMode(TorchFunctionMode):
         self._recording = recording
         self.autocast = Autocast(lambda tensor: is_card(self._believed(tensor)))
         self.interchange = Interchange(recording, self._to, recording.values.assume, self)
-        self._mixed = MixedDevices(recording, self._believed, self._to)
+        self.kinds = HostKinds(recording, self._given)
+        self._mixed = MixedDevices(recording, self._believed, self._to, self.kinds)
         self._factories = torch.utils._device._device_constructors()
         chosen = {func: self._choosing(choose) for func, choose in composites.items()}
         self._handlers: dict[Any, Callable[..., Any]] = {
@@ -136,7 +138,7 @@ class DeviceMode(TorchFunctionMode):
                     result = self._on("meta", func, args, {**(kwargs or {}), "device": _META})
                     for tensor in tensors_of(result):
                         if not tensor.numel():
-                            self._recording.empty[tensor.untyped_storage()] = "meta"
+                            self._recording.uncounted[tensor.untyped_storage()] = "meta"
                     return result
             for position, arg in enumerate(args):
                 if type(arg) is torch.device and arg.type == "cuda":
@@ -331,6 +333,8 @@ class DeviceMode(TorchFunctionMode):
             value = torch.tensor(value, dtype=tensor.dtype, device=_CPU)
         elif isinstance(value, _Tensor) and value.requires_grad and torch.is_grad_enabled():
             value = self._mixed.assignable(tensor, index, value)
+            if self._believed(tensor) == HOST == self._believed(value):
+                value = self.kinds.like(value, tensor)
         _Tensor.__setitem__(tensor, index, value)
 
     def _nonfinite(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -411,9 +415,11 @@ class DeviceMode(TorchFunctionMode):
         kwargs = {"memory_format": rest["memory_format"]} if rest.get("memory_format") is not None else {}
         if non_blocking:
             kwargs["non_blocking"] = True
-        made = self._on(
-            wanted, _aten._to_copy.default, (tensor,), {"dtype": dtype, "device": device_argument, **kwargs}
-        )
+        return self._copied(tensor, believed, wanted, dtype=dtype, device=device_argument, **kwargs)
+
+    def _copied(self, tensor: torch.Tensor, believed: str, wanted: str, **kwargs: Any) -> torch.Tensor:
+        """A copy on another device, whose gradient finds its way back."""
+        made: torch.Tensor = self._on(wanted, _aten._to_copy.default, (tensor,), kwargs)
         if made.grad_fn is not None and made.is_meta and tensor.is_meta and "meta" not in (believed, wanted):
             made.grad_fn.register_hook(self._sending_back(believed))
         return made
@@ -427,9 +433,22 @@ class DeviceMode(TorchFunctionMode):
 
         def send(inputs: Any, outputs: Any) -> Any:
             with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self:
-                return tuple(None if gradient is None else gradient.to(device) for gradient in inputs)
+                return tuple(None if gradient is None else self._sent(gradient, device) for gradient in inputs)
 
         return send
+
+    def _given(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
+        """`gradient` on the device that the engine wants it on; whichever function runs, this mode sees it."""
+        with contextlib.nullcontext() if torch._C._len_torch_function_stack() else self:
+            return gradient.to(device)
+
+    def _sent(self, gradient: torch.Tensor, device: str) -> torch.Tensor:
+        """The gradient of a virtual tensor on `device`, which is as virtual."""
+        believed = self._believed(gradient)
+        if device != HOST or believed == HOST:
+            return gradient.to(device)
+        with _NoTorchFunction():
+            return self._copied(gradient, believed, HOST, device=_META)
 
     def _copy_(self, tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Between cards, the source is moved first where it needs a gradient, which then finds its way back."""
@@ -438,6 +457,8 @@ class DeviceMode(TorchFunctionMode):
             ends = self._believed(source), self._believed(tensor)
             if ends[0] != ends[1] and all(map(is_card, ends)):
                 source = self._to(source, ends[1])
+        elif isinstance(source, _Tensor) and source.requires_grad and self._believed(tensor) == self._believed(source):
+            source = self.kinds.like(source, tensor)
         with _NoTorchFunction():
             is_wrapper = tensor.is_cuda  # as a subclass has itself made; the method would take a guard of that card
         copy = _aten.copy_.default if is_wrapper else _Tensor.copy_

@@ -345,6 +345,7 @@ class VirtualGpu(Watch):
         patches.set(torch._C, by_device, function_mode.grouping(getattr(torch._C, by_device)))
         compatible = "_has_compatible_shallow_copy_type"
         patches.set(torch, compatible, function_mode.shares_data(getattr(torch, compatible)))
+        patches.set_all(function_mode.kinds.patches())
         self._patch_saved_tensor_hooks(function_mode)
         self._watch_autocast(function_mode)
         self._stack.enter_context(kept_whole())

@@ -76,6 +76,19 @@ class Launch:
         """The same of a host tensor that has data."""
         self._machine.record_real(tensor, self.operator.name, self.place)
 
+    def record_copy(self, tensor: torch.Tensor) -> None:
+        """This virtual tensor stands for a real one of the host."""
+        self._machine.record_copy(tensor)
+
+    def note_source(self, tensor: torch.Tensor) -> None:
+        """This is a copy of `tensor` between the kinds of host tensors, and its gradient goes back."""
+        self._machine.note_source(tensor)
+
+    @property
+    def returns_to_host(self) -> bool:
+        """Whether the engine copies a gradient back to a virtual tensor of the host."""
+        return self._machine.returns_to_host()
+
     def known(self, result: Any) -> Any:
         """Return new tensors that hold what the real ones of `result` hold; one on meta says a shape alone."""
 

@@ -29,6 +29,8 @@ from memprof.watch.wrappers import parts_of_sparse, unwrapped
 # An extension that asks C++ for the data gets an error; a null pointer would end the process.
 _forbid_data = torch._C._set_throw_on_mutable_data_ptr
 _NoTorchFunction = torch._C.DisableTorchFunction
+REAL = "real"
+"""What is asked for where a tensor is to have data."""
 _NONE_HELD = contextlib.nullcontext()
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -63,8 +65,11 @@ class Machine(TorchDispatchMode):
         """Results of collectives -> what these were given."""
         self._node_cards: dict[int, str] = {}
         """Of several cards: number of an autograd node -> the one that it was made on."""
-        self.empty: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
-        """Storages without bytes that are on the meta device for the program, too, on the host, or on a later card."""
+        self.uncounted: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
+        """Where storages are that take no memory: those without bytes that are on the meta device for the program, too,
+        on the host, or on a later card, and virtual copies of real host tensors (host_kinds.py)."""
+        self._host_copies: set[int] = set()
+        """Numbers of autograd nodes."""
         self._host: set[int] = set()
         self._elsewhere: dict[int, str] = {}
         """Storages of other cards than the first."""
@@ -118,7 +123,7 @@ class Machine(TorchDispatchMode):
         if address not in self.recorder.live:
             # Empty tensors take no memory and are not tracked; but for those that the program asked of the meta device
             # itself, they are taken for the program's own.
-            return "meta" if storage.nbytes() else self.empty.get(storage, GPU)
+            return self.uncounted.get(storage, "meta" if storage.nbytes() else GPU)
         return HOST if address in self._host else self._elsewhere.get(address, GPU)
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
@@ -141,6 +146,16 @@ class Machine(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         return self.cards.named() if node is None else self._node_cards.get(node._sequence_nr(), self.cards.named())
 
+    def note_source(self, tensor: torch.Tensor) -> None:
+        """The autograd node that was just made, if any, is that of a copy of `tensor`."""
+        if torch.is_grad_enabled() and self.device_of(tensor) == HOST:
+            self._host_copies.add(_sequence_number() - 1)
+
+    def returns_to_host(self) -> bool:
+        """Whether the node that is running is that of a copy of a virtual host tensor."""
+        node = torch._C._current_autograd_node()
+        return node is not None and node._sequence_nr() in self._host_copies
+
     def forget(self, address: int) -> None:
         """The storage at `address` died."""
         self.values.drop(address)
@@ -162,13 +177,19 @@ class Machine(TorchDispatchMode):
                 elif device != GPU:
                     self._elsewhere[storage._cdata] = device
             elif device != GPU and tensor.is_meta and not storage.nbytes() and (device == HOST or is_card(device)):
-                self.empty[storage] = device
+                self.uncounted[storage] = device
 
     def record_real(self, tensor: torch.Tensor, op: str, place: Place) -> None:
         """Record a new host tensor that has data: too small to be virtual, yet a model may have many."""
         storage = tensor.untyped_storage()
         if storage.nbytes() >= HOST_COUNTED_BYTES and storage._cdata not in self.recorder.live:
             self.recorder.allocate(storage, tensor.size(), tensor.dtype, HOST, op, place)
+
+    def record_copy(self, copy: torch.Tensor) -> None:
+        """A virtual copy of a real host tensor stands for that one: it is on the host, and takes no memory."""
+        storage = copy.untyped_storage()
+        self.uncounted[storage] = HOST
+        weakref.finalize(storage, self.values.drop, storage._cdata).atexit = False
 
     def resized(self, storage: torch.UntypedStorage, device: str, place: Place) -> None:
         """The program resized a storage of `device` itself."""
@@ -181,7 +202,7 @@ class Machine(TorchDispatchMode):
             if is_card(device) and device != GPU:
                 self._elsewhere[storage._cdata] = device
         elif device != GPU:
-            self.empty[storage] = device
+            self.uncounted[storage] = device
 
     def hidden(
         self, sizes: Iterable[int], op: str, place: Place, device: str = GPU

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map
 from memprof.errors import text_of
 from memprof.trace.events import HOST, is_card
 from memprof.trace.mismatch import mismatch_error
-from memprof.virtual.calls import Call, Operator, tensors_of
+from memprof.virtual.calls import Call, Operator, in_place, tensors_of
+from memprof.virtual.host_kinds import HostKinds
 from memprof.virtual.machine import Machine
 from memprof.watch.forward import Place
 
@@ -28,14 +29,18 @@ MIXES_CARDS = frozenset({_aten.copy_, _aten._to_copy, _aten.set_, _aten.resize_a
 class MixedDevices:
     """`believed` says which device the program takes a tensor to be on, `to` moves a tensor."""
 
-    def __init__(self, recording: Machine, believed: Callable[[torch.Tensor], str], to: Callable[..., Any]) -> None:
+    def __init__(
+        self, recording: Machine, believed: Callable[[torch.Tensor], str], to: Callable[..., Any], kinds: HostKinds
+    ) -> None:
         self._recording = recording
         self._believed = believed
         self._to = to
+        self._kinds = kinds
 
     def on_one_device(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`func`, run again with all tensors on the card if it mixed devices and cannot go on so."""
         recording = self._recording
+        args, kwargs = self._kinds.alike(func, args, kwargs)
         mismatches = recording.recorder.trace.mismatches
         before, numbers = len(mismatches), True
         try:
@@ -95,6 +100,7 @@ class MixedDevices:
 
         The lengths of packed sequences are integers, and always on the host.
         """
+        args = self._kinds.all_virtual(args)
         tensors = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
         if self._is_mixed([tensor for tensor in tensors if tensor.dim()]):
             with _NoTorchFunction():
@@ -151,12 +157,6 @@ def settle_card(machine: Machine, operator: Operator, call: Call, place: Place) 
     if len(set(on)) > 1 and operator.packet not in MIXES_CARDS and not operator.name.startswith("aten._foreach_"):
         machine.note_mixed(operator.name, call.tensors, place)
         raise RuntimeError(mismatch_error(operator.name, machine.recorder.trace.mismatches[-1].operands))
-
-
-def in_place(func: Any) -> bool:
-    """Whether the name of `func` says that it changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
 
 
 RECURRENT: dict[str, Callable[..., Any]] = {

@@ -435,7 +435,7 @@ class RecordingMode(Machine):
         """An operator resized `tensor`'s storage: on CUDA the old block is given back and a new one taken."""
         storage = tensor.untyped_storage()
         index = self.recorder.live.get(storage._cdata)
-        device = self.empty.get(storage, GPU) if index is None else self.recorder.trace.storages[index].device
+        device = self.uncounted.get(storage, GPU) if index is None else self.recorder.trace.storages[index].device
         if index is not None:
             self.recorder.release(index)
         if storage.nbytes():
@@ -445,7 +445,8 @@ class RecordingMode(Machine):
         """A host operator: really run, unless its result is large; then it is virtual as well."""
         # Pinning asks the CUDA driver; to the card it makes no difference.
         kwargs = {name: value for name, value in call.kwargs.items() if name != "pin_memory"}
-        if call.factory_bytes() >= HOST_VIRTUAL_BYTES:
+        # Where a backward formula names the host, what it makes is for the gradient of a real tensor.
+        if call.factory_bytes() >= HOST_VIRTUAL_BYTES and not (in_backward() and called_by_engine()):
             result = call.func(*call.args, **{**kwargs, "device": _META})
             made = tensors_of(result)
             self.record(made, operator.name, place, HOST)

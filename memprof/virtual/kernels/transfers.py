@@ -8,8 +8,10 @@ import torch
 
 from memprof.trace.events import HOST, is_card
 from memprof.virtual.calls import HOST_VIRTUAL_BYTES
+from memprof.virtual.engine import called_by_engine
 from memprof.virtual.kernels.registry import kernel
 from memprof.virtual.launch import Launch
+from memprof.virtual.machine import REAL
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -40,7 +42,8 @@ def to_copy(launch: Launch) -> Any:
     """`to` another device: values go to the card as far as they are known, and come back as far as they are."""
     source = launch.args[0]
     device = launch.kwargs.get("device")
-    if device is not None and launch.call.on_gpu == (device.type == "cpu"):
+    to_host = device is not None and (device.type == "cpu" or launch.asked_device == HOST)
+    if device is not None and launch.call.on_gpu == to_host:
         _wait(launch, launch.kwargs.get("non_blocking", False))
     if source.is_meta and device is not None and device.type == "meta" and launch.lacks_peers:
         made = launch.run()
@@ -52,15 +55,21 @@ def to_copy(launch: Launch) -> Any:
     if not source.is_meta:
         # Host to GPU: the values travel along.
         result = torch.empty_like(source, dtype=dtype, device=_META)
-        if launch.asked_device != "meta":
-            launch.record(result)
-            if launch.values.wants(result):
-                launch.values.set(result, source.to(dtype))
+        if launch.asked_device == HOST:
+            launch.record_copy(result)
+        elif launch.asked_device != "meta":
+            launch.record(result, device=HOST if launch.returns_to_host else None)
+        if launch.asked_device != "meta" and launch.values.wants(result):
+            launch.values.set(result, source.to(dtype))
         return result
+    # A gradient is real where its tensor is: the engine asks for the device of that (host_kinds.py).
+    if launch.asked_device == REAL or called_by_engine():
+        launch.note_source(source)
+        return _read(launch, source, dtype)
     large = source.numel() * dtype.itemsize >= HOST_VIRTUAL_BYTES
-    # What is not known of several elements stays so (`scores.cpu() < 0.5` is a mask like any other), but for gradients
-    # of small host tensors, which are real; and so does which token was chosen.
-    several = source.numel() > 1 and torch._C._current_graph_task_id() == -1
+    # What is not known of several elements stays so (`scores.cpu() < 0.5` is a mask like any other), and so does which
+    # token was chosen.
+    several = source.numel() > 1
     unknown = launch.values.get(source) is None
     virtual = (unknown and (large or several)) or (large and launch.values.is_uniform(source))
     if virtual or launch.values.tokens.among([source]):
@@ -68,6 +77,10 @@ def to_copy(launch: Launch) -> Any:
         launch.record(result, device=HOST)
         launch.values.learn(launch.func, launch.args, launch.kwargs, [result])
         return result
+    return _read(launch, source, dtype)
+
+
+def _read(launch: Launch, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     result = launch.values.read(source).to(dtype, copy=True)
     launch.record_real(result)
     return result

@@ -1,0 +1,249 @@
+"""The two kinds of host tensors, and how gradients pass between them.
+
+A host tensor is *real*, one of torch's own with numbers in memory, or *virtual*, on the meta device with `cpu` as the
+device that the program sees. It is of one kind for life: virtual if it was made with 1 MiB or more, or of something
+virtual, else real. autograd compares devices, so that a tensor's gradient and what accumulates it are of its kind:
+
+* A function that is given both kinds makes something virtual. It is given a virtual copy of each real operand that
+  requires a gradient, and the copy's backward brings the gradient home. Functions in place do as their target is.
+* A gradient that Python code hands to the engine (`backward(gradient)`, a Function's backward, a tensor's hook) is made
+  of the kind of what it belongs to, if that is on the host as well. One from another device is refused, as by CUDA.
+
+These copies are no memory of the program: nothing of them is recorded. A real gradient that came from a virtual one
+holds the numbers that are known of it, else ones (values.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from memprof.trace.events import HOST, is_card
+from memprof.virtual.calls import in_place, tensors_of
+from memprof.virtual.machine import REAL, Machine
+
+_Tensor = torch.Tensor
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_NoTorchFunction = torch._C.DisableTorchFunction
+_is_grad_enabled = torch.is_grad_enabled
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class _Where(NamedTuple):
+    device: str
+    is_virtual: bool
+
+
+class HostKinds:
+    """Makes operands and gradients alike in kind, where autograd follows them."""
+
+    def __init__(self, machine: Machine, move: Callable[[_Tensor, str], _Tensor]) -> None:
+        self._machine = machine
+        self._move = move
+        self._inputs: weakref.WeakKeyDictionary[Any, dict[int, _Where | None]] = weakref.WeakKeyDictionary()
+        """Nodes of Functions written in Python -> where the tensors are that these were given, by argument."""
+
+    def alike(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of `func`, of one kind if a gradient is to pass between real and virtual ones."""
+        if not _is_grad_enabled():
+            return args, kwargs
+        if in_place(func) and args and isinstance(args[0], _Tensor) and self._is_real(args[0]):
+            return self._made_real(args, kwargs)
+        if not _follows_real(args) and not (kwargs and _follows_real(tuple(kwargs.values()))):
+            return args, kwargs
+        if not any(self._is_virtual(tensor) for tensor in tensors_of([*args, *kwargs.values()])):
+            return args, kwargs
+
+        def move(tensor: _Tensor) -> _Tensor:
+            return (
+                self.to_virtual(tensor) if tensor.dim() and tensor.requires_grad and self._is_real(tensor) else tensor
+            )
+
+        with _NoTorchFunction():
+            moved: tuple[Any, Any] = tree_map_only(_Tensor, move, (args, kwargs))
+            return moved
+
+    def all_virtual(self, args: Any) -> Any:
+        """Arguments of a function that compares devices in C++: virtual, floats of the host, if one of them is."""
+        floats = [tensor for tensor in tensors_of(list(args)) if tensor.is_floating_point()]
+        if not any(map(self._is_virtual, floats)):
+            return args
+        with _NoTorchFunction():
+            return tree_map_only(
+                _Tensor,
+                lambda one: self.to_virtual(one) if one.is_floating_point() and self._is_real(one) else one,
+                args,
+            )
+
+    def _made_real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def move(tensor: _Tensor) -> _Tensor:
+            return self.to_real(tensor) if tensor.requires_grad and self._is_virtual(tensor) else tensor
+
+        with _NoTorchFunction():
+            moved: tuple[Any, Any] = tree_map_only(_Tensor, move, (args, kwargs))
+            return moved
+
+    def like(self, tensor: _Tensor, other: _Tensor) -> _Tensor:
+        """A host tensor, made of the kind that another is of."""
+        with _NoTorchFunction():
+            return self._of_kind(tensor, other.is_meta)  # type: ignore[no-any-return]
+
+    def _of_kind(self, gradient: Any, is_virtual: bool) -> Any:
+        """A gradient, made of the kind of what it belongs to; anything but a host tensor as it is."""
+        if type(gradient) not in _PLAIN:
+            return gradient
+        with _NoTorchFunction():
+            if gradient.is_meta is is_virtual:
+                return gradient
+            if is_virtual:
+                return self.to_virtual(gradient) if self._is_real(gradient) else gradient
+            return self.to_real(gradient) if self._is_virtual(gradient) else gradient
+
+    def to_virtual(self, tensor: _Tensor) -> _Tensor:
+        """A virtual copy of a real host tensor, with its numbers; autograd sees the copy."""
+        with _NoTorchFunction(), self._machine.asked_for(HOST):
+            return _aten._to_copy.default(tensor, device=_META)  # type: ignore[no-any-return]
+
+    def to_real(self, tensor: _Tensor) -> _Tensor:
+        """A real copy of a virtual host tensor, with numbers by the policy; autograd sees the copy."""
+        with _NoTorchFunction(), self._machine.asked_for(REAL):
+            return _aten._to_copy.default(tensor, device=_CPU)  # type: ignore[no-any-return]
+
+    def _is_virtual(self, tensor: _Tensor) -> bool:
+        with _NoTorchFunction():
+            return tensor.is_meta and type(tensor) in _PLAIN and self._machine.device_of(tensor) == HOST
+
+    def _is_real(self, tensor: _Tensor) -> bool:
+        with _NoTorchFunction():
+            return (
+                type(tensor) in _PLAIN
+                and tensor.device.type == HOST
+                and tensor.layout is torch.strided
+                and not tensor.is_quantized
+            )
+
+    # -- gradients that Python code hands to the engine ---------------------------------------------------------------
+
+    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+        """The patches (owner, name, replacement)."""
+        autograd = torch.autograd
+        yield autograd, "_engine_run_backward", self._starting(autograd._engine_run_backward)  # type: ignore[attr-defined]
+        yield autograd.Function, "apply", self._applying(autograd.Function.__dict__["apply"])
+        backward = autograd.function.BackwardCFunction
+        yield backward, "apply", self._returning(backward.apply)
+        yield torch.Tensor, "register_hook", self._hooking(torch.Tensor.register_hook)
+
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for what starts the engine: gradients are like the tensors that they belong to."""
+
+        def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            alike = tuple(
+                self._handed(gradient, self._place(output), f"invalid gradient at index {index}")
+                for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True))
+            )
+            return original(outputs, alike, *args, **kwargs)
+
+        return run_backward
+
+    def _applying(self, original: Any) -> Any:
+        """The replacement for `Function.apply`, which keeps where the tensors that it is given are."""
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original.__func__(cls, *args, **kwargs)
+            if _is_grad_enabled():
+                with _NoTorchFunction():
+                    nodes = (tensor.grad_fn for tensor in tensors_of(result))
+                    node = next((node for node in nodes if getattr(node, "_forward_cls", None) is cls), None)
+                if node is not None:
+                    given = _by_position(cls.forward, args, kwargs) if kwargs else args
+                    self._inputs[node] = {
+                        position: self._place(arg) for position, arg in enumerate(given) if isinstance(arg, _Tensor)
+                    }
+            return result
+
+        return classmethod(apply)
+
+    def _returning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for what calls a Function's backward: what that returns is like the Function's inputs."""
+
+        def apply(node: Any, *gradients: Any) -> Any:
+            returned = original(node, *gradients)
+            several = list(returned) if isinstance(returned, tuple) else [returned]
+            for index, (position, place) in enumerate(self._inputs.get(node, {}).items()):
+                if position < len(several) and node.needs_input_grad[position]:
+                    said = f"Function {type(node).__name__} returned an invalid gradient at index {index}"
+                    several[position] = self._handed(several[position], place, said)
+            return tuple(several) if isinstance(returned, tuple) else several[0]
+
+        return apply
+
+    def _hooking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for `Tensor.register_hook`: what a hook returns is like what it was given."""
+
+        def register_hook(tensor: _Tensor, hook: Callable[[_Tensor], Any]) -> Any:
+            def run(gradient: _Tensor) -> Any:
+                place, changed = self._place(gradient), hook(gradient)
+                now = self._place(changed)
+                if place is None or now is None:
+                    return changed
+                if is_card(place.device) != is_card(now.device):
+                    was, got = ("CUDA" if is_card(one.device) else "CPU" for one in (place, now))
+                    raise RuntimeError(
+                        f"hook '{run.__name__}' has changed the type of value (was {was} tensor got {got} tensor)"
+                    )
+                return self._of_kind(changed, place.is_virtual)
+
+            run.__name__ = getattr(hook, "__name__", type(hook).__name__)
+            return original(tensor, run)
+
+        return register_hook
+
+    def _place(self, tensor: Any) -> _Where | None:
+        """Where a tensor is, on the host or a GPU; None of what is elsewhere, has no elements or is no plain tensor."""
+        if type(tensor) not in _PLAIN:
+            return None
+        with _NoTorchFunction():
+            if not tensor.numel() or tensor.layout is not torch.strided:
+                return None
+            device = self._machine.device_of(tensor)
+            return _Where(device, tensor.is_meta) if device == HOST or is_card(device) else None
+
+    def _handed(self, gradient: Any, place: _Where | None, said: str) -> Any:
+        """`gradient` for a tensor that is at `place`, as torch/csrc/autograd/engine.cpp (`validate_outputs`) takes it.
+
+        Raises:
+            RuntimeError: it is on another device, and not of one element without dimensions, which the engine moves.
+        """
+        own = self._place(gradient)
+        if place is None or own is None:
+            return gradient
+        if own.device != place.device:
+            if gradient.dim():
+                raise RuntimeError(f"{said} - expected device {place.device} but got {own.device}")
+            gradient = self._move(gradient, place.device)
+        return self._of_kind(gradient, place.is_virtual)
+
+
+def _by_position(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The arguments of a Function, of which each has a gradient."""
+    bound = inspect.signature(forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args
+
+
+def _follows_real(values: Any) -> bool:
+    """Whether autograd follows one of these that has data."""
+    for value in values:
+        if isinstance(value, _Tensor):
+            if not value.is_meta and value.requires_grad and value.dim():
+                return True
+        elif isinstance(value, (list, tuple)) and _follows_real(value):
+            return True
+    return False
