@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from memprof.catalog import find_gpu
 from memprof.flows.script import run_script
 from memprof.measured import MeasuredDevice
+from memprof.run_spec import RunSpec
 from memprof.script import Ended, Program, StopRule
 from memprof.trace.events import PhaseKind, Role
 from memprof.virtual import VirtualGpu
@@ -126,7 +127,7 @@ WHERE = (
 def test_a_smaller_attempt_after_one_that_was_refused_fits(where: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{where}", where))
-    document = run_script(Program(str(script)), StopRule(None), gpu=GPU).document
+    document = run_script(Program(str(script)), StopRule(None), RunSpec(gpu=GPU.key)).document
     assert document.program is not None and document.program.ended == Ended.EXIT, document.program
     assert document.verdict.fits
     made = BEFORE.get(where, 1 if where == "zero_grad" else 0)
