@@ -20,6 +20,16 @@ from memprof.errors import UsageError, unknown_name
 
 SEE = "('memprof models' lists them; a Hugging Face id or a local config.json also works)"
 
+SIZES = (
+    *("hidden_size", "d_model", "n_embd", "intermediate_size", "d_ff", "vocab_size"),
+    *("num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads", "n_head"),
+    *("num_key_value_heads", "head_dim", "ffn_dim", "n_inner", "max_position_embeddings", "n_positions"),
+)
+"""Entries of a configuration that are positive whole numbers in every model type, or one for each stage."""
+LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 10_000
+"""Far above any model's; each layer is built, and a slip of the pen must not take hours."""
+
 TASKS = ("causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "speech-seq2seq")
 
 
@@ -104,7 +114,7 @@ def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
     """A model's configuration by its folder or its config.json: the file, and what is in it.
 
     Raises:
-        UsageError: it cannot be read, or is no configuration of a model.
+        UsageError: it cannot be read, is no configuration of a model, or has sizes that no model has.
     """
     import json
 
@@ -117,7 +127,26 @@ def read_config_file(path: Path) -> tuple[Path, dict[str, Any]]:
         raise UsageError("cannot read the configuration", value=file, hint=str(error).splitlines()[0]) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UsageError("not a model configuration", value=file, hint='it has no "model_type"')
+    _check_sizes(file, config)
     return file, config
+
+
+def _check_sizes(file: Path, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has.
+
+    Raises:
+        UsageError: one of SIZES is no positive whole number (nor a list of such), or is too large.
+    """
+    for key in SIZES:
+        size = config.get(key)
+        most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+        each = size if isinstance(size, list) and size else [size]
+        if size is not None and not all(type(one) is int and 1 <= one <= most for one in each):
+            raise UsageError(
+                "the configuration is wrong",
+                value=f"{file}: {key} is {size!r}",
+                hint=f"make {key} a whole number from 1 to {most:,}",
+            )
 
 
 def has_model(name: str) -> bool:

@@ -76,7 +76,7 @@ def find_dimensions(name: str) -> Dimensions:
         return dimensions(find_model(name))
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: nested without end
         config = None
     if not isinstance(config, dict):
         raise UsageError("not a model's configuration", value=name, hint="a config.json, as transformers writes it")

@@ -109,16 +109,6 @@ def _from_entry(entry: ModelEntry, spec: TargetSpec) -> ModelSource:
 
 def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
     file, config = read_config_file(path)
-    for key in _SIZES:
-        size = config.get(key)
-        most = _MOST_LAYERS if "layer" in key else _MOST
-        each = size if isinstance(size, list) and size else [size]
-        if size is not None and not all(type(one) is int and 1 <= one <= most for one in each):
-            raise UsageError(
-                "the configuration is wrong",
-                value=f"{file}: {key} is {size!r}",
-                hint=f"make {key} a whole number from 1 to {most:,}",
-            )
     for key, kind in _KINDS.items():
         value = config.get(key)
         if value is not None and not (
@@ -129,16 +119,7 @@ def _from_configuration(path: Path, spec: TargetSpec) -> ModelSource:
     return _from_mapping(folder.name, _with_defaults(config), spec, where=str(folder))
 
 
-_SIZES = (
-    *("hidden_size", "d_model", "n_embd", "intermediate_size", "d_ff", "vocab_size"),
-    *("num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads", "n_head"),
-    *("num_key_value_heads", "max_position_embeddings", "n_positions"),
-)
-"""Entries of a configuration that are positive whole numbers in every model type, or one for each stage."""
 _KINDS = {"architectures": list, "quantization_config": dict, "auto_map": dict}
-_MOST = 2**31 - 1
-_MOST_LAYERS = 10_000
-"""Far above any model's; each layer is built, and a slip of the pen must not take hours."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 """The names that model types have for their number of positions."""
 _DEFAULTS = ("vocab_size", "relative_attention_num_buckets")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -243,3 +244,22 @@ def test_a_configuration_nested_without_end_is_one_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(UsageError, match="cannot read the configuration"):
         read_config_file(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [("num_hidden_layers", 10_000), ("n_layer", 10_000), ("hidden_size", 2**31 - 1), ("ffn_dim", 2**31 - 1)],
+)
+def test_sizes_that_no_model_has_are_refused(tmp_path, key, most):
+    from memprof.catalog.models import read_config_file
+    from memprof.errors import UsageError
+
+    file = tmp_path / "config.json"
+    for size in (1, most, [2, most]):
+        file.write_text(json.dumps({"model_type": "llama", key: size}))
+        assert read_config_file(file)[1][key] == size
+    for size in (0, most + 1, 10**18, -1, 1.5, True, "2", [], [2, most + 1]):
+        file.write_text(json.dumps({"model_type": "llama", key: size}))
+        with pytest.raises(UsageError, match="the configuration is wrong") as refused:
+            read_config_file(file)
+        assert f"{key} is {size!r}" in str(refused.value) and f"from 1 to {most:,}" in str(refused.value)

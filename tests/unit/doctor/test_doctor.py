@@ -11,7 +11,7 @@ import pytest
 from memprof.allocator import OomReport, release_for
 from memprof.catalog import find_model
 from memprof.doctor import Cause, Diagnosis, Known, diagnose
-from memprof.doctor.dimensions import dimensions, model_in
+from memprof.doctor.dimensions import dimensions, find_dimensions, model_in
 from memprof.doctor.tensors import Question, candidates
 from memprof.errors import UsageError
 from memprof.remedy_catalog import REMEDIES
@@ -124,6 +124,13 @@ def test_a_size_of_no_known_model_is_not_of_more_tokens_than_the_card_had_room_f
     assert found[0].shape[1:] == (4096, 4096 * 14336)
     # 7,340,032 tokens of hidden states, 4,096 wide: 56 GiB were there before their logits.
     assert (1, 7_340_032, 32_768) not in [candidate.shape for candidate in found]
+
+
+def test_a_configuration_nested_without_end_is_one_error(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(UsageError, match="not a model's configuration"):
+        find_dimensions(str(path))
 
 
 def test_every_model_of_the_catalog_has_dimensions():
