@@ -73,10 +73,10 @@ def script_output(*, to_stderr: bool) -> Iterator[None]:
         to_stderr: what the script writes to stdout, also past Python, goes to stderr.
     """
     out, err = sys.stdout, sys.stderr
-    fallback = _copies_of(out, err)
+    copies = [_copy_of(stream) for stream in (out, err)]
     if to_stderr:
         out.flush()
-        kept = os.dup(1)
+        kept = _Copy(1)
         os.dup2(2, 1)
         sys.stdout = err
     try:
@@ -86,31 +86,79 @@ def script_output(*, to_stderr: bool) -> Iterator[None]:
             _theirs.append(stream)
             with contextlib.suppress(Exception):  # the script's own class, or a file that it closed
                 stream.flush()
+        sys.stderr = _usable(err, copies[1])
         if to_stderr:
-            os.dup2(kept, 1)
-            os.close(kept)
-        sys.stdout, sys.stderr = _usable(out, fallback[0]), _usable(err, fallback[1])
+            kept.restore(1)
+        sys.stdout = _usable(out, copies[0])
 
 
-def _copies_of(*streams: TextIO) -> list[int | None]:
-    """Descriptors of the same files, for a script may close a stream; None for what is no file."""
-    copies: list[int | None] = []
-    for stream in streams:
-        try:
-            copies.append(os.dup(stream.fileno()))
-        except (AttributeError, OSError, ValueError):
-            copies.append(None)
-    return copies
+class _Copy:
+    """Another descriptor of an output's file, for a script may close or redirect the first.
+
+    It is far above those that scripts close by number, `os.closerange(3, 64)`. One that closes all there can be
+    (daemons do) closes it too, and may have opened a file of its own under the number.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._number = _duplicate(descriptor)
+        self._file = _identity(self._number)
+
+    def take(self) -> int | None:
+        """The descriptor, which is the caller's then; None: the script has closed it."""
+        return self._number if _identity(self._number) == self._file else None
+
+    def restore(self, descriptor: int) -> None:
+        """Have `descriptor` be of the file again, and close this one.
+
+        Raises:
+            MemprofError: the script has closed this one.
+        """
+        number = self.take()
+        if number is None:
+            raise MemprofError(
+                "no report: the script has closed the descriptors that memprof keeps of its output",
+                hint="leave out os.closerange and what makes a daemon of the script under memprof",
+            )
+        os.dup2(number, descriptor)
+        os.close(number)
 
 
-def _usable(stream: TextIO, copy: int | None) -> TextIO:
+def _duplicate(descriptor: int) -> int:
+    """Another descriptor of the same file, three quarters up to the process's limit (to 4,096)."""
+    try:
+        import fcntl
+        import resource
+    except ImportError:  # Windows
+        return os.dup(descriptor)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = 4096 if limit == resource.RLIM_INFINITY else min(limit, 4096)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 * most // 4)
+
+
+def _identity(descriptor: int) -> tuple[int, int] | None:
+    """Device and inode of an open file; None: there is none."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _copy_of(stream: TextIO) -> _Copy | None:
+    """Of a stream's file; None for what is no file."""
+    try:
+        return _Copy(stream.fileno())
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _usable(stream: TextIO, copy: _Copy | None) -> TextIO:
     """The stream; another to the same file if the script closed it, or took its buffer away."""
+    number = None if copy is None else copy.take()
     try:
         stream.flush()
     except (AttributeError, OSError, ValueError):
-        if copy is not None:
-            return open(copy, "w", encoding="utf-8", errors="backslashreplace")
-    if copy is not None:
-        os.dup2(copy, stream.fileno())  # where the script turned the descriptor elsewhere
-        os.close(copy)
+        return stream if number is None else open(number, "w", encoding="utf-8", errors="backslashreplace")
+    if copy is not None and number is not None:
+        copy.restore(stream.fileno())  # where the script turned the descriptor elsewhere
     return stream
