@@ -25,6 +25,7 @@ from memprof.spec import HOST_BYTES, option
 if TYPE_CHECKING:
     from memprof.remedies.fixes import Fix
     from memprof.script import Ended, Program, StopRule
+    from memprof.trace.events import Failure
 
 EXAMPLES = """
 memprof run --gpu rtx-4090 train.py --epochs 1
@@ -152,7 +153,7 @@ def _run(program: Program, rule: StopRule, request: Request) -> int:
                 tell(error, as_json=as_json, exit_code=_passed_on(outcome.exit_code))
             return _passed_on(outcome.exit_code) or 1
         code = _passed_on(outcome.exit_code) or int(Exit.FAILED)
-        tell(_no_verdict(outcome.ended, outcome.exit_code), as_json=as_json, exit_code=code)
+        tell(_no_verdict(outcome.ended, outcome.exit_code, failure), as_json=as_json, exit_code=code)
         return code
     print_document(document, request)
     request.keep(found.trace)
@@ -204,10 +205,18 @@ def _run_ranks(program: Program, rule: StopRule, request: Request) -> int:
     return int(Exit.DOES_NOT_FIT) if found.ended is Ended.REFUSED else code or exit_code(found.document)
 
 
-def _no_verdict(ended: Ended, exit_code: int) -> MemprofError:
-    """The error of a program that ended before it put anything on the GPU."""
+def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) -> MemprofError:
+    """The error of a program that ended before it put anything on the GPU; `failure` is what it raised."""
     from memprof.script import Ended
 
+    problem = "no verdict: nothing was put on the GPU"
+    if failure is not None and ended is Ended.ERROR:
+        where = "" if failure.source is None else f" at {failure.source}"
+        return MemprofError(
+            problem,
+            value=f"the script failed{where}: {failure.error}: {failure.message}",
+            hint=failure.hint or "correct its error, which is above",
+        )
     how, hint = {
         Ended.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),
         Ended.INTERRUPTED: ("the script was interrupted", None),
@@ -219,7 +228,7 @@ def _no_verdict(ended: Ended, exit_code: int) -> MemprofError:
             "have it move its model to 'cuda'; a process that it starts, or leaves behind as a daemon, is not seen",
         ),
     )
-    return MemprofError("no verdict: nothing was put on the GPU", value=how, hint=hint)
+    return MemprofError(problem, value=how, hint=hint)
 
 
 def _installed(text: str) -> list[Fix]:

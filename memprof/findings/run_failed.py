@@ -22,7 +22,7 @@ def find(context: Context) -> list[Finding]:
     if failure.read is not None:
         evidence.append(_evidence(failure, f"read at {failure.read}"))
     fix = failure.hint or _FIXES[failure.kind]
-    if context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR:
+    if context.ledger.trace.source == "measured" and failure.kind is FailureKind.ERROR and not failure.hint:
         fix = "mend the line above: this was a real device"
     evidence.append(_evidence(failure, f"fix: {fix}"))
     if refused:

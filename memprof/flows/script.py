@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from memprof.allocator import Settings, SettingsInForce
 from memprof.catalog import Gpu, custom_gpu, find_gpu
+from memprof.command_line import run_command
 from memprof.device.context import CONTEXT_BYTES
 from memprof.flows.account import analyze
 from memprof.flows.cards import RunAllocator, allocator_settings, device_facts, measured_device_facts
@@ -129,6 +130,8 @@ def capture_run(
         trace, outcome = capture_script(
             program, measured, rule, switch.before_forward, worst_batch=spec.worst_batch, start=start, channel=channel
         )
+    if trace.failure is not None:
+        trace.failure = trace.failure._replace(hint=_launch_hint(program, spec, outcome) or trace.failure.hint)
     if outcome.ended is Ended.REFUSED and device == "virtual":
         trace.assumptions.append(BEYOND)
     if outcome.ended is Ended.EXIT and not _learned(trace):
@@ -153,6 +156,19 @@ def capture_run(
         rank=found,
     )
     return trace, outcome
+
+
+def _launch_hint(program: Program, spec: RunSpec, outcome: ScriptOutcome) -> str:
+    """Return how a script is started that looks for what a launcher tells it; empty if it was not for lack of that."""
+    from memprof.script.launchers import find_missing_variable
+
+    variable = find_missing_variable(outcome.error)
+    if not variable or program.has_launcher:
+        return ""
+    nodes = () if spec.nodes in (None, 1) else ("--nnodes", str(spec.nodes))
+    launched = ("torchrun", *nodes, "--nproc-per-node", str(spec.gpus or 1), *program.command)
+    command = run_command(spec.edit(gpus=None, nodes=None), launched)
+    return f"start it with torchrun, which sets {variable}: {command}"
 
 
 def _training_steps(trace: Trace, ended: Ended) -> int:

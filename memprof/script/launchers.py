@@ -12,6 +12,7 @@ import functools
 import importlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,24 @@ Raises:
 """
 _CARDS = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
 """Variables that say how many cards a process of several finds, the first that is there."""
+
+
+_TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a launcher tells each process, and that scripts and init_process_group read."""
+_EXPECTED = re.compile(rf"environment variable ({'|'.join(_TOLD)}) expected, but not set")
+"""torch/distributed/rendezvous.py, _env_error."""
+
+
+def find_missing_variable(error: BaseException | None) -> str:
+    """Return the variable of a launcher's for whose lack `error` was raised; empty if it was not."""
+    if isinstance(error, KeyError) and error.args and error.args[0] in _TOLD:
+        step = error.__traceback__
+        while step is not None and step.tb_next is not None:
+            step = step.tb_next
+        of_environment = type(os.environ).__getitem__.__code__  # another dict may have such keys too
+        return str(error.args[0]) if step is not None and step.tb_frame.f_code is of_environment else ""
+    found = _EXPECTED.search(str(error)) if isinstance(error, ValueError) else None
+    return found[1] if found else ""
 
 
 def start_by_hand(name: str, arguments: tuple[str, ...], is_module: bool, place: Place) -> Start:

@@ -222,7 +222,7 @@ def test_a_window_that_is_too_small(terminal, script):
 
 def test_no_cards_in_one_line(terminal, without_cards):
     shown = terminal()
-    assert shown.wait() == 0
+    assert shown.wait() == 1
     assert shown.received.startswith(NO_CARDS)
     assert shown.received.count("\n") == 1
 

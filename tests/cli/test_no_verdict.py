@@ -86,3 +86,41 @@ def test_an_exception_without_a_text_is_the_scripts(tmp_path):
     done = python("-m", "memprof", "run", "--json", "script.py", folder=tmp_path)
     assert (done.exit_code, json.loads(done.stdout)["failure"]["message"]) == (1, "<exception str() failed>")
     assert done.stderr.rstrip().endswith("E: <exception str() failed>") and "memprof/" not in done.stderr
+
+
+def test_a_script_that_closes_descriptors_by_number(tmp_path):
+    """What memprof keeps of its output is not among those that scripts close so."""
+    (tmp_path / "script.py").write_text(TRAIN + "train(1)\nos.closerange(3, 256)")
+    done = python("-m", "memprof", "run", "--json", "script.py", folder=tmp_path)
+    assert done.exit_code == 0 and checked(json.loads(done.stdout))["command"] == "run"
+
+
+def test_a_script_that_closes_all_descriptors_is_not_given_the_report(tmp_path):
+    """It may have opened a file of its own under the number of one."""
+    text = """
+train(1)
+import resource
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+os.closerange(3, limit)
+own = os.open("own", os.O_CREAT | os.O_WRONLY)
+for number in range(64, min(limit, 4096)): os.dup2(own, number)
+"""
+    (tmp_path / "script.py").write_text(TRAIN + text)
+    done = python("-m", "memprof", "run", "--json", "script.py", folder=tmp_path)
+    assert done.exit_code == 1 and "memprof: no report: the script has closed the descriptors" in done.stderr
+    assert not (tmp_path / "own").read_text()
+
+
+@pytest.mark.parametrize("begin", ["", "torch.ones(4, device='cuda')\n"])
+def test_a_script_that_a_launcher_starts_is_told_so(begin, tmp_path):
+    (tmp_path / "script.py").write_text(f"import os, torch\n{begin}rank = int(os.environ['LOCAL_RANK'])")
+    options = ("--gpu", "rtx-4090", "--worst-batch")
+    done = python("-m", "memprof", "run", "--json", *options, "--gpus", "2", "script.py", "--lr", "1", folder=tmp_path)
+    document = checked(json.loads(done.stdout))
+    command = "memprof run --worst-batch --gpu rtx-4090 torchrun --nproc-per-node 2 script.py --lr 1"
+    if begin:
+        assert any(line["text"].endswith(command) for line in document["findings"][0]["evidence"])
+    else:
+        assert document["error"]["hint"] == f"start it with torchrun, which sets LOCAL_RANK: {command}"
+        assert document["error"]["value"].endswith("script.py:2 <module>: KeyError: 'LOCAL_RANK'")
+    assert done.exit_code == 1

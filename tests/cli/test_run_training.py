@@ -147,8 +147,9 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
             optimizer.step()
         """
     )
-    assert memprof("run", "--json", name).json["program"] | {"command": []} == {
+    assert memprof("run", "--json", name).json["program"] | {"command": [], "asked": None} == {
         "command": [],
+        "asked": None,
         "ended": "steps",
         "exit_code": 0,
         "steps": 2,

@@ -10,7 +10,7 @@ import pytest
 
 from memprof.errors import UsageError
 from memprof.script import Ended, Program, StopRule
-from memprof.script.launchers import Place, Start, find_launcher
+from memprof.script.launchers import Place, Start, find_launcher, find_missing_variable
 
 FIRST = Place()
 
@@ -186,3 +186,22 @@ def test_what_cannot_be_started():
     for arguments in (("no_such.py",), ("--nproc_per_node", "3", "no_such.py"), ("--nproc_per_node", "3", __file__)):
         outcome = Program("torchrun", arguments).run(StopRule())
         assert outcome.ended is Ended.NOT_SIMULATED and isinstance(outcome.error, UsageError)
+
+
+def test_the_variable_of_a_launcher_that_a_script_looks_for(monkeypatch):
+    import torch
+
+    def error_of(code: str) -> BaseException | None:
+        try:
+            exec(code, {"os": os, "dist": torch.distributed})
+        except Exception as error:
+            return error
+        return None
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+        assert find_missing_variable(error_of(f"int(os.environ['{name}'])")) == name
+    assert find_missing_variable(error_of("dist.init_process_group('gloo')")) == "RANK"
+    assert find_missing_variable(error_of("os.environ['NO_SUCH_VARIABLE']")) == ""
+    assert find_missing_variable(error_of("{}['RANK']")) == ""  # a table of the script's own
+    assert find_missing_variable(KeyError()) == find_missing_variable(None) == ""
