@@ -85,6 +85,8 @@ NOT_STOOD_IN = (
 )  # fmt: skip
 """Packages that need a card to be built and have no stand-in: refused by name. How large
 most of their outputs are hangs on numbers: points in a voxel, triangles under a pixel."""
+WITHOUT = "(--no-stand-ins does without)."
+"""How the sentence of each stub ends that a run rests on."""
 GROUP = "memprof.stand_ins"
 """Entry points of packages that bring their own: NAME = MODULE, which registers them when it is imported."""
 

@@ -7,6 +7,7 @@ import shlex
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memprof.catalog.stand_ins import WITHOUT
 from memprof.findings import Evidence, Finding, Severity
 from memprof.ledger.caught import CaughtError
 from memprof.ledger.stages import at_stage
@@ -49,6 +50,8 @@ def view(document: Document, *, explain: bool = False, quiet: bool = False) -> R
     if quiet:
         return _verdict(document) if document.limit is None else Text(headline(document.limit))
     parts: list[RenderableType] = [render_heading(document), _stages(document), _verdict(document), *_faults(document)]
+    if not explain:
+        parts += [Text(f"Note: {one}") for one in document.assumptions if one.endswith(WITHOUT)]
     if document.ranks:
         parts.append(render_ranks(document.ranks, _unit(document), on_cpu=document.on_cpu))
     if document.cards:

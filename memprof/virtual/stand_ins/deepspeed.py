@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memprof.catalog.stand_ins import WITHOUT
 from memprof.virtual.stand_ins.registry import stand_in
 from memprof.virtual.stand_ins.tools import on_card, written
 
@@ -184,6 +185,5 @@ def patches(assume: Callable[[str], None]) -> dict[str, Callable[[Any], Iterator
 
 
 _NOT_COMPILED = (
-    "DeepSpeed's kernel of FusedAdam is not compiled here: memprof stands in for it, as of 0.19.5 (--no-stand-ins "
-    "does without)."
+    f"DeepSpeed's kernel of FusedAdam is not compiled here: it is replaced by a stub, as of 0.19.5 {WITHOUT}"
 )

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from memprof.catalog.stand_ins import NOT_STOOD_IN, PACKAGES
+from memprof.catalog.stand_ins import NOT_STOOD_IN, PACKAGES, WITHOUT
 from memprof.errors import MemprofError
 from memprof.virtual import limits
 from memprof.virtual.stand_ins import registry, tools
@@ -91,7 +91,7 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def _say(self, package: str) -> None:
         known = PACKAGES.get(package)
         release = f"allocating as its release {known.version} does" if known else "by what was registered for it"
-        self._assume(f"{package} is not installed: memprof stands in for it, {release} (--no-stand-ins does without).")
+        self._assume(f"{package} is not installed: it is replaced by a stub, {release} {WITHOUT}")
 
     def _is_installed(self, package: str) -> bool:
         if package in sys.modules:

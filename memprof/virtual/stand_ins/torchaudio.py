@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memprof.catalog.stand_ins import WITHOUT
 from memprof.virtual.kernels import audio
 
 SCHEMAS = {
@@ -35,8 +36,8 @@ SCHEMAS = {
 }
 _LIBRARIES = ("_torchaudio", "libtorchaudio")
 _NOT_LOADED = (
-    "torchaudio's compiled operators cannot be loaded here (a build for CUDA beside torch for the CPU): memprof stands "
-    "in for them, allocating as those of 2.11.0 do (--no-stand-ins does without)."
+    "torchaudio's compiled operators cannot be loaded here (a build for CUDA beside torch for the CPU): they are "
+    f"replaced by stubs, allocating as those of 2.11.0 do {WITHOUT}"
 )
 
 

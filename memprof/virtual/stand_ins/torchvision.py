@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from memprof.catalog.stand_ins import WITHOUT
+
 _NAMESPACE = "torchvision"
 _BOXES = "Tensor dets, Tensor scores, float iou_threshold"
 _POOL = "float spatial_scale, SymInt pooled_height, SymInt pooled_width"
@@ -48,8 +50,8 @@ SCHEMAS = {
     "_deform_conv2d_backward": f"(Tensor grad, {_CONVOLUTION}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
 _NOT_LOADED = (
-    "torchvision's compiled operators cannot be loaded here (a build for CUDA beside torch for the CPU): memprof "
-    "stands in for them, allocating as those of 0.28.0 do (--no-stand-ins does without)."
+    "torchvision's compiled operators cannot be loaded here (a build for CUDA beside torch for the CPU): they are "
+    f"replaced by stubs, allocating as those of 0.28.0 do {WITHOUT}"
 )
 
 

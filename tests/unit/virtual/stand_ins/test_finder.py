@@ -48,7 +48,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def said(gpu: VirtualGpu) -> list[str]:
-    return [line for line in gpu.trace.assumptions if "stands in" in line or "looked for" in line]
+    return [line for line in gpu.trace.assumptions if "replaced by a stub" in line or "looked for" in line]
 
 
 def test_the_programs_own_import_finds_one_and_nothing_is_left() -> None:
@@ -197,7 +197,7 @@ def test_anybody_can_add_one() -> None:
         with pytest.raises(MemprofError, match=r"made_up_norm\.ops\.other"):
             other(x)
     assert any(
-        "made_up_norm is not installed: memprof stands in for it, by what" in line for line in gpu.trace.assumptions
+        "made_up_norm is not installed: it is replaced by a stub, by what" in line for line in gpu.trace.assumptions
     )
 
 

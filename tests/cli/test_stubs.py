@@ -1,0 +1,27 @@
+"""A verdict that rests on the stub of a package that is not installed says so."""
+
+import importlib.util
+
+import pytest
+
+SCRIPT = """
+import torch
+try:
+    from {package}.normalization import FusedLayerNorm as Norm
+except ImportError:
+    Norm = torch.nn.LayerNorm
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), Norm(64)).cuda()
+model(torch.randn(8, 64, device="cuda")).sum().backward()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("apex") is not None, reason="apex is installed")
+def test_a_stub_of_an_optional_package_is_told_below_the_verdict(memprof, script):
+    sentence = "apex is not installed: it is replaced by a stub, allocating as its release "
+    name = script(SCRIPT.format(package="apex"))
+    told = memprof("run", name).stdout
+    verdict, note = told.index("Fits: "), told.index(f"\nNote: {sentence}")
+    assert verdict < note < told.index("Largest tensors") and told.count("\nNote: ") == 1
+    assert memprof("run", "--explain", name).stdout.count(sentence) == 1
+    assert "Note: " not in memprof("run", "--no-stand-ins", name).stdout
+    assert "Note: " not in memprof("run", script(SCRIPT.format(package="no_such_package"))).stdout
