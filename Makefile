@@ -15,7 +15,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
+# A worker that ends within a test (pyproject.toml, faulthandler_timeout) would be given the same test again.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # The tests start hundreds of processes: without byte code on disk, each would compile the package again.
