@@ -124,8 +124,10 @@ class _Sender:
     def __init__(self, cuda: "Any", address: str) -> None:
         import json
         import socket
+        import threading
         import time
 
+        self._turn = threading.Lock()
         self._cuda = cuda
         self._pid = os.getpid()
         self._encode = json.dumps
@@ -174,6 +176,11 @@ class _Sender:
 
     def _tell(self) -> bool:
         """Send what has changed; whether to go on."""
+        # At the end the thread may be halfway: its older counters must not be sent after the newest.
+        with self._turn:
+            return self._tell_in_turn()
+
+    def _tell_in_turn(self) -> bool:
         counters = self._read()
         if counters is None or counters == self._last:
             return True

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+import socket
 import sys
+import threading
 
 import pytest
 
+from memprof.probe.sitecustomize import _Sender
 from tests.unit.monitor.command import MIB, environment, make_torch, run
 
 BARE = """
@@ -250,6 +254,48 @@ def test_the_log_has_the_sums(tmp_path, env, script):
     assert max(int(row["interval_peak_allocated_bytes"]) for row in told) == 70 * MIB
     assert int(rows[-1]["peak_reserved_bytes"]) == 140 * MIB
     assert [float(row["elapsed_seconds"]) for row in rows] == sorted(float(row["elapsed_seconds"]) for row in rows)
+
+
+def test_the_last_word_waits_for_a_reading_that_has_begun(tmp_path):
+    class Cuda:
+        def __init__(self):
+            self.held, self.reading, self.go_on = 1, threading.Event(), threading.Event()
+
+        def is_initialized(self):
+            return True
+
+        def device_count(self):
+            return 1
+
+        def memory_stats_as_nested_dict(self, device):
+            held = {"all": {"current": self.held, "peak": self.held}}
+            if not self.reading.is_set():
+                self.reading.set()
+                self.go_on.wait(10)
+            return {"allocated_bytes": held, "reserved_bytes": held}
+
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    listening.settimeout(10)
+    listening.bind(str(tmp_path / "socket"))
+    cuda = Cuda()
+    sender = _Sender(cuda, str(tmp_path / "socket"))
+    thread = threading.Thread(target=sender.run, daemon=True)
+    thread.start()
+    assert cuda.reading.wait(10)
+    cuda.held = 2
+    last = threading.Thread(target=sender.finish)
+    last.start()
+    last.join(0.3)  # without taking turns it is done by now
+    cuda.go_on.set()
+    last.join(10)
+    thread.join(10)
+    listening.setblocking(False)
+    told = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            told.append(json.loads(listening.recv(1 << 16))["devices"]["0"]["allocated_bytes"][0])
+    listening.close()
+    assert told == [1, 2]
 
 
 REAL = """
