@@ -29,7 +29,7 @@ class RunSpec:
     no_compile: bool = option(False, "Script", "Run what the script gives to torch.compile eagerly.")
     no_stand_ins: bool = option(False, "Script", "Stand in for no package that is not installed (flash_attn).")
     steps: int | None = repeat_option(
-        "steps", note="The script is stopped then.", unset="2; up to 8 while memory grows"
+        "steps", note="The script is stopped then.", unset="2; more while that is cheap, or memory grows"
     )
     until_exit: bool = option(False, "Stopping", "Let the script run to its own end.")
     timeout: float | None = option(None, "Stopping", "Stop after so long.", metavar="SECONDS")

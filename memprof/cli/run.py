@@ -35,8 +35,6 @@ memprof run --ranks all torchrun --nproc-per-node 8 train.py
 """
 SETTINGS = {"allow_interspersed_args": False}
 """What follows the script's name is the script's, whatever it looks like."""
-PATIENCE = 6
-"""Steps beyond the second, while memory still grows from step to step: a window over the last few fills by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class Request(RunSpec, Remedies, Saved):
         if self.until_exit:
             return StopRule(None, self.timeout)
         if self.steps is None:
-            return StopRule(2, self.timeout, patience=PATIENCE)
+            return StopRule(2, self.timeout, goes_on=True)
         return StopRule(self.steps, self.timeout)
 
 
@@ -82,7 +80,8 @@ def run(
     """Run a training script as it is on a virtual GPU, and say where its memory goes.
 
     Options of memprof stand before the script, everything after it is the script's. It is stopped after its second
-    optimizer step, when memory has reached its steady state; after its eighth at the latest, if it still grows. With
+    training step, when memory has reached its steady state; later where further steps are cheap (10,000 allocations
+    and frees), and while memory grows from step to step (up to 200,000), so that a leak is seen to run out. With
     --steps 200, what is reserved over steps whose batches differ. With --json, what it prints goes to stderr. Exit code
     0: it fits; 3: it does not; 1: no verdict, for something cannot be simulated, or too little was seen; if the script
     fails by itself, its own (1 for 2, 3 and 4).

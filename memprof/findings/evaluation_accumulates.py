@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from memprof.findings import memory_growth
 from memprof.findings.calls import loops, made_in
 from memprof.findings.finding import Context, Evidence, Finding, Severity, rule
 from memprof.findings.growth import (
@@ -13,6 +12,7 @@ from memprof.findings.growth import (
     kept_by,
     piles,
     piles_evidence,
+    piles_of_steps,
     same_holder,
     until_full,
 )
@@ -45,7 +45,7 @@ def find(context: Context) -> list[Finding]:
             if trace.storages[index].module == NONE or index in outputs
         ]
         groups = by_holder(trace, piles(context, candidates, [forward.end - 1 for forward in loop]))
-        told = {same_holder(holder) for holder in memory_growth.grown(context)} if groups else set()
+        told = {same_holder(holder) for holder in piles_of_steps(context)} if groups else set()
         kept = {
             holder: group
             for holder, group in groups.items()

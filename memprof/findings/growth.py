@@ -5,9 +5,11 @@ those that have outlived a whole round make a curve; it grows if it never falls,
 to rest: neither it nor the making of more. A tensor that waits for its successor, and a window over the last few, come
 to rest; what is built once rises once; a cache that is full makes no more.
 
-`everything = torch.cat([everything, new])` leaves no tensor behind and grows all the same. Tensors that are joined
-count from the first moment, if nearly all that the last has was added by the rounds: batches that happen to grow
-longer differ less.
+What is made anew in every round leaves no tensor behind and may grow all the same, in two ways.
+`everything = torch.cat([everything, new])`: tensors that are joined count from the first moment, if nearly all that the
+last has was added by the rounds, since batches that happen to grow longer differ less.
+`kept = [one.clone() for one in kept] + [new]`: of counterparts that rounds leave behind there are more each time, and
+always so many more.
 """
 
 from __future__ import annotations
@@ -20,14 +22,25 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from memprof.findings.evidence import file_and_line, format_shape, module_pattern, plural, tensor_evidence
-from memprof.findings.finding import Context, Evidence
-from memprof.trace.events import Holder, Trace
+from memprof.findings.finding import Context, Evidence, once
+from memprof.ledger.steps import training_steps
+from memprof.trace.events import MADE_ANEW, Holder, Role, Trace
 from memprof.units import format_bytes
 
 _JOINS = ("aten.cat", "aten.stack")
 
+MIN_STEP_BYTES = 64 << 10
+"""Per training step, of tensors that carry no graph: less is a metric that is kept as a tensor."""
+
+MIN_STEPS = 3
+"""Two cannot show that tensors pile up: what waits for its successor looks the same. A sum whose graph goes back over
+both steps they can."""
+
 MOST_SHOWN = 6
 """Kinds of tensors in the evidence."""
+
+MIN_RISES = 3
+"""Of the number of counterparts that are made anew: two may be batches that happen to have more parts."""
 
 MAX_ROUNDS = 10_000_000
 """Runs are shorter: a card that lasts for more is not filled."""
@@ -46,7 +59,9 @@ class Pile:
     num_bytes: int
     """Of their blocks that outlived the round which made them, beyond those at the end of the first round."""
     per_round: int
-    """Bytes that a round adds, in the middle of those that add any."""
+    """Bytes that a round adds: in the middle where each adds some, else on average."""
+    made_anew: bool = False
+    """Whether each round makes all of them again, so that the old and the new are alive together for a moment."""
 
 
 def key_of(trace: Trace, index: int) -> Key:
@@ -66,13 +81,65 @@ def piles(context: Context, storages: Iterable[int], moments: Sequence[int]) -> 
     for key, members in groups.items():
         curve = _curve(context, members, moments, lasting=True)
         grown = grows(curve, rounds_without(context, members, moments))
-        if not grown and key[0] in joins:
+        made_anew = not grown
+        if made_anew and key[0] in joins:
             curve = _curve(context, members, moments, lasting=False)
             grown = grows(curve) and curve[-1] <= 2 * _median_rise(curve) * len(curve)
+        elif made_anew and _are_more_each_time(context, members, moments):
+            curve = _curve(context, members, moments, lasting=False)
+            grown = grows(curve)
         if grown:
             alive = lives.at(moments[-1], members).storages
-            result.append(Pile(key, alive, curve[-1] - curve[0], _median_rise(curve)))
+            result.append(Pile(key, alive, curve[-1] - curve[0], _per_round(curve), made_anew))
     return sorted(result, key=lambda pile: -pile.num_bytes)
+
+
+@once
+def piles_of_steps(context: Context) -> dict[Holder | None, list[Pile]]:
+    """Find what piles up over the training steps, by who keeps it.
+
+    What has a role (buffers, optimizer state that is made late) may grow as it likes, but for parameters that training
+    goes on making: those of further models. Inputs and gradients count once others have come in their place, for
+    parameters get their first gradient in any step. A step's own tensors must outlive it.
+    """
+    ledger, trace = context.ledger, context.ledger.trace
+    steps = training_steps(trace, ledger.allocated)
+    if not steps:
+        return {}
+    births = context.lives.births
+    counted = _replaced(trace) | _further_models(trace, births, steps[0].begin)
+    candidates = [
+        index
+        for index, storage in enumerate(trace.storages)
+        if births[index] >= steps[0].begin
+        and storage.device == trace.device
+        and not storage.hidden
+        and (index not in trace.owners or index in counted)
+    ]
+    found = piles(context, candidates, [step.end - 1 for step in steps]) if len(steps) >= MIN_STEPS else []
+    groups = by_holder(trace, found)
+    for holder in trace.holders:
+        if is_running_sum(holder) and same_holder(holder) not in {same_holder(one) for one in groups}:
+            groups[holder] = []
+    return groups
+
+
+def _replaced(trace: Trace) -> set[int]:
+    """Inputs, and gradients that are not the last of their parameter."""
+    last = {owner.name: index for index, owner in trace.owners.items() if owner.role is Role.GRADIENT}
+    return {index for index, owner in trace.owners.items() if owner.role in MADE_ANEW and last.get(owner.name) != index}
+
+
+def _further_models(trace: Trace, births: Sequence[int], begin: int) -> set[int]:
+    """Parameters that are made from event `begin` on, and if there are any, what optimizers keep then.
+
+    State alone that is made late is that of parameters which got their first gradient late.
+    """
+    made = {role: set[int]() for role in (Role.PARAMETER, Role.OPTIMIZER_STATE)}
+    for index, owner in trace.owners.items():
+        if owner.role in made and births[index] >= begin:
+            made[owner.role].add(index)
+    return made[Role.PARAMETER] | made[Role.OPTIMIZER_STATE] if made[Role.PARAMETER] else set()
 
 
 def rounds_without(context: Context, members: list[int], moments: Sequence[int]) -> int:
@@ -87,6 +154,25 @@ def grows(curve: Sequence[int], rounds_without: int = 0) -> bool:
         return False
     at_rest = max(len(curve) - 1 - rises[-1], rounds_without)
     return at_rest == 0 or at_rest < max(after - before for before, after in pairwise(rises))
+
+
+def _are_more_each_time(context: Context, members: list[int], moments: Sequence[int]) -> bool:
+    """Whether so many more of `members` are alive after each of the rounds that add any, and go on being added."""
+    births, deaths = (
+        sorted(map(context.lives.births.__getitem__, members)),
+        sorted(map(context.lives.deaths.__getitem__, members)),
+    )
+    alive = [bisect.bisect_right(births, moment) - bisect.bisect_right(deaths, moment) for moment in moments]
+    rises = {after - before for before, after in pairwise(alive)} - {0}
+    return len(rises) == 1 and sum(after > before for before, after in pairwise(alive)) >= MIN_RISES and grows(alive)
+
+
+def _per_round(curve: Sequence[int]) -> int:
+    """Bytes that a round adds, from the first that adds any."""
+    first = next(at for at, (before, after) in enumerate(pairwise(curve)) if after > before)
+    grown = curve[first:]
+    is_steady = all(after > before for before, after in pairwise(grown))
+    return _median_rise(grown) if is_steady else (grown[-1] - grown[0]) // (len(grown) - 1)
 
 
 def _median_rise(curve: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ import dataclasses
 from memprof.allocator import CardMemory, Settings, replay_on_card, without_allocator
 from memprof.errors import UsageError
 from memprof.findings import Context, find_all
+from memprof.findings.exhaustion import growth_of
 from memprof.flows.each_card import document_of_cards
 from memprof.flows.each_rank import document_of_ranks, rank_of
 from memprof.ledger.bridge import build_bridge
@@ -79,10 +80,11 @@ def _report(trace: Trace, explained: bool) -> tuple[Ledger, Document]:
     fixes = () if program is None else program.fixes
     streams, usable = StreamMemory.of(ledger), device.usable_bytes
     context = Context(ledger=ledger, usable_bytes=usable, card=device.name, fixes=fixes, streams=streams, **known)
+    growth = growth_of(context)
     if not explained:
-        return ledger, build_document(ledger, find_all(context, deciding=True), settings)
+        return ledger, build_document(ledger, find_all(context, deciding=True), settings, growth=growth)
     bridge = build_bridge(ledger)
-    document = build_document(ledger, find_all(context), settings, bridge, streams)
+    document = build_document(ledger, find_all(context), settings, bridge, streams, growth)
     return ledger, dataclasses.replace(document, ledger=ledger, over_time=over_time(ledger))
 
 

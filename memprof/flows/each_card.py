@@ -58,11 +58,12 @@ def document_of_cards(
     )
 
 
-def _order(ledger: Ledger, document: Document) -> tuple[float, int, int]:
-    """The card that is full first, else the one that needs most, or holds most."""
-    full = ledger.out_of_memory
+def _order(ledger: Ledger, document: Document) -> tuple[float, float, int, int]:
+    """The GPU that is full first, or will be, else the one that needs most, or holds most."""
+    full, growth = ledger.out_of_memory, document.verdict.growth
     event = float("inf") if full is None else full.event
-    return event, -document.verdict.required_bytes, -document.peak.allocated_bytes
+    step = float("inf") if growth is None or growth.runs_out_step is None else growth.runs_out_step
+    return event, step, -document.verdict.required_bytes, -document.peak.allocated_bytes
 
 
 def _row(trace: Trace, device: str, document: Document | None, decides: str, shown: str) -> CardRow:

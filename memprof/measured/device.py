@@ -171,6 +171,9 @@ class MeasuredDevice(Watch):
         self._phase = Phase(kind, step, micro_batch)
         self._marks.begin_phase(self._phase)
 
+    num_events = None
+    """Not counted before the run has ended: torch's profiler has them."""
+
     @property
     def held_bytes(self) -> int:
         """Bytes on the card now; 0 on the CPU, where torch does not say."""

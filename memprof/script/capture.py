@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from memprof.measured import MeasuredDevice
 from memprof.script import Ended, Program, ScriptOutcome, StopRule
 from memprof.script.exits import ExitHandlers
 from memprof.script.launchers import Place, Start
-from memprof.script.stop import StopRun, stopping_from_threads
+from memprof.script.stop import Progress, StopRun, stopping_from_threads
 from memprof.script.threads import ThreadWatch
 from memprof.script.worst_batch import WorstBatch
 from memprof.trace.events import EventKind, Failure, FailureKind, Trace, is_card
@@ -34,7 +35,9 @@ class _Seen:
         self._rule = rule
         self._channel = channel
         self._held: list[int] = []
-        """Bytes on the card after each step."""
+        """Bytes on the GPU at the end of each training step."""
+        self._due: float | None = None
+        """When the steps that were asked for had ended."""
         self._events: int | None = None
         self._storages = 0
         self._refused: Failure | None = None
@@ -46,14 +49,15 @@ class _Seen:
 
     def step(self, optimizer: object) -> None:
         """An optimizer has made a step."""
-        self._held.append(self._device.held_bytes)
-        agreed = bool if self._channel is None else self._channel.agrees
+        completed = self._device.phases.completed
+        self._held += [self._device.held_bytes] * (completed - len(self._held))
+        if self._rule.steps is None or completed < self._rule.steps:
+            return
+        now = time.monotonic()
+        self._due = now if self._due is None else self._due
+        progress = Progress(completed, self._held, self._device.num_events, now - self._due)
         with self.noted():
-            self._rule.after_step(
-                self._device.phases.completed,
-                grew=len(self._held) > 1 and self._held[-1] > self._held[-2],
-                agreed=agreed,
-            )
+            self._rule.after_step(progress, bool if self._channel is None else self._channel.agrees)
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:

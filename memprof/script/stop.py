@@ -6,7 +6,7 @@ import contextlib
 import enum
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -38,34 +38,80 @@ class StopRun(BaseException):
         self.why = why
 
 
+MIN_GROWTH_BYTES = 64 << 10
+"""Memory that a step adds. Less is a metric that is kept as a tensor, and fills no GPU."""
+
+PATIENCE = 6
+"""Steps more where memory grows by less: a window over the last few tensors fills by then, and late state is made."""
+
+CHEAP_EVENTS, CHEAP_SECONDS = 10_000, 15.0
+"""A run goes on past its steps up to here, to see what comes late: longer batches, an evaluation. As a rule the number
+of events decides (they take 1.5 s of a processor); the time does for programs that wait for their data."""
+
+GROWING_EVENTS, GROWING_SECONDS = 200_000, 300.0
+"""... and up to here (half a minute of a processor) while its memory grows, to see it level off, end or run out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a run has come to at the end of a training step.
+
+    Args:
+        completed: training steps that have ended.
+        held_bytes: allocated on the GPU at the end of each of them.
+        num_events: recorded so far; None: they are not counted while the run goes on (a measured run).
+        seconds: since the step ended at which the run was asked to stop.
+    """
+
+    completed: int
+    held_bytes: Sequence[int]
+    num_events: int | None = None
+    seconds: float = 0.0
+
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes that a step added, on average over the later half of the steps; 0 where memory did not grow."""
+        half = self.held_bytes[(len(self.held_bytes) - 1) // 2 :]
+        return max(half[-1] - half[0], 0) // (len(half) - 1) if len(half) > 1 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class StopRule:
     """When to stop.
 
     Args:
-        steps: after so many optimizer steps; None: never.
+        steps: after so many training steps; None: never.
         seconds: after so much time; None: never.
-        patience: so many steps more, as long as each leaves more memory held than the one before: the state is not
-            steady then, and one more look tells a leak from what is made once.
+        goes_on: past `steps`, while that costs little or memory grows.
     """
 
     steps: int | None = 2
     seconds: float | None = None
-    patience: int = 0
+    goes_on: bool = False
 
-    def after_step(self, completed: int, *, grew: bool = False, agreed: Callable[[bool], bool] = bool) -> None:
-        """`completed` optimizer steps were made; `grew`: more is held than after the one before.
+    def after_step(self, progress: Progress, agreed: Callable[[bool], bool] = bool) -> None:
+        """A step has ended.
 
         Args:
-            agreed: told whether they are enough here, says whether they are everywhere.
+            agreed: told whether this run has shown enough, says whether all ranks have.
 
         Raises:
-            StopRun: they are enough.
+            StopRun: enough was seen.
         """
-        if self.steps is None or completed < self.steps:
+        if self.steps is None or progress.completed < self.steps:
             return
-        if agreed(not grew or completed >= self.steps + self.patience):
+        if agreed(not (self.goes_on and self._is_worth_more(self.steps, progress))):
             raise StopRun(Ended.STEPS)
+
+    def _is_worth_more(self, steps: int, progress: Progress) -> bool:
+        """Whether one more step may change the answer, or costs next to nothing."""
+        growth = progress.growth_bytes
+        if progress.num_events is not None:
+            if progress.num_events < CHEAP_EVENTS and progress.seconds < CHEAP_SECONDS:
+                return True
+            if growth >= MIN_GROWTH_BYTES:
+                return progress.num_events < GROWING_EVENTS and progress.seconds < GROWING_SECONDS
+        return growth > 0 and progress.completed < steps + PATIENCE
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:

@@ -167,6 +167,11 @@ class VirtualGpu(Watch):
         return self.recorder.live_bytes
 
     @property
+    def num_events(self) -> int:
+        """Events recorded so far."""
+        return len(self.recorder.trace.events)
+
+    @property
     def refused(self) -> Failure | None:
         """What the program was refused first, or a process of its own, whether or not it went on without."""
         for problem, hint in self._children.refused() if self._refused is None else ():

@@ -10,6 +10,7 @@ from typing import Any
 
 from memprof.allocator import Settings
 from memprof.findings import Finding
+from memprof.findings.exhaustion import Growth
 from memprof.ledger.batches import Batches, batches
 from memprof.ledger.bridge import Bridge
 from memprof.ledger.caught import CaughtError, caught_errors
@@ -97,6 +98,9 @@ class Verdict:
     """Out-of-memory errors that were raised in the program, and that it caught."""
     first_caught: CaughtError | None = None
     """The first of them."""
+    growth: Growth | None = None
+    """Memory that training steps leave behind; None: none, or it ran out already. `fits` is False where the program
+    goes on for longer than that lasts."""
     host_over_bytes: int = 0
     """So much more was held in host memory than `--host-memory` has; 0 too where it was not given."""
 
@@ -211,8 +215,10 @@ def build_document(
     settings: Settings,
     bridge: Bridge | None = None,
     streams: StreamMemory | None = None,
+    growth: Growth | None = None,
 ) -> Document:
-    """The report on a ledger; `settings` are those of its replay, `bridge` and `streams` its own, if there are any."""
+    """The report on a ledger; `settings` are those of its replay, `bridge`, `streams` and `growth` its own, if there
+    are any."""
     trace = ledger.trace
     facts = trace.facts
     context = facts.device.context_bytes
@@ -251,7 +257,7 @@ def build_document(
         model_state=model_state(trace),
         findings=tuple(findings),
         ladder=(),
-        verdict=_verdict(ledger, context),
+        verdict=_verdict(ledger, context, growth),
         assumptions=(
             *trace.assumptions,
             *_host_assumptions(facts.device.host_memory_bytes),
@@ -281,9 +287,15 @@ def _host_assumptions(limit: int | None) -> tuple[str, ...]:
     return () if limit is None else (f"The machine has {format_bytes(limit)} of host memory (--host-memory).",)
 
 
-def _fits(trace: Trace, oom: OutOfMemory | None, host_over_bytes: int) -> bool | None:
-    """False also if memory ran out while it was measured, or host memory is not enough."""
-    if oom or host_over_bytes or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY):
+def _fits(trace: Trace, oom: OutOfMemory | None, host_over_bytes: int, growth: Growth | None) -> bool | None:
+    """False also if memory ran out while it was measured, will run out as it grows, or host memory is not enough."""
+    runs_out = growth is not None and growth.runs_out and trace.failure is None
+    if (
+        oom
+        or host_over_bytes
+        or runs_out
+        or (trace.failure is not None and trace.failure.kind is FailureKind.OUT_OF_MEMORY)
+    ):
         return False
     return None if trace.failure or _is_stopped_early(trace) else True
 
@@ -312,14 +324,14 @@ def _card_assumptions(ledger: Ledger, settings: Settings, context: int) -> tuple
     )
 
 
-def _verdict(ledger: Ledger, context: int) -> Verdict:
+def _verdict(ledger: Ledger, context: int, growth: Growth | None) -> Verdict:
     trace, oom, run = ledger.trace, ledger.out_of_memory, ledger.run
     storage = trace.storages[oom.storage] if oom else None
     caught = caught_errors(ledger)
     host_limit = trace.facts.device.host_memory_bytes
     host_over = 0 if host_limit is None else max(ledger.host_peak_bytes - host_limit, 0)
     return Verdict(
-        fits=_fits(trace, oom, host_over),
+        fits=_fits(trace, oom, host_over, growth),
         oom_stage=oom.stage.name if oom else None,
         oom_step=oom.stage.step if oom else None,
         oom_op=trace.op(storage) if storage else None,
@@ -336,5 +348,6 @@ def _verdict(ledger: Ledger, context: int) -> Verdict:
         required_bytes=run.required_reserved_bytes + context,
         out_of_memory_caught=len(caught),
         first_caught=caught[0] if caught else None,
+        growth=growth,
         host_over_bytes=host_over,
     )

@@ -43,6 +43,12 @@ def _verdict(document: Document) -> str:
     need += " of host memory" if document.on_cpu else " with the CUDA context"
     name, size = document.device.name, format_bytes(document.device.total_bytes or 0)
     have = name if size in name else f"{name}, {size}"
+    growth = document.verdict.growth
+    if growth is not None and growth.runs_out:
+        return (
+            f"does not fit: runs out of memory at about step {growth.runs_out_step:,}; "
+            f"{growth.steps_seen} steps took {need} ({have})"
+        )
     if document.verdict.fits is False:
         return f"does not fit: it takes {need} ({have})"
     if document.failure is not None and document.failure.kind == FailureKind.REFUSED:

@@ -126,6 +126,9 @@ def _after_run(document: Document, program: ProgramFacts) -> tuple[str, str] | N
         return "how a script is run, and what may stop it", "memprof help run"
     if document.verdict.fits is None and alone:
         return "all of it", run(until_exit=True, steps=None, timeout=None)
+    growth = document.verdict.growth
+    if growth is not None and growth.runs_out:  # no fix from outside takes a leak away
+        return "where it runs out", run(until_exit=True, steps=None, timeout=None)
     if document.verdict.fits is False and alone:
         fitting = next((rung for rung in document.ladder if rung.fits and rung.remedies), None)
         if fitting is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from memprof.catalog.stand_ins import WITHOUT
 from memprof.findings import Evidence, Finding, Severity
+from memprof.findings.exhaustion import Growth
 from memprof.ledger.caught import CaughtError
 from memprof.ledger.stages import at_stage
 from memprof.remedy_catalog import REMEDIES
@@ -278,13 +280,15 @@ def _memory_verdict(document: Document) -> RenderableType:
     beside = document.peak.device_used_bytes - document.peak.reserved_bytes  # the context
     usable = (device.total_bytes or 0) - beside if device.usable_bytes is None else device.usable_bytes
     spare = usable - (verdict.required_bytes - beside)
+    if verdict.growth is not None and verdict.growth.runs_out and not verdict.host_over_bytes:
+        return _runs_out(verdict.growth, document.findings, need)
     if verdict.fits and verdict.first_caught is not None:
         return _verdict_after_errors(verdict, verdict.first_caught, need, spare)
     if verdict.fits and not verdict.retries and spare >= 0:
-        return _fits(document, need, spare)
+        return _fits(document, need, spare).append(_until(verdict.growth))
     if verdict.fits:
         said = f"{_only_just(verdict.retries)}. Left alone it would take {need}."
-        return _said("Fits only just", "bold yellow", said)
+        return _said("Fits only just", "bold yellow", said).append(_until(verdict.growth))
     if verdict.host_over_bytes and verdict.oom_stage is None:
         over = f"{format_bytes(verdict.host_over_bytes)} more than there is of it (--host-memory)"
         held = f"{format_bytes(document.host_peak_bytes)} are held in host memory, {over}"
@@ -303,6 +307,29 @@ def _memory_verdict(document: Document) -> RenderableType:
     return section(text, dim(message[0] + (" ..." if message[1] else "")))
 
 
+def _runs_out(growth: Growth, findings: Sequence[Finding], need: str) -> Text:
+    """Of a run whose memory grows for longer than the GPU has room."""
+    seen = f"the {growth.steps_seen} steps that were run need {need}"
+    planned = growth.program_steps
+    end = "no end of its steps was seen" if planned is None else f"the script makes {planned:,}"
+    cause = next((f" {one.title.partition(': ')[2]}." for one in findings if one.id == "memory-growth"), "")
+    grows = f"Memory grows by {format_bytes(growth.bytes_per_step)} a step:{cause}" if cause else ""
+    return _said(
+        "Does not fit",
+        "bold red",
+        f"runs out of memory at about step {growth.runs_out_step:,}; {seen}, and {end}. {grows}".rstrip(),
+    )
+
+
+def _until(growth: Growth | None) -> str:
+    """How long memory that grows lasts, for a run that ends before."""
+    if growth is None:
+        return ""
+    last = "" if growth.runs_out_step is None else f" until about step {growth.runs_out_step:,}"
+    ends = "" if growth.program_steps is None else f"; the script ends after step {growth.program_steps:,}"
+    return f" It grows by {format_bytes(growth.bytes_per_step)} a step{last and ', and fits'}{last}{ends}."
+
+
 def _said(label: str, style: str, said: str) -> Text:
     return Text(f"\n{label}: ", style=style).append(said, style="default")
 
@@ -313,7 +340,7 @@ def _over(verdict: Verdict) -> str:
 
 def _faults(document: Document) -> list[RenderableType]:
     """What kills the run on a real card whatever its memory, beside the verdict: it must not be read alone."""
-    known = ("does-not-fit", "run-failed")  # the verdict has said these
+    known = ("does-not-fit", "run-failed", "memory-growth")  # the verdict has said these
     errors = [one for one in document.findings if one.severity is Severity.ERROR and one.id not in known]
     return [Text("Fails on a real card: ", style="bold red").append(one.title, style="default") for one in errors]
 

@@ -55,8 +55,7 @@ def test_what_each_step_leaves_behind() -> None:
     keeper, tensor, lasts, fix = finding.evidence
     assert keeper.source == fix.source == LOSSES.source and "filled at x/train.py:9" in keeper.text
     assert tensor.source == KEPT and tensor.num_bytes == MIB and "4 tensors alive at the last" in tensor.text
-    # The card has 1000 MiB; the run has 6 segments of 20 MiB at most.
-    assert "lasts for" in lasts.text and ".cpu()" in fix.text
+    assert "memory runs out at about step " in lasts.text and ".cpu()" in fix.text
 
 
 def test_nobody_was_seen_to_keep_it() -> None:
@@ -103,7 +102,7 @@ def test_a_running_sum_keeps_graphs_and_nothing_on_the_card() -> None:
     b.trace.holders.append(LOSSES._replace(kind="", name="total", nodes=60, node_steps=3))
     (finding,) = found(b)
     assert finding.num_bytes is None and finding.severity is Severity.NOTE
-    assert "variable `total`" in finding.title and "nothing on the card" in finding.title
+    assert "variable `total`" in finding.title and "nothing on the GPU" in finding.title
 
 
 def test_joined_tensors() -> None:
@@ -139,7 +138,7 @@ class TestSilentOn:
     def test_a_bounded_container_that_is_not_full_yet(self) -> None:
         assert not found(kept(4, LOSSES._replace(kind="deque", limit=100)))
 
-    @pytest.mark.parametrize("role", [Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER, Role.PARAMETER])
+    @pytest.mark.parametrize("role", [Role.GRADIENT, Role.OPTIMIZER_STATE, Role.BUFFER])
     def test_what_has_a_role(self, role: Role) -> None:
         b = Builder()
         b.parameter("weight", 100)

@@ -10,7 +10,16 @@ import pytest
 from memprof.errors import UsageError
 from memprof.script import Ended, Program, StopRule
 from memprof.script.program import print_error
-from memprof.script.stop import StopRun
+from memprof.script.stop import (
+    CHEAP_EVENTS,
+    CHEAP_SECONDS,
+    GROWING_EVENTS,
+    GROWING_SECONDS,
+    MIN_GROWTH_BYTES,
+    PATIENCE,
+    Progress,
+    StopRun,
+)
 
 
 @pytest.fixture
@@ -137,12 +146,22 @@ def test_what_a_script_holds_outlives_it(script):
     assert thing() is None
 
 
+def goes_on(rule: StopRule, progress: Progress) -> bool:
+    try:
+        rule.after_step(progress)
+    except StopRun as stop:
+        return stop.why is not Ended.STEPS
+    return True
+
+
+def test_the_stop_is_no_error_that_a_script_may_survive():
+    assert not issubclass(StopRun, Exception)
+
+
 def test_steps():
-    StopRule(steps=None).after_step(100)
-    StopRule(steps=3).after_step(2)
-    with pytest.raises(StopRun) as stop:
-        StopRule(steps=3).after_step(3)
-    assert stop.value.why is Ended.STEPS and not isinstance(stop.value, Exception)
+    assert goes_on(StopRule(steps=None), Progress(100, [0] * 100))
+    assert goes_on(StopRule(steps=3), Progress(2, [0] * 2))
+    assert not goes_on(StopRule(steps=3), Progress(3, [0] * 3))
 
 
 def test_a_package_without_main_is_no_program(script, tmp_path, monkeypatch):
@@ -172,14 +191,38 @@ def test_no_such_program(tmp_path, script):
     Program("json.tool", is_module=True).check()
 
 
-def test_patience_while_memory_grows():
-    rule = StopRule(steps=2, patience=2)
-    rule.after_step(1, grew=True)
-    rule.after_step(2, grew=True)
-    rule.after_step(3, grew=True)
-    for completed, grew in ((2, False), (3, False), (4, True)):
-        with pytest.raises(StopRun):
-            rule.after_step(completed, grew=grew)
+RULE = StopRule(2, goes_on=True)
+
+
+def test_a_run_goes_on_while_that_is_cheap():
+    assert goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS - 1))
+    assert not goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS, CHEAP_SECONDS - 1))
+    assert not goes_on(RULE, Progress(2, [5, 5], CHEAP_EVENTS - 1, CHEAP_SECONDS))
+    assert not goes_on(StopRule(2), Progress(2, [5, 5], 1))  # so many were asked for
+
+
+def test_a_run_goes_on_while_memory_grows():
+    grown = [0, MIN_GROWTH_BYTES]
+    assert goes_on(RULE, Progress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS - 1))
+    assert not goes_on(RULE, Progress(2, grown, GROWING_EVENTS, GROWING_SECONDS - 1))
+    assert not goes_on(RULE, Progress(2, grown, GROWING_EVENTS - 1, GROWING_SECONDS))
+    many = [MIN_GROWTH_BYTES * step for step in range(100)]
+    assert goes_on(RULE, Progress(100, many, CHEAP_EVENTS))
+    assert not goes_on(RULE, Progress(100, [one - step for step, one in enumerate(many)], CHEAP_EVENTS))
+    assert not goes_on(RULE, Progress(3, [9, 8, 7], CHEAP_EVENTS))
+
+
+def test_patience_where_memory_grows_by_little_or_events_are_not_counted():
+    for events in (None, CHEAP_EVENTS):
+        assert goes_on(RULE, Progress(1 + PATIENCE, list(range(1 + PATIENCE)), events))
+        assert not goes_on(RULE, Progress(2 + PATIENCE, list(range(2 + PATIENCE)), events))
+
+
+def test_growth_is_that_of_the_later_half_of_the_steps():
+    assert Progress(1, [7]).growth_bytes == 0
+    assert Progress(2, [7, 9]).growth_bytes == 2
+    assert Progress(8, [0, 9, 9, 9, 9, 9, 9, 9]).growth_bytes == 0  # state that was made in the second
+    assert Progress(9, [0] * 5 + [4] * 4).growth_bytes == 1  # every fourth step keeps something
 
 
 def test_packages_around_a_module_are_imported_by_its_run(tmp_path, monkeypatch, capsys):

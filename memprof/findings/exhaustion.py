@@ -1,0 +1,209 @@
+"""After how many training steps memory that grows runs out: predicted from the steps that were run, and replayed.
+
+Steps are alike but for what they leave behind. So the state after the last step, what later steps add to it, and once
+more the events of the step that needed most go through the allocator; the first number of steps at which a request
+fails is found by bisection.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from memprof.allocator import needs_of
+from memprof.findings.finding import Context, once
+from memprof.findings.growth import MIN_STEP_BYTES, Pile, piles_of_steps
+from memprof.ledger.steps import TrainingStep, training_steps
+from memprof.trace.events import Event, EventKind, Trace
+
+MAX_STEPS = 1_000_000
+"""A run of more steps is not expected: what lasts longer is no verdict."""
+
+TOLERANCE = 0.01
+"""Of the predicted step: bisection ends there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Memory that training steps leave behind on the GPU, and where that ends."""
+
+    bytes_per_step: int
+    """What a step adds, on average."""
+    steps_seen: int
+    """Training steps that were run."""
+    program_steps: int | None
+    """Training steps that the program makes in all; None: no end was seen."""
+    runs_out_step: int | None
+    """About the step in which a request would fail; None: later than `MAX_STEPS`, or what grows is limited and fits."""
+
+    @property
+    def runs_out(self) -> bool:
+        """Whether that comes before the program's own end."""
+        if self.runs_out_step is None:
+            return False
+        return self.program_steps is None or self.program_steps >= self.runs_out_step
+
+
+@once
+def growth_of(context: Context) -> Growth | None:
+    """Predict when the memory that training steps leave behind runs out.
+
+    Returns:
+        None where nothing grows, the size of the GPU is not known, or memory has run out already.
+    """
+    ledger, usable = context.ledger, context.usable_bytes
+    if usable is None or ledger.out_of_memory is not None or ledger.trace.facts.command == "profile":
+        return None
+    steps = training_steps(ledger.trace, ledger.allocated)
+    leaks = _leaks(context, steps)
+    per_step = sum(leak.bytes_per_step for leak in leaks)
+    if per_step < MIN_STEP_BYTES:
+        return None
+    runs_out = _run_out(context, steps, leaks, usable)
+    program = ledger.trace.facts.program
+    ended = program is None or program.ended == "exit"
+    known = steps[-1].step if ended else None
+    return Growth(per_step, len(steps), known, runs_out if runs_out is None or runs_out <= MAX_STEPS else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leak:
+    """A pile, and what later steps add to it."""
+
+    pile: Pile
+    bytes_per_step: int
+    sizes: tuple[tuple[int, ...], ...]
+    """Bytes requested of what each step but the first has added, in order: later steps do the same in turn."""
+    last_step: int | None
+    """The step at which its holder is full; None: it has no limit."""
+
+    def added_in(self, step: int, seen: int) -> tuple[int, ...]:
+        """Sizes of what `step`, of which there are `seen` in the record, adds."""
+        if self.last_step is not None and step > self.last_step:
+            return ()
+        return self.sizes[(step - seen - 1) % len(self.sizes)]
+
+
+def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Leak]:
+    """All piles; those of a holder with a limit end when it is full."""
+    storages, births = context.ledger.trace.storages, context.lives.births
+    ends = [step.end - 1 for step in steps]
+    found = []
+    for holder, piles in piles_of_steps(context).items():
+        for pile in piles:
+            by_step: dict[int, list[int]] = defaultdict(list)
+            for index in pile.storages:
+                by_step[bisect.bisect_left(ends, births[index])].append(storages[index].num_bytes)
+            if pile.made_anew:
+                sizes: tuple[tuple[int, ...], ...] = ((pile.num_bytes // (len(steps) - 1),),)
+            else:
+                sizes = tuple(tuple(by_step[number]) for number in range(1, len(steps)))
+            limit = None if holder is None else holder.limit
+            full = None if limit is None else math.ceil(limit * len(steps) / max(len(pile.storages), 1))
+            if full is None or full > len(steps):
+                found.append(_Leak(pile, pile.num_bytes // (len(steps) - 1), sizes, full))
+    return found
+
+
+def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Leak], usable: int) -> int | None:
+    """The number of the step in which a request fails; None: none does."""
+    seen = steps[-1].step
+    per_step = sum(leak.bytes_per_step for leak in leaks)
+    allocated = context.ledger.allocated
+    later = steps[1:]
+    # What each step took at most, as if all were the last one.
+    needs = [max(allocated[one.begin : one.end]) + per_step * (len(later) - at) for at, one in enumerate(later, 1)]
+    worst = max(range(len(later)), key=needs.__getitem__)
+    slope = per_step
+    if any(leak.pile.made_anew for leak in leaks):  # the old and the new are alive together, perhaps at the peak
+        rises = sorted(after.peak_bytes - before.peak_bytes for before, after in pairwise(later))
+        slope = min(max(rises[len(rises) // 2] if rises else 0, per_step), 2 * per_step)
+    most = seen + 1 + max(usable - needs[worst], 0) // slope
+    limits = [leak.last_step for leak in leaks]
+    if None not in limits:
+        most = min(most, max(limit for limit in limits if limit is not None) + 1)
+    if most > MAX_STEPS or slope != per_step:
+        return most
+    continued = _Continuation(context, later[worst], leaks, steps[-1])
+    return _first_refused(continued, seen + 1, most + 1)
+
+
+def _first_refused(continued: _Continuation, first: int, last: int) -> int | None:
+    """The first step from `first` to `last` whose requests fail, to within `TOLERANCE`; None: none does."""
+    if continued.fits(last):
+        return None
+    fitting, refused = first - 1, last
+    near = first + int(0.9 * (last - first))
+    if first < near < last:
+        fitting, refused = (near, last) if continued.fits(near) else (fitting, near)
+    while refused - fitting > max(1, int(TOLERANCE * refused)):
+        middle = (fitting + refused) // 2
+        fitting, refused = (middle, refused) if continued.fits(middle) else (fitting, middle)
+    return refused
+
+
+class _Continuation:
+    """The record, gone on with by one more step after others that only leave behind what they leave.
+
+    Args:
+        template: the step whose events the last one has.
+        last: the last step in the record.
+    """
+
+    def __init__(self, context: Context, template: TrainingStep, leaks: Sequence[_Leak], last: TrainingStep) -> None:
+        self._context = context
+        self._trace = context.ledger.trace
+        self._leaks = leaks
+        self._last = last
+        self._template = template
+
+    def fits(self, step: int) -> bool:
+        """Whether no request fails up to the end of `step`."""
+        run = self._context.ledger.run
+        trace = dataclasses.replace(self._trace, events=list(self._trace.events), storages=list(self._trace.storages))
+        like = trace.storages[self._leaks[0].pile.storages[0]]
+        for number in range(self._last.step + 1, step):
+            for leak in self._leaks:
+                for num_bytes in leak.added_in(number, self._last.step):
+                    trace.events.append(Event(EventKind.ALLOC, len(trace.storages)))
+                    trace.storages.append(like._replace(num_bytes=num_bytes))
+        trace.events += self._step(trace)
+        return needs_of(trace, run.card, run.config, run.release).fits
+
+    def _step(self, trace: Trace) -> Iterator[Event]:
+        """The events of the template with storages of their own, which are added to `trace`."""
+        lives, template = self._context.lives, self._template
+        renamed: dict[int, int] = {}
+        left = self._left_by_last_step()
+        for kind, ref in self._trace.events[template.begin : template.end]:
+            if kind is EventKind.ALLOC:
+                renamed[ref] = len(trace.storages)
+                trace.storages.append(trace.storages[ref])
+                yield Event(kind, renamed[ref])
+            elif kind is EventKind.FREE:
+                if ref in renamed:
+                    yield Event(kind, renamed.pop(ref))
+                elif lives.births[ref] < template.begin and (same := left[_looks(trace, ref)]):
+                    yield Event(kind, same.pop(0))  # what the step before had left for this one
+            else:
+                yield Event(kind, ref)
+
+    def _left_by_last_step(self) -> Mapping[tuple[int, int], list[int]]:
+        """What the last step left for the next and does not pile up, by what it looks like, oldest first."""
+        lives, end = self._context.lives, len(self._trace.events)
+        kept = {index for leak in self._leaks for index in leak.pile.storages}
+        left: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, storage in enumerate(self._trace.storages):
+            if self._last.begin <= lives.births[index] < end <= lives.deaths[index] and index not in kept:
+                left[storage.num_bytes, storage.op].append(index)
+        return left
+
+
+def _looks(trace: Trace, index: int) -> tuple[int, int]:
+    """Size and operator: what a storage has in common with its counterpart of another step."""
+    return trace.storages[index].num_bytes, trace.storages[index].op
