@@ -33,7 +33,7 @@ class Growth:
     """Memory that training steps leave behind on the GPU, and where that ends."""
 
     bytes_per_step: int
-    """What a step adds, on average."""
+    """What a step adds, as the findings have it."""
     steps_seen: int
     """Training steps that were run."""
     program_steps: int | None
@@ -61,7 +61,7 @@ def growth_of(context: Context) -> Growth | None:
         return None
     steps = training_steps(ledger.trace, ledger.allocated)
     leaks = _leaks(context, steps)
-    per_step = sum(leak.bytes_per_step for leak in leaks)
+    per_step = sum(leak.pile.per_round for leak in leaks)
     if per_step < MIN_STEP_BYTES:
         return None
     runs_out = _run_out(context, steps, leaks, usable)
@@ -76,7 +76,6 @@ class _Leak:
     """A pile, and what later steps add to it."""
 
     pile: Pile
-    bytes_per_step: int
     sizes: tuple[tuple[int, ...], ...]
     """Bytes requested of what each step but the first has added, in order: later steps do the same in turn."""
     last_step: int | None
@@ -100,20 +99,20 @@ def _leaks(context: Context, steps: Sequence[TrainingStep]) -> list[_Leak]:
             for index in pile.storages:
                 by_step[bisect.bisect_left(ends, births[index])].append(storages[index].num_bytes)
             if pile.made_anew:
-                sizes: tuple[tuple[int, ...], ...] = ((pile.num_bytes // (len(steps) - 1),),)
+                sizes: tuple[tuple[int, ...], ...] = ((pile.per_round,),)
             else:
                 sizes = tuple(tuple(by_step[number]) for number in range(1, len(steps)))
             limit = None if holder is None else holder.limit
             full = None if limit is None else math.ceil(limit * len(steps) / max(len(pile.storages), 1))
             if full is None or full > len(steps):
-                found.append(_Leak(pile, pile.num_bytes // (len(steps) - 1), sizes, full))
+                found.append(_Leak(pile, sizes, full))
     return found
 
 
 def _run_out(context: Context, steps: Sequence[TrainingStep], leaks: Sequence[_Leak], usable: int) -> int | None:
     """The number of the step in which a request fails; None: none does."""
     seen = steps[-1].step
-    per_step = sum(leak.bytes_per_step for leak in leaks)
+    per_step = sum(leak.pile.per_round for leak in leaks)
     allocated = context.ledger.allocated
     later = steps[1:]
     # What each step took at most, as if all were the last one.

@@ -29,7 +29,7 @@ def stopped(b: Builder, ended: str = "steps") -> Builder:
 
 def test_it_runs_out_in_the_step_that_was_worked_out() -> None:
     growth = growth_of(stopped(kept(4)).context(100 * MIB))
-    assert growth == Growth(MIB * 3 // 3, 4, None, FULL_AT)
+    assert growth == Growth(MIB, 4, None, FULL_AT)
     assert growth.runs_out
 
 
@@ -134,3 +134,12 @@ def test_models_pile_up_and_state_that_is_made_late_does_not() -> None:
 
 def test_a_run_that_was_refused_has_no_growth_left_to_tell() -> None:
     assert growth_of(stopped(kept(6)).context(6 * MIB)) is None
+
+
+def test_what_every_third_step_leaves_is_counted_by_the_step() -> None:
+    b = Builder()
+    b.parameter("weight", 100)
+    steps(b, 12, lambda step: b.new(3 * MILLION // 4, line=KEPT) and None if step % 3 == 0 else None)
+    growth = growth_of(stopped(b).context(100 * MIB))
+    # The lasting bytes rise at the ends of steps 4, 7 and 10, so that nine steps from the third on add three tensors.
+    assert growth is not None and growth.bytes_per_step == 3 * (3 * MIB // 4) // 9
