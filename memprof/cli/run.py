@@ -204,9 +204,15 @@ def _run_ranks(program: Program, rule: StopRule, request: Request) -> int:
     return int(Exit.DOES_NOT_FIT) if found.ended is Ended.REFUSED else code or exit_code(found.document)
 
 
+_GAP = (
+    "this is a gap of the virtual GPU, not an error of the script: measure the run on a GPU, and report it to memprof"
+)
+
+
 def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) -> MemprofError:
     """The error of a program that ended before it put anything on the GPU; `failure` is what it raised."""
     from memprof.script import Ended
+    from memprof.trace.events import FailureKind
 
     problem = "no verdict: nothing was put on the GPU"
     if failure is not None and ended is Ended.ERROR:
@@ -214,7 +220,7 @@ def _no_verdict(ended: Ended, exit_code: int, failure: Failure | None = None) ->
         return MemprofError(
             problem,
             value=f"the script failed{where}: {failure.error}: {failure.message}",
-            hint=failure.hint or "correct its error, which is above",
+            hint=failure.hint or (_GAP if failure.kind is FailureKind.GAP else "correct its error, which is above"),
         )
     how, hint = {
         Ended.TIMEOUT: ("the script was stopped by --timeout", "give it more seconds"),

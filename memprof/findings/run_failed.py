@@ -56,6 +56,8 @@ def _title(failure: Failure) -> str:
         return f"The run stops {where}: memory ran out"
     if failure.kind is FailureKind.INTERRUPTED:
         return f"The run stops {where}: it was interrupted"
+    if failure.kind is FailureKind.GAP:
+        return f"The run stops {where}: a gap of the virtual GPU, not an error of the program ({failure.error})"
     return f"The run stops {where}: {failure.error}"
 
 
@@ -83,6 +85,7 @@ _FIXES = {
     FailureKind.REFUSED: "leave it out here, or measure the run on a GPU",
     FailureKind.OTHER_RANK: "see how the other ranks ended, in the row of each",
     FailureKind.INTERRUPTED: "let it run; --timeout stops it by the clock, as a run that was asked to be so long",
+    FailureKind.GAP: "leave the operation out here, or measure the run on a GPU; please report the program to memprof",
     FailureKind.ERROR: (
         "mend the line above if the program is at fault; if the same code runs on a real GPU, this is a gap of the "
         "virtual one"

@@ -353,6 +353,7 @@ class FailureKind(enum.StrEnum):
     """Why a run could not go on, as far as that decides what to do about it."""
 
     ERROR = "error"  # the program's own, or one that memprof does not know
+    GAP = "gap"  # of the virtual GPU: it speaks of tensors without data, which no real one has
     NO_META_KERNEL = "no meta kernel"  # an operator that cannot run without data
     OUT_OF_MEMORY = "out of memory"  # on a real device
     CUSTOM_KERNEL = "custom kernel"  # code below torch: Triton, a C++ or CUDA extension

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import linecache
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -60,6 +61,8 @@ _NO_DATA = "Cannot copy out of meta tensor"
 _CANNOT = re.compile(
     r"Not available for 'meta' device|Cannot access storage of \w+Impl|on meta tensors|Cannot pack tensors on meta"
 )
+_SPEAKS_OF_META = re.compile(r"\b[Mm]eta(?:[A-Z]\w*)?\b")
+"""What torch calls the device and the types of tensors without data: no program on a GPU meets it."""
 _NEEDS_DATA = re.compile(
     r"Cannot access data pointer|data is not allocated yet|is_cuda\(\)|\b(?:must|should|expected|has) (?:to )?(?:be )?"
     r"(?:a |on )?(?:the )?(?:CUDA|GPU)\b|0 active drivers|CUDA driver|libcuda|no kernel image|invalid device function|"
@@ -108,6 +111,8 @@ def describe(
         line = recorder.trace.sources[where]
         if any(_same_function(line, other) for other in lines):
             kind, read = FailureKind.UNKNOWN_VALUE, f"{line}: {told}"
+    if kind is FailureKind.ERROR and _is_gap(text_of(error), frames):
+        kind = FailureKind.GAP
     return Failure(
         kind=kind,
         phase=_doing(phase, frames),
@@ -267,6 +272,17 @@ def _kind(error: BaseException, text: str) -> tuple[FailureKind, str | None]:
     if _NEEDS_DATA.search(text):
         return FailureKind.CUSTOM_KERNEL, None
     return FailureKind.ERROR, None
+
+
+def _is_gap(text: str, frames: Iterable[FrameType]) -> bool:
+    """Whether an error with this message is the virtual GPU's, and not what the program did.
+
+    A program that asks for the meta device itself may meet its name in an error of its own.
+    """
+    if not _SPEAKS_OF_META.search(text):
+        return False
+    programs = {frame.f_code.co_filename for frame in frames if Recorder.is_program(frame.f_code)}
+    return not any("meta" in line for name in programs for line in linecache.getlines(name))
 
 
 def _may_decide(error: BaseException) -> bool:
