@@ -21,7 +21,8 @@ def started(*arguments: str, seconds: float = 300) -> Done:
 
 def test_in_a_process_of_its_own(script):
     """stdout has the script's words, then the report."""
-    command = [sys.executable, "-m", "memprof", "run", "--gpu", "rtx-4090", script(), "256", "32", "--debug"]
+    command = [sys.executable, "-m", "memprof", "run", "--gpu", "rtx-4090", "--steps", "2", script()]
+    command += ["256", "32", "--debug"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -116,7 +117,7 @@ def test_a_full_card_ends_it(memprof, script):
 def test_beyond(memprof, script):
     ran = memprof("run", "--json", "--beyond", "--gpu-vram", "1", script(), 4096, 60000)
     assert ran.exit_code == 3
-    assert ran.json["program"]["ended"] == "steps" and ran.json["verdict"]["fits"] is False
+    assert ran.json["program"]["ended"] == "exit" and ran.json["verdict"]["fits"] is False
     assert ran.json["verdict"]["required_bytes"] > 2 * 60000 * 4096 * 4
 
 
@@ -504,7 +505,7 @@ def test_a_sum_of_losses_is_seen_in_two_steps(memprof, script):
         """,
         "sums.py",  # lines are read off the file, and Python keeps those of a file that another test called the same
     )
-    document = memprof("run", "--json", name).json
+    document = memprof("run", "--json", "--steps", "2", name).json
     assert document["program"]["steps"] == 2
     (finding,) = [finding for finding in document["findings"] if finding["id"] == "memory-growth"]
     assert "variable `total` (" in finding["title"] and "sums.py:8" in finding["title"]

@@ -147,7 +147,7 @@ def test_gradients_that_the_program_makes_itself(memprof, script):
             optimizer.step()
         """
     )
-    assert memprof("run", "--json", name).json["program"] | {"command": [], "asked": None} == {
+    assert memprof("run", "--json", "--steps", "2", name).json["program"] | {"command": [], "asked": None} == {
         "command": [],
         "asked": None,
         "ended": "steps",

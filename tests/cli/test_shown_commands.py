@@ -77,7 +77,13 @@ def folder(tmp_path_factory):
     (place / "docs/run_example.py").write_text(SCRIPT)
     (place / "path/to/config.json").write_text(json.dumps(CONFIG))
     (place / "path/to/model.py").write_text(MODEL)
-    (place / "train.py").write_text("print('trained')\n")
+    # `monitor` starts it by whatever `python` there is, which may have no torch; under `run` it is on the GPU.
+    (place / "train.py").write_text(
+        "import importlib.util\n"
+        "if importlib.util.find_spec('torch'):\n"
+        "    import torch\n"
+        "    torch.ones(4, device='cuda' if torch.cuda.is_available() else 'cpu')\n"
+    )
     (place / "lengths.txt").write_text("12\n20\n16\n")
     (place / "wiki.train.tokens").write_text(TEXT)
     (place / "corpus/one.txt").write_text(TEXT)
