@@ -137,7 +137,7 @@ def printed(text):
 @pytest.mark.slow
 def test_they_run(memprof, script, tmp_path):
     """From a script to its later steps; from a recording to its allocator; from two to what differs."""
-    first = memprof("run", "--gpu-vram", 2, "--save", "a.memprof", script(SCRIPT))
+    first = memprof("run", "--steps", 2, "--gpu-vram", 2, "--save", "a.memprof", script(SCRIPT))
     more = memprof(*printed(first.stdout))
     assert more.exit_code == 0 and "ran to its end, 3 training steps" in more.stdout
     assert printed(memprof("show", "a.memprof").stdout) == printed(first.stdout)

@@ -67,7 +67,7 @@ def test_no_verdict_is_exit_code_1_and_one_error(how, tmp_path):
 )
 def test_a_verdict_is_one_document(text, code, tmp_path):
     (tmp_path / "script.py").write_text(TRAIN + text)
-    done = python("-m", "memprof", "run", "--json", "script.py", folder=tmp_path)
+    done = python("-m", "memprof", "run", "--json", "--steps", "2", "script.py", folder=tmp_path)
     document = checked(json.loads(done.stdout))
     assert (document["verdict"]["fits"], done.exit_code) == (True, code), done.stderr
 

@@ -73,7 +73,7 @@ def test_what_is_refused_after_the_run_was_stopped_is_no_part_of_it(tmp_path):
     finally:
         torch.distributed.init_process_group("nccl", rank=0, world_size=2, init_method="tcp://127.0.0.1:1")
     """
-    done = ran(tmp_path, text, "--json")
+    done = ran(tmp_path, text, "--json", "--steps", "2")
     assert done.exit_code == 0 and json.loads(done.stdout)["verdict"]["fits"] is True
 
 
@@ -212,7 +212,7 @@ LAUNCHED = {
 def test_a_launcher_with_one_process_runs_in_this_one(tmp_path, how):
     launcher, wrap, said = LAUNCHED[how]
     (tmp_path / "train.py").write_text(TRAIN.format(wrap=wrap), encoding="utf-8")
-    done = python("-m", "memprof", "run", "--json", *launcher, "train.py", "--lr", "1", folder=tmp_path)
+    done = python("-m", "memprof", "run", "--json", "--steps", "2", *launcher, "train.py", "--lr", "1", folder=tmp_path)
     assert done.exit_code == 0, done.stderr
     document = json.loads(done.stdout)
     assert said in done.stderr and document["verdict"]["fits"] is True and document["program"]["steps"] == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from memprof.cli.main import run
 
-WAYS = {"stopped": [], "to the end": ["--until-exit"]}
+WAYS = {"stopped": ["--steps", "2"], "to the end": ["--until-exit"]}
 
 
 def report_of(arguments: list[str]) -> tuple[int, str]:

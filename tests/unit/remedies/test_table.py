@@ -164,6 +164,9 @@ class _Runs(Runs):
         for fix in fixes:
             spec = edit_spec(spec, fix, {})
 
+    def command(self, fixes):
+        return ""
+
     def ahead(self, sets):
         return None
 

@@ -57,6 +57,7 @@ UNDOCUMENTED = {
     "scaled_dot_product_attention": LOWER_PRECISION,
     "upsample_bilinear2d": FLOAT32,
     "upsample_nearest2d": FLOAT32,
+    "normalize": FLOAT32,  # by a norm, which is documented
 }
 CASTS = {"to", "float", "half", "bfloat16", "type", "type_as", "double"}
 MOVES = {
