@@ -1,0 +1,19 @@
+# Outputs are kept, and the loop has no end.
+# fits: no
+# exit: 3
+# step: 20
+# grows: 64
+# run: --gpu-vram 2
+# why: as containers/list_of_outputs: 64 MiB a step, of 1221.
+import torch
+from torch import nn
+
+model = nn.Linear(4096, 4096, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+outputs = []
+while True:
+    y = model(torch.randn(4096, 4096, device="cuda"))
+    y.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    outputs.append(y.detach())  # <- culprit
