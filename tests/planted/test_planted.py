@@ -6,6 +6,7 @@ Beside this file, test_claims.py runs each to its end, whether it does what it c
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ PROGRAMS = programs()
 def test_verdict(name, tmp_path):
     told = run(PROGRAMS[name], folder=tmp_path)
     assert not wrong(PROGRAMS[name], told), told.stderr[-2000:]
+
+
+def test_families():
+    families = Counter(program.path.parent.name for program in PROGRAMS.values())
+    assert len(families) == 20
+    assert set(families.values()) == {5}
 
 
 LEAK = Planted(
