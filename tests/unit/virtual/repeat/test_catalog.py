@@ -45,9 +45,9 @@ WAYS = {
     "compiled, lean": {"fixes": ("compile", *LEAN["fixes"])},
     "lengths": {"lengths": "lognormal:40,0.5", "steps": 6, "context_length": 128},
 }
-WITHOUT_NAMES = ("gpt-oss-20b", "qwen3-30b-a3b")
-"""PEFT does not know what to adapt in these."""
-OF_WAYS = ("llama-3.2-1b", "qwen3-0.6b", "gpt2-medium", "gemma-3-1b", "gpt-oss-20b", "qwen3-30b-a3b")
+WITHOUT_NAMES = ("qwen3-30b-a3b",)
+"""PEFT does not know what to adapt in it."""
+OF_WAYS = ("gemma-3-1b", "qwen3-30b-a3b")
 
 
 def captured(spec, *, repeats):
@@ -64,7 +64,10 @@ def check_same(spec):
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(entry.key, marks=[] if entry.key in DAYS else [pytest.mark.nightly]) for entry in list_models()],
+    [
+        *DAYS,
+        *(pytest.param(entry.key, marks=pytest.mark.nightly) for entry in list_models()[::3] if entry.key not in DAYS),
+    ],
 )
 def test_a_model_of_the_catalog(model):
     check_same(TargetSpec(model=model, context_length=64, batch_size=2))
