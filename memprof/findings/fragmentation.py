@@ -78,7 +78,9 @@ def find(context: Context) -> list[Finding]:
         title += f"free ({share}) when the card is full; allocated memory alone, at most {most}, would fit"
     else:
         title += f"never in use ({share}): tensors take at most {most}"
-    severity = Severity.WARNING if remedies or decides else Severity.NOTE
+    # With more room left than it takes, it decides nothing.
+    has_room = context.usable_bytes is not None and run.fits and context.usable_bytes - reserved > gap
+    severity = Severity.WARNING if decides or (remedies and not has_room) else Severity.NOTE
     return [Finding("fragmentation", severity, title, gap, tuple(evidence), remedies)]
 
 

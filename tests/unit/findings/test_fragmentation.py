@@ -46,6 +46,14 @@ def test_says_what_is_free_and_what_pins_it() -> None:
     assert evaluated.text.startswith("with expandable_segments:True the run reserves")
 
 
+def test_where_the_room_left_is_more_it_is_a_note() -> None:
+    context = pinned().context()
+    gap, reserved = one(context).num_bytes or 0, context.ledger.peak_reserved_bytes
+    assert one(pinned().context(reserved + gap)).severity is Severity.WARNING
+    roomy = one(pinned().context(reserved + gap + 1))
+    assert roomy.severity is Severity.NOTE and roomy.remedies == ("expandable-segments",)
+
+
 def test_expandable_segments_are_evaluated_and_not_only_named() -> None:
     b = pinned()
     before = replay_on_card(b.trace, None)
